@@ -114,7 +114,7 @@ def test_an_error_is_explained_by_a_wrong_and_a_right_example_and_the_cure():
     ("key", "guess"), [("TP999", "TP907"), ("TP290", "TP300"), ("TP12", "TP100"), ("TP1O9", "TP109")]
 )
 def test_an_id_that_does_not_exist_is_refused_with_the_nearest(key, guess):
-    with pytest.raises(errors.UnknownNameError, match=f"There is no error {key}. Did you mean '{guess}'"):
+    with pytest.raises(errors.UnknownNameError, match=f"There is no id {key}. Did you mean '{guess}'"):
         explain.section(key)
 
 

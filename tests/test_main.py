@@ -203,7 +203,10 @@ def test_an_error_is_explained_by_its_id_and_all_of_them_as_a_page(torchport, ca
     code, out, _ = torchport("explain", "--all", capsys=capsys)
     assert code == 0 and "\n".join(out) + "\n" == explain.page()
     code, _, err = torchport("explain", "TP999", capsys=capsys)
-    assert code == 2 and err[0].startswith("error[TP106] torchport explain TP999: There is no error TP999. ")
+    assert code == 2 and err[0].startswith("error[TP106] torchport explain TP999: There is no id TP999. ")
+    code, _, err = torchport("explain", "FOO", capsys=capsys)
+    fact = "error[TP106] torchport explain FOO: There is no id FOO. "
+    assert (code, err) == (2, [f"{fact}`torchport explain --all` lists them."])
     code, _, err = torchport("explain", capsys=capsys)
     assert (code, err) == (
         2,
@@ -279,6 +282,7 @@ def test_the_summary_names_the_commit_of_a_checkout(tmp_path):
 def test_a_whole_run_prints_where_the_video_is_and_where_the_time_went(torchport, capsys, root, tmp_path):
     code, out, _ = torchport(*RUN, *SMALL, "--out", "made", "--path", root, capsys=capsys)
     assert code == 0 and out[-1] == "made/video.mp4"
+    assert out[-2] == "made/contact_sheet.png: frames of it, side by side"
     assert [line.split()[0] for line in out[1:4]] == ["encode", "denoise", "decode"] and "s/step" in out[4]
     names = {file.name for file in (tmp_path / "made").iterdir()}
     stages = {f"{stage}.{kind}" for stage in ("encode", "denoise", "decode") for kind in ("json", "safetensors")}

@@ -14,6 +14,7 @@ import click
 
 from torchport import __version__
 from torchport.commands import terminal
+from torchport.files import atomic
 
 COMMANDS = {
     "check": "Tries patches against the upstreams that are installed, and reads cards and configs.",
@@ -60,6 +61,7 @@ def cli(verbose: bool) -> None:
 
 def main() -> None:
     """Runs the command line; a refusal is a line for each mistake and an exit code, never a traceback."""
+    atomic.remove_abandoned()
     sys.exit(terminal.run(cli))
 
 

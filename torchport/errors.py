@@ -138,12 +138,17 @@ def nearest(name: str, names: Iterable[str]) -> str:
     Of many names it lists those that are the closest.
     """
     sorted_names = sorted(names)
-    close = difflib.get_close_matches(name, sorted_names, n=1, cutoff=0.6)
-    guess = f"Did you mean '{close[0]}'? " if close else ""
+    close = closest(name, sorted_names)
+    guess = f"Did you mean '{close}'? " if close else ""
     if len(sorted_names) > _MOST_NAMES:
         some = difflib.get_close_matches(name, sorted_names, n=_CLOSEST, cutoff=0)
         return f"{guess}The closest of {len(sorted_names)}: {', '.join(some)}"
     return f"{guess}Known: {', '.join(sorted_names)}" if sorted_names else "None are known"
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Returns the name that a misspelt one was probably meant to be; an empty one if none is close to it."""
+    return "".join(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6))
 
 
 _MOST_NAMES = 40

@@ -37,8 +37,14 @@ def test_a_sound_machine_has_nothing_bad_and_is_told_the_next_command(findings, 
     assert found["host memory"].fact.endswith("GiB free") and found["python"].state == "ok"
     assert found["tiny checkpoint of hunyuan"].fact == str(tiny_folder)
     assert advice(list(found.values()), [str(root)]) == (
-        'Ready: torchport run --model cogvideox --config configs/cogvideox_demo.yaml --prompt "..."'
+        'Ready: torchport run --model hunyuan --config configs/demo.yaml --prompt "..."'
     )
+
+
+def test_the_next_command_is_the_first_one_of_the_readme(root):
+    told = advice([], [str(root)]).removeprefix("Ready: ").partition(" --prompt")[0]
+    first = next(line for line in (root / "README.md").read_text().splitlines() if "torchport run " in line)
+    assert told in first
 
 
 def test_looking_changes_nothing(findings, tmp_path, unchanged, monkeypatch):

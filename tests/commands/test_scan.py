@@ -1,7 +1,9 @@
 """`torchport scan`: its lines, its formats, its exit code."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import sarif
@@ -247,3 +249,14 @@ def test_two_formats_are_refused(torchport, code, capsys):
     assert error == [
         "error[TP107] --json --sarif: They are two formats. Leave one out, or write it to a file: --report."
     ]
+
+
+def test_a_name_that_is_no_utf_8_is_in_every_format(torchport, tmp_path, capsys):
+    (tmp_path / "code").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "code") + b"/\xff.py")).write_text(
+        "import torch\n\ntorch.zeros(1).cuda()\n"
+    )
+    for flags in ((), ("--json",), ("--sarif",)):
+        code, out, err = torchport("scan", "code", *flags, capsys=capsys)
+        assert (code, err) == (1, []) or (code, err) == (0, [])
+    assert any('"uri": "code/%FF.py"' in line for line in out)

@@ -96,7 +96,7 @@ TOO_LONG = "The system refuses this path: File name too long. Name another."
         ((*RUN, "--set", "checkpoint=~nobody-of-that-name/x"), "error[TP301] --checkpoint ~nobody-of-that-name/x: "),
         ((*RUN, "--set", "steps=&x 3"), "error[TP101] --set steps=&x 3: The anchor &x is not plain data. Quote the v"),
         (("models", "--path", os.fsdecode(b"\xff")), "error[TP107] --path: Character 1 is not Unicode text."),
-        (("explain", "\x1b[31m"), "error[TP106] torchport explain \\x1b[31m: There is no error \\x1b[31m. "),
+        (("explain", "\x1b[31m"), "error[TP106] torchport explain \\x1b[31m: There is no id \\x1b[31m. "),
     ],
 )
 def test_a_value_that_no_command_could_use_is_refused_in_one_line(odd, torchport, capsys, words, text):

@@ -3,8 +3,11 @@
 import dataclasses
 import os
 import sys
+import time
+from pathlib import Path
 
 from torchport.errors import VmemError
+from torchport.processes import child
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,15 @@ def killed(number):
 
 def left(code):
     os._exit(code)
+
+
+def nested(file, more):
+    """Writes this process's number into a file, and so do as many processes below it; none of them ends by itself."""
+    with Path(file).open("a") as stream:
+        stream.write(f"{os.getpid()}\n")
+    if more:
+        child.call("fakes.child_calls:nested", file, more - 1, ended=str)
+    time.sleep(600)
 
 
 def imported():

@@ -186,19 +186,51 @@ def test_another_process_that_was_faster_has_written_the_same(card, saving, tmp_
     def faster(folder):
         tiny.folder_of(card, HUNYUAN).mkdir()
         (tiny.folder_of(card, HUNYUAN) / "model_index.json").write_text("theirs")
-        (tiny.folder_of(card, HUNYUAN) / tiny.DONE).touch()
+        sha = hashlib.sha256(b"theirs").hexdigest()
+        (tiny.folder_of(card, HUNYUAN) / tiny.DONE).write_text(f"{sha}  model_index.json\n")
 
     folder = saving(faster)
     assert (folder / "model_index.json").read_text() == "theirs" and len(list(folder.parent.iterdir())) == 1
 
 
-def test_a_folder_in_the_way_that_is_no_checkpoint_is_refused(card, saving, tmp_path):
-    def in_the_way(folder):
-        tiny.folder_of(card, HUNYUAN).mkdir()
-        (tiny.folder_of(card, HUNYUAN) / "something").write_text("")
+def _damage(file, how):
+    match how:
+        case "truncated":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "garbage":
+            file.write_bytes(bytes(255 - byte for byte in file.read_bytes()))
+        case "empty":
+            file.write_bytes(b"")
+        case "missing":
+            file.unlink()
+        case "folder":
+            file.unlink()
+            file.mkdir()
 
-    with pytest.raises(OutputError, match="The cache folder cannot be written: Directory not empty"):
-        saving(in_the_way)
+
+@pytest.mark.parametrize("name", ["model_index.json", tiny.DONE])
+@pytest.mark.parametrize("how", ["truncated", "garbage", "empty", "missing", "folder"])
+def test_a_damaged_file_is_written_again_and_said_in_a_line(saving, unchanged, caplog, name, how):
+    folder = saving()
+    before = unchanged(folder)
+    _damage(folder / name, how)
+    with caplog.at_level("INFO", logger="torchport"):
+        assert saving() == folder and unchanged(folder) == before
+    assert [record.getMessage() for record in caplog.records] == [
+        f"write the tiny checkpoint of hunyuan to {folder} again, since a file of it is damaged ..."
+    ]
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_what_is_in_the_folders_place_and_what_was_added_to_it_goes(card, saving, unchanged):
+    folder = saving()
+    before = unchanged(folder)
+    (folder / "more.safetensors").write_text("")
+    assert unchanged(saving()) == before
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    assert unchanged(saving(lambda _: folder.mkdir())) == before
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 import torch
+from fakes.plain_pack import PlainPack
 from jax.sharding import PartitionSpec
 
 from torchport import engine, shard
@@ -193,6 +194,17 @@ def test_a_verification_takes_the_weights_in_two_dtypes_and_the_blocks_values(bo
     assert cost.host_bytes - borders == 3 * cost.device_bytes > 0  # bfloat16, and float32 beside it
     assert (cost.flops, cost.host_s) == (calls * 1e12, calls)
     assert planning.verification_cost(task, {}) is None
+
+
+def test_a_module_that_needs_a_stub_to_be_imported_has_its_cost(tmp_path, monkeypatch):
+    plain = PlainPack(tmp_path, monkeypatch)
+    plain.write_gpu_code()
+    task = accept(Request("plain", "configs/small.yaml", stage="denoise", paths=(str(plain.root),)), dry=True)
+    program = types.SimpleNamespace(borders_bytes=1, times=1)
+    planned = {"denoise": types.SimpleNamespace(programs=[program], steps=1, step=types.SimpleNamespace(flops=1.0))}
+    cost = planning.verification_cost(task, planned)
+    plain.close()
+    assert cost.device_bytes > 0
 
 
 def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():

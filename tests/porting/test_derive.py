@@ -108,6 +108,26 @@ def test_a_card_is_derived_once_and_again_by_other_code(texts, tmp_path, monkeyp
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize("file", ["configs/models/{}.yaml", "configs/{}_demo.yaml"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-40], lambda data: data + b"\xff\xfe", lambda data: b""])
+def test_a_damaged_file_of_a_derived_card_is_derived_again(tmp_path, monkeypatch, caplog, file, damage):
+    model = "diffusers:WanPipeline"
+    monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
+    monkeypatch.setattr(derived, "derived_card", lambda model: ("card: 1\n", "job: 1\n"))
+    derive.ensure(model)
+    path = derived.derived_folder() / file.format(model)
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    with caplog.at_level("INFO", logger="torchport"):
+        derive.ensure(model)
+        derive.ensure(model)
+    assert path.read_bytes() == before
+    assert [record.getMessage().partition(model)[2] for record in caplog.records] in (
+        [", again, since its file is damaged: upstream's code runs with tiny weights ..."],
+        [": upstream's code runs with tiny weights ..."],  # the first line, which says what wrote it, is lost, too
+    )
+
+
 def test_a_picture_by_name_is_upstreams():
     found = pipelines.in_child("PixArtAlphaPipeline", ["ulysses"])
     assert "refused" not in found

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from fakes.child_calls import Place
@@ -67,6 +68,32 @@ def test_a_process_is_ended_when_nobody_waits_for_its_answer():
     with pytest.raises(child.ChildStoppedError):
         child.call("time:sleep", 600, ended=stopped, stop=stop)
     assert time.monotonic() - start < 300
+
+
+def test_a_process_ends_with_its_parent_however_the_parent_ends(tmp_path, root):
+    """Of a chain of three processes the first is killed: the second ends with it, and the third with the second."""
+    file = tmp_path / "numbers"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    code = f"from fakes.child_calls import nested; nested({str(file)!r}, 2)"
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
+        while not file.exists() or file.read_text().count("\n") < 3:
+            time.sleep(0.02)
+        numbers = [int(line) for line in file.read_text().split()]
+        assert numbers[0] == parent.pid and all(map(_is_alive, numbers))
+        parent.kill()
+    limit = time.monotonic() + 60
+    while any(map(_is_alive, numbers)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not any(map(_is_alive, numbers))
+
+
+def _is_alive(number):
+    try:
+        os.kill(number, 0)
+        stat = Path(f"/proc/{number}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"  # nobody may reap it here
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def test_last_words_are_the_exception_not_what_jax_says_below_it():

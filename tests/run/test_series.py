@@ -16,10 +16,11 @@ from PIL import Image
 
 from torchport import run, save
 from torchport.compile import network, program
+from torchport.config import document
 from torchport.errors import StoppedError
 from torchport.run import path, resume, series
 from torchport.run.series import read_prompts
-from torchport.task import Request
+from torchport.task import Request, accept
 
 PATIENCE = 300
 """Seconds after which a process is taken to hang; a busy machine needs a fifth of it."""
@@ -415,3 +416,24 @@ def test_a_real_model_makes_the_same_bytes_in_a_series_as_alone(tmp_path, root, 
     with pytest.raises(StoppedError), pytest.MonkeyPatch.context() as patch:
         patch.setattr(series.Stopping, "is_requested", lambda self: True)
         series.make(series.accepted(dataclasses.replace(shared, out=tmp_path / "no"), read_prompts(file)), tmp_path)
+
+
+def test_the_card_and_the_job_are_read_once_for_each_size_and_not_for_each_line(tmp_path, monkeypatch):
+    read = []
+    parse = document.parse_document
+    monkeypatch.setattr(document, "parse_document", lambda text, file: read.append(file) or parse(text, file))
+
+    def tasks(count):
+        read.clear()
+        lines = [
+            series.Line(series.Prompt(prompt=f"cat {n}", seed=n, frames=(5, 9)[n % 2]), f"a:{n}", f"{n:04}")
+            for n in range(count)
+        ]
+        asked = Request("hunyuan", "configs/demo.yaml", out=tmp_path)
+        videos = series.accepted(asked, lines)
+        whole = [accept(series._request(asked, line), reads_picture=False) for line in lines[2:4]]
+        for video, task in zip(videos[2:4], whole, strict=True):
+            assert (video.task.settings, video.task.folder, video.task.job) == (task.settings, task.folder, task.job)
+        return len(read)
+
+    assert tasks(4) == tasks(40)

@@ -15,7 +15,6 @@ import functools
 import importlib
 import json
 import sys
-import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from torchport.errors import (
     TorchportError,
     UnsupportedError,
 )
+from torchport.files import atomic
 from torchport.patch.declared import replacement
 from torchport.processes import child
 from torchport.source.modules import is_there, shown
@@ -464,11 +464,11 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
     card, document = pack.card(model)
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name, "out")
+    with atomic.scratch() as folder:
+        out = folder / "out"
         fields: dict[str, Any] = {"prompt": card.tiny.prompt, "cache": False}
         if family(pack, card, document).TAKES_IMAGE == ALWAYS:
-            fields["image"] = Path(name, "image.png")
+            fields["image"] = folder / "image.png"
             Image.linear_gradient("L").save(fields["image"])
         request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=upstream_path, **fields)
         try:

@@ -37,7 +37,7 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
     if as_json:
         terminal.say(json.dumps(data(comparison), indent=2, ensure_ascii=False))
     else:
-        terminal.say("\n".join(lines(comparison)))
+        terminal.say(lines(comparison))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,6 +185,10 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
     return findings
 
 
+DEMO = "configs/demo.yaml"
+"""The job that README begins with."""
+
+
 def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
     """Returns combinations of settings that are known to fail or to compute wrong numbers."""
     findings = []
@@ -218,6 +222,7 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    cards = (read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError))
-    model, demo = next(((first.model, first.demo) for first in cards), ("NAME", "configs/demo.yaml"))
+    cards = [read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError)]
+    demos = sorted(((card.model, card.demo) for card in cards), key=lambda row: row[1] != DEMO)  # README's comes first
+    model, demo = next(iter(demos), ("NAME", DEMO))
     return f'Ready: torchport run --model {model} --config {demo} --prompt "..."'

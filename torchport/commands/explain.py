@@ -86,7 +86,7 @@ def section(key: str) -> str:
     kinds = {kind.id: kind for kind in errors.kinds()}
     kind = kinds.get(key.upper())
     if kind is None:
-        place, fact = f"torchport explain {key}", f"There is no error {key}"
+        place, fact = f"torchport explain {key}", f"There is no id {key}"
         raise errors.UnknownNameError(place, fact, _nearest(key.upper(), list(kinds)), name=key)
     parts = [f"{kind.id} {kind.__name__}", inspect.getdoc(kind) or "", *_group(kind), *_example(kind.id)]
     return "\n\n".join(parts)
@@ -151,7 +151,8 @@ def examples() -> dict[str, Example]:
 def _nearest(key: str, known: list[str]) -> str:
     """Returns a remedy that names the id with the nearest number."""
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
-        return errors.nearest(key, [*known, *RULES])
+        close = errors.closest(key, [*known, *RULES])
+        return f"{f'Did you mean {close!r}? ' if close else ''}`torchport explain --all` lists them"
     number = int(key[2:])
     closest = min(known, key=lambda name: abs(int(name[2:]) - number))
     return f"Did you mean '{closest}'? Known: {', '.join(known)}"

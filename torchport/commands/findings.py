@@ -186,14 +186,15 @@ def _location(place: str, root: Path) -> dict[str, Any]:
 def _uri(file: str, root: Path) -> str:
     """Returns a file as a reference: relative to a repository if it lies in it, else absolute."""
     path = Path(os.path.normpath(Path.cwd() / file))
-    return urllib.parse.quote(path.relative_to(root).as_posix()) if path.is_relative_to(root) else path.as_uri()
+    # A name that is no UTF-8 is quoted by its bytes, as `as_uri` does.
+    return urllib.parse.quote(os.fsencode(path.relative_to(root))) if path.is_relative_to(root) else path.as_uri()
 
 
 def _fingerprint(finding: Finding, root: Path) -> str:
     """Returns a hash of a finding that stays the same when its lines move."""
     what = re.sub(r"(:|\bline )\d+", "", finding.text)
     parts = (finding.id, _uri(_file_and_line(finding.place)[0], root), finding.patch, finding.step, what)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:32]
 
 
 def as_junit(report: Report) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
     listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
     left = [f"fill in     {step}." for step in (*drafted.left, listed)]
     last = f"then        {home.check_command(out, upstream_path, wish.package)}"
-    terminal.say("\n".join([*drafted.lines, *left, last]))
+    terminal.say([*drafted.lines, *left, last])
 
 
 @command.command("model")
@@ -82,14 +83,14 @@ def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **give
         pieces = derive.pieces(pipeline, given["name"])
         lines = home.home(out, []).write(pieces)
         job = f"configs/{given['name']}_demo.yaml"
-        text = f"torchport run --path {out} --model {given['name']} --config {job} --prompt 'A cat walks'"
-        terminal.say("\n".join([*lines, f"then        {text}"]))
+        words = ["torchport", "run", "--path", str(out), "--model", given["name"], "--config", job]
+        terminal.say([*lines, f"then        {shlex.join([*words, '--prompt', 'A cat walks'])}"])
         return
     wish = model.ModelDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
         lines = model.write(wish, home.home(out, model.upstreams(wish, checkout)), checkout)
-    terminal.say("\n".join([*lines, f"then        {home.check_command(out, upstream_path)}"]))
+    terminal.say([*lines, f"then        {home.check_command(out, upstream_path)}"])
 
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:

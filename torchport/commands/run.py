@@ -105,7 +105,7 @@ def command(**given: Any) -> None:
         raise BadValueError(f"--together {flags.together}", "There is no --prompts", "Add it, or leave this out")
     summary = run(request, cluster)
     if hosts.first():
-        terminal.say("\n".join(lines(summary, flags.quiet)))
+        terminal.say(lines(summary, flags.quiet))
 
 
 def lines(summary: Summary, quiet: bool = False) -> list[str]:
@@ -116,6 +116,7 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
         quiet: Whether to say no more than where the video is.
     """
     from torchport.config.card import DENOISING
+    from torchport.save.artefact import CONTACT_SHEET
 
     place = str(summary.video or summary.folder)
     if quiet:
@@ -132,7 +133,9 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
         text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")
     if summary.upstream is not None:
         text.append(f"{summary.upstream}")
-    return [*text, "", place]
+    sheet = summary.folder / CONTACT_SHEET
+    text += ["", f"{sheet}: frames of it, side by side"] if summary.video and sheet.exists() else [""]
+    return [*text, place]
 
 
 def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:
@@ -168,7 +171,7 @@ def _print_series(videos: list[series.Video], quiet: bool) -> None:
     from torchport.run import series
 
     if not quiet:
-        terminal.say("\n".join(["", *series.lines(videos)]))
+        terminal.say(["", *series.lines(videos)])
         return
     for video in videos:
         if video.state in ("done", "reused"):

@@ -73,7 +73,7 @@ def command(**given: Any) -> None:
         from torchport.porting.emit import emit
 
         lines, code = emit(report, flags.codebase, flags.emit, flags.paths)
-        terminal.say("\n".join(lines))
+        terminal.say(lines)
         sys.exit(code)
     terminal.say(writers[form](report))
     sys.exit(exit_code(report))
@@ -142,11 +142,7 @@ def sarif(report: ScanReport, everything: bool = False) -> str:
 
 def _as_finding(finding: ScanFinding) -> findings.Finding:
     covered = f" Covered by {', '.join(finding.covered_by)}." if finding.covered_by else ""
-    text = (
-        f"{finding.text}. {finding.meaning.do}{covered}"
-        if finding.meaning.in_code
-        else f"{finding.text}. {finding.meaning.do}"
-    )
+    text = f"{finding.text}. {finding.meaning.do}{covered if finding.meaning.in_code else ''}"
     place = f"{finding.file}:{finding.line}" if finding.line else finding.file
     return findings.Finding(finding.rule, place, text, finding.target, finding.verdict)
 

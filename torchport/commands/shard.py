@@ -31,7 +31,7 @@ def command() -> None:
 @options.paths
 def show(**given: Any) -> None:
     """Prints every rule: its spec, how many tensors it matches, and their bytes on each device."""
-    terminal.say("\n".join(lines(rule_rows(request_of(**given)))))
+    terminal.say(lines(rule_rows(request_of(**given))))
 
 
 @dataclasses.dataclass(frozen=True)

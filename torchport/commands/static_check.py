@@ -234,20 +234,23 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     """Returns the findings over the model cards that are named; over all cards and configs if none is."""
     report = Report()
     cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
+    sound = []  # a card with a mistake judges no job: what it says of one may follow from the mistake
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
-        for error in _mistakes(pack, card, document):
+        mistakes = list(_mistakes(pack, card, document))
+        sound += [] if mistakes else [card]
+        for error in mistakes:
             report.add(error, "card")
         for key, why in card.operators.items():
             place = document.place(["operators", key])
             note = f"accepts {key}, which may differ from PyTorch's"
             report.notes.append(f"{place}: {note}: {why}")
-        _check_demo(pack, card, document, report)
+        _check_demo(pack, card, document, bool(mistakes), report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
         others = set(pack.models()) - {card.model for card, _ in cards}
-        known = [card for card, _ in (*cards, *read_cards(pack, others, Report()))]
+        known = [*sound, *(card for card, _ in read_cards(pack, others, Report()))]
         is_whole = len(known) == len({*pack.models()})
         for file in sorted(file for lower in pack.checked for file in (lower.root / "configs").glob("*.yaml")):
             _check_config(pack, file, known, is_whole, report)
@@ -324,8 +327,8 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
             yield ReplacementError(place, fact, nearest(function, known))
 
 
-def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> None:
-    """Checks that a card's demo is there, and that the model can do it."""
+def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, report: Report) -> None:
+    """Checks that a card's demo is there, and where the card has no mistakes, that the model can do it."""
     try:
         job, job_document = pack.job(pack.demo(card))
     except UnknownNameError as error:
@@ -333,7 +336,7 @@ def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> N
     except TorchportError as error:
         report.add(error, "schema")
     else:
-        for mistake in _job_mistake(job, card, job_document):
+        for mistake in () if has_mistakes else _job_mistake(job, card, job_document):
             report.add(mistake, "job")
 
 
@@ -410,7 +413,7 @@ def _check_config(
 ) -> None:
     """Checks a config: its fields, its machine, and that some card of the pack can do it.
 
-    Where a card cannot be read, the job may be its own: no other card judges it, unless `is_whole`.
+    Where a card cannot be read or has mistakes, the job may be its own: no other card judges it, unless `is_whole`.
     """
     try:
         pack.highest(f"configs/{file.name}")  # refuses a name that it takes without saying so

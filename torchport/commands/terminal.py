@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -99,9 +99,14 @@ def _check(option: click.Parameter, value: str) -> None:
         raise refused(name, value, error) from error
 
 
-def say(text: str) -> None:
-    """Prints lines to standard output, with control characters escaped so that no text can control the terminal."""
-    click.echo(_lines(text))
+def say(text: str | Iterable[str]) -> None:
+    """Prints lines to standard output, with control characters escaped so that no text can control the terminal.
+
+    Args:
+        text: Some lines, or each of them: what is one then stays one, whatever names of files are in it.
+    """
+    lines = text if isinstance(text, str) else "\n".join(line.replace("\n", r"\n") for line in text)
+    click.echo(_lines(lines))
 
 
 def say_json(data: Any) -> None:
@@ -122,7 +127,7 @@ class Answer:
         if as_json:
             say_json(self.data)
         else:
-            say("\n".join(self.lines))
+            say(self.lines)
 
 
 def _lines(text: str) -> str:

@@ -20,6 +20,7 @@ from torchport.errors import (
     TorchportError,
     UnknownKeyError,
     UnknownNameError,
+    closest,
     nearest,
     together,
 )
@@ -769,7 +770,7 @@ def check_call(card: Card, document: Document) -> None:
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
     """Refuses a card that has rules for a component that is no network of its family, or no rules for a network.
 
-    All such mistakes are named together.
+    All such mistakes are named together. A component that the card has not is one, however many sections name it.
 
     Args:
         card: The card.
@@ -793,7 +794,8 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
         sections += [([*here, kind], getattr(strategy, kind)) for kind in ("weights", "inputs", "activations")]
         sections += [([*here, "divides", axis], [path.split(".")[0]]) for axis, path in strategy.divides.items()]
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
-            for network in sorted(set(networks) - set(rules)):
+            misspelt = {closest(rule, networks) for rule in set(rules) - set(networks)}
+            for network in sorted(set(networks) - set(rules) - misspelt):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 yield MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
     sections += [(["implementations"], list(card.implementations))]
@@ -810,8 +812,10 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
     if card.call is not None:
         needed = [*card.call.networks, *card.call.encoders, "scheduler", "vae"]
         sections_of_names += [(["call"], needed, "component", card.components)]
+    absent: set[str] = set()
     for path, names, word, known_names in sections_of_names:
         for name in names:
-            if name not in known_names:
+            if name not in known_names and name not in absent:
+                absent |= {name} if word == "component" else set()
                 fact = f"'{name}' is no {word} of '{card.model}'"
                 yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)

@@ -23,6 +23,7 @@ from torchport.errors import (
     UnknownKeyError,
     UnknownNameError,
     WrongTypeError,
+    closest,
     nearest,
     together,
 )
@@ -223,7 +224,7 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
         mistakes.sort(key=lambda m: (m.kind == "missing", document.line(m.path), -len(m.path), m.kind != "value_error"))
         kept: list[_Mistake] = []
         for mistake in mistakes:
-            if not any(mistake.is_another_form_of(other) for other in kept):
+            if not any(mistake.is_another_form_of(other) or mistake.follows(other) for other in kept):
                 kept.append(mistake)
         raise together([_refusal(model, document, mistake.path, mistake.error) for mistake in kept]) from error
 
@@ -258,6 +259,11 @@ class _Mistake:
             else:
                 alternatives[path] = f"{alternatives.get(path, '')} {part}"
         return cls(error, path, alternatives)
+
+    def follows(self, other: _Mistake) -> bool:
+        """Returns whether a key is missing because the other mistake is its name, misspelt."""
+        is_beside = self.path[:-1] == other.path[:-1] and (self.kind, other.kind) == ("missing", "extra_forbidden")
+        return is_beside and closest(str(other.path[-1]), [str(self.path[-1])]) != ""
 
     def is_another_form_of(self, other: _Mistake) -> bool:
         """Returns whether both are about one value: one is inside the other, or each is of another alternative."""

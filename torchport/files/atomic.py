@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and keeps a folder for one run at a time.
+"""Writes files whole or not at all, keeps a folder for one run at a time, and removes what killed processes have left.
 
 Everything is written under a temporary name, flushed to the disk, and renamed: a file that has its name is whole, at
 every moment and after a power cut.
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from torchport.progress import log
 
 TEMPORARY = ".part-"
 """How the name of a half-written file begins."""
+SCRATCH = "torchport-scratch-"
+"""How the name of a folder of temporary files begins."""
 _HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -127,13 +130,72 @@ def locked(folder: Path) -> Iterator[None]:
 def _lock(folder: Path, handle: int) -> bool:
     """Returns whether the folder is now this process's; False on a file system that has no locks."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = _flock(handle)
     except OSError as error:
         if error.errno in _HELD_ELSEWHERE:
             fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
             raise OutputError(str(folder), fact, remedy, held=True) from error
-        if error.errno not in _NO_LOCKS_HERE:
-            raise _unwritable(folder, error) from error
+        raise _unwritable(folder, error) from error
+    if not is_locked:
         log.warning("%s cannot be locked: do not start a second run with this --out", folder)
-        return False
+    return is_locked
+
+
+def _flock(handle: int) -> bool:
+    """Locks an open folder for this process; returns False on a file system that has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS_HERE:
+            return False
+        raise
     return True
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Gives an empty folder for temporary files, which is removed at the end; see `remove_abandoned`."""
+    remove_abandoned()
+    try:
+        folder, handle = _new_scratch()
+    except OSError as error:
+        fact = f"No temporary folder can be made: {error.strerror}"
+        raise OutputError("TMPDIR", fact, "Free some space there, or name another folder with TMPDIR") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _new_scratch() -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another process takes it for abandoned
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                _flock(handle)
+                folder.stat()
+            except OSError:
+                os.close(handle)
+                raise
+            return folder, handle
+
+
+def remove_abandoned() -> None:
+    """Removes this user's folders of temporary files whose processes are gone.
+
+    A living process holds a lock on its folder, and the kernel releases the lock however the process ends. The
+    process's number would not do: by now it may be another's, and it means nothing in another container.
+    """
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):  # there is no folder for temporary files; who needs one says so
+        folders = list(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"))
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it is another user's, a living process's, a link, or gone by now
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(handle).st_uid == os.geteuid() and _flock(handle):
+                    shutil.rmtree(folder)
+            finally:
+                os.close(handle)

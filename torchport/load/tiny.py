@@ -16,6 +16,7 @@ import importlib.metadata
 import inspect
 import io
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 FILLER = "<|filler|>"
 DONE = ".complete"
-"""A file that marks a folder as written to its end."""
+"""A file that marks a folder as written to its end: it has the checksum of each of the other files."""
 
 
 def folder_of(card: Card, family: Path) -> Path:
@@ -86,9 +87,10 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
         BadValueError: The card's tokenizer section cannot be fulfilled.
     """
     folder = folder_of(card, family)
-    if (folder / DONE).is_file():
+    if _is_whole(folder):
         return folder
-    log.info("write the tiny checkpoint of %s to %s ...", card.model, folder)
+    why = " again, since a file of it is damaged" if os.path.lexists(folder) else ""
+    log.info("write the tiny checkpoint of %s to %s%s ...", card.model, folder, why)
     cache.make(folder.parent)
     cache.remove_leftovers(folder.parent, f"{folder.name}.*")
     try:
@@ -99,6 +101,7 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
             f"The cache folder cannot be written: {error.strerror}",
             f"Free some space there, or name another folder with {cache.VARIABLE}",
         ) from error
+    damaged = work.with_name(f"{work.name}.damaged")
     try:
         with _Writing(folder.parent):
             make = functools.partial(_component, card, makers or {})
@@ -108,16 +111,34 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
                 assert card.pipeline is not None
                 init = {} if card.call is None else card.call.init
                 _class_of(card.pipeline)(**{name: make(name) for name in card.components}, **init).save_pretrained(work)
-            (work / DONE).touch()
+            (work / DONE).write_bytes(_checksums(work))
             try:
+                if os.path.lexists(folder) and not _is_whole(folder):
+                    folder.rename(damaged)
                 work.rename(folder)
             except OSError:
                 # Another process was faster; what it wrote is the same, bit for bit.
-                if not (folder / DONE).is_file():
+                if not _is_whole(folder):
                     raise
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        for left in (work, damaged):
+            shutil.rmtree(left, ignore_errors=True)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Returns whether a folder holds a tiny checkpoint, every byte as it was written."""
+    try:
+        return (folder / DONE).read_bytes() == _checksums(folder)
+    except OSError:  # a file is missing, or cannot be read
+        return False
+
+
+def _checksums(folder: Path) -> bytes:
+    """Returns a line for each file in a folder, with its SHA-256."""
+    files = sorted(file for file in folder.rglob("*") if not file.is_dir() and file != folder / DONE)
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}\n" for file in files]
+    return os.fsencode("".join(lines))
 
 
 class _Writing:

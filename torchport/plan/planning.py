@@ -7,7 +7,6 @@ rest is a model, printed as one: see `step_time`. All but attention is divided b
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from torchport import progress, shard
 from torchport.compile import network
+from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
@@ -84,8 +84,7 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     """Returns the plan of a job that has been read and checked; arguments and refusals are those of `plan`."""
     stages = _named(task, stages)
     _check(task, stages)
-    with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
-        folder = Path(scratch) if keep is None else keep
+    with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
         planned = {name: _stage_plan(task, name, folder / name, bounded) for name in _announced(stages)}
     job = JobPlan(
         model=task.card.model,
@@ -326,7 +325,8 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
     host, device, values, flops = [], [], 0, 0.0
     for stage in stages:
         name, stage_plan = str(stage.network), planned[stage.name]
-        count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
+        with in_force(task, [stage]):  # upstream's module may need a stub to be imported
+            count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
         dtype = task.settings.dtypes[name]
         wide = 8 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize  # as `verify` chooses it
         host.append(count * (dtype.itemsize + wide))

@@ -1,7 +1,8 @@
 """One call in a fresh Python process: the only door through which torchport starts one.
 
 The process imports what this one does, and nothing of the current folder (`-P`, see `path`). Arguments and result go
-through files in a folder that only this user can read: upstream may print what it likes.
+through files in a folder that only this user can read: upstream may print what it likes. The process ends when this one
+does, however this one ends.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torchport.errors import TorchportError
+from torchport.files import atomic
 from torchport.processes import import_path
 from torchport.progress import note, track
 
-_CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r})"
+_CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r}, {parent})"
 _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
 _REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
 
@@ -93,10 +95,9 @@ def call(
     # The process must import the torchport that this one has, also where that lies in the current folder alone.
     folders = [] if root in trusted else [root]
     entries = [*(str(folder.absolute()) for folder in first), *folders, *trusted]
-    with tempfile.TemporaryDirectory(prefix="torchport-child-") as name:
-        folder = Path(name)
+    with atomic.scratch() as folder:
         (folder / _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        code = _CODE.format(path=entries, folder=name)
+        code = _CODE.format(path=entries, folder=str(folder), parent=os.getpid())
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             env=_environment(environment or {}),
@@ -137,8 +138,9 @@ def _environment(additions: Mapping[str, str]) -> dict[str, str]:
     return variables | ({"PYTHONPATH": search_path} if search_path else {})
 
 
-def answer(name: str) -> None:
+def answer(name: str, parent: int) -> None:
     """Runs in the child: calls the function that the request in a folder names, and leaves its result there."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     folder = Path(name)
     function, arguments = pickle.loads((folder / _REQUEST).read_bytes())
     module, _, attribute = function.partition(":")
@@ -149,6 +151,16 @@ def answer(name: str) -> None:
     # A file that has its name is whole: the process may be killed while it writes.
     (folder / "unfinished").write_bytes(pickle.dumps(result))
     (folder / "unfinished").rename(folder / kind)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process where its parent has ended: nobody waits for the answer, and nobody else would end it.
+
+    A signal at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
+    """
+    while os.getppid() == parent:
+        time.sleep(PAUSE)
+    os._exit(1)
 
 
 ItemT = TypeVar("ItemT")

@@ -45,6 +45,7 @@ from torchport.run.path import output_folder
 from torchport.save.manifest import versions
 from torchport.stages import family, picture
 from torchport.task import Request, Task, accept
+from torchport.task.task import accept_like
 
 LONGEST_NAME = 255
 """Bytes of a folder's name, on common file systems."""
@@ -206,9 +207,14 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     accept(request, dry=True, reads_picture=False)
     videos: list[Video] = []
     mistakes: list[TorchportError] = []
+    by_overrides: dict[tuple[str, ...], Task] = {}  # a card and a job take longer to read than a line
     for line in lines:
         try:
-            videos.append(_video(line, accept(_request(request, line), reads_picture=False)))
+            asked = _request(request, line)
+            first = by_overrides.get(asked.overrides)
+            task = accept(asked, reads_picture=False) if first is None else accept_like(first, asked)
+            by_overrides.setdefault(asked.overrides, task)
+            videos.append(_video(line, task))
         except TorchportError as error:
             for mistake in (error, *error.others):
                 mistake.place = f"{line.place} ({mistake.place.removeprefix('--set ').removeprefix('--')})"

@@ -328,6 +328,17 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
 
 
+def accept_like(task: Task, request: Request) -> Task:
+    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone.
+
+    What both name is not read again. The image is not read at all, as by a series.
+    """
+    _check_request(request, dry=False)
+    _check_image(request, task.family, dry=False, reads_picture=False)
+    folder, settings = request.out or _new_folder(request), _settings(request, task.card, task.job)
+    return dataclasses.replace(task, request=request, settings=settings, folder=folder)
+
+
 def _check_stage(request: Request, family: ModuleType) -> None:
     names = [*(stage.name for stage in family.STAGES), "all"]
     if request.stage not in names:

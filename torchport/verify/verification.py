@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from torchport.compile import network
 from torchport.compile.in_force import in_force, lowerings
 from torchport.config.card import DENOISING
 from torchport.errors import BadValueError, MachineError, TorchportError
+from torchport.files import atomic
 from torchport.load.foreign import brief, refusals
 from torchport.processes import child
 from torchport.progress import log, waiting
@@ -70,8 +70,8 @@ def verify(request: Request, options: Options) -> Verification:
     if options.floor is not None:
         _check_floor(task, options.floor)
     clock = _Clock()
-    with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
-        file = Path(name, "original.pt")
+    with atomic.scratch() as folder:
+        file = folder / "original.pt"
         notes, left_out = ([], 0) if options.reference is None else reference.check(options.reference, task)
         found = _side_by_side(task, options, file, clock)
         if options.reference is None and any(item.unit.verdict is Verdict.OTHER for item in found.measured):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import json
 import sys
@@ -344,6 +346,13 @@ def test_a_match_that_is_no_pattern_is_refused(world, match, text):
             {"gives": "[b, a]"},
             "'gives' of 'up.one' has 'a', which the run does not bind. Give some of b, or a new name",
         ),
+        (
+            "a.append(1)\n    return a",
+            "a.append(1)",
+            "def new(a): return 0",
+            {"gives": "[a]"},
+            "It assigns no name: write 'gives: []', also where it changes an object in place",
+        ),
         ("b = a\n    return b", "b = a", "def new(b): return 0", {}, "takes 'b', which up.m:f binds only in or after"),
         ("b = a\n    return b", "b = a", "def new(zz): return 0", {}, "takes 'zz', which up.m:f cannot see"),
         ("b = a\n    return b", "b = a", "def new(*args): return 0", {}, "takes '*args' for 'up.one'"),
@@ -578,3 +587,29 @@ def test_a_private_method_is_patched_under_the_name_that_python_gives_it(cached_
 
         assert m.K().outer(1) == 101
     assert m.K().outer(1) == 1
+
+
+def test_the_work_for_each_of_many_rewrites_of_a_module_is_the_same(world, monkeypatch):
+    """Not that of the whole module: the letters that are parsed grow with it as it does, not with its square."""
+    parsed, parse = [], ast.parse
+    monkeypatch.setattr(ast, "parse", lambda text, *rest, **named: parsed.append(text) or parse(text, *rest, **named))
+
+    def letters(count):
+        module = world.write(
+            f"up/m{count}.py", "".join(f"def f{n}(a):\n    x = 1\n    return a + x\n\n\n" for n in range(count))
+        )
+        world.python("def put():\n    return 2\n")
+        rows = [
+            f"id: up.f{n}\n  target: up.m{count}:f{n}\n  rewrite: {{match: 'x = 1', put: 'p.py:put'}}"
+            for n in range(count)
+        ]
+        entries = world.yaml("\n- ".join(rows))
+        parsed.clear()
+        with patch.applied(entries):
+            up = importlib.import_module(f"up.m{count}")
+            assert [getattr(up, f"f{n}")(1) for n in range(count)] == [3] * count
+        assert [getattr(up, f"f{n}")(1) for n in range(count)] == [2] * count
+        whole = len(module.read_text().replace("\n", ""))
+        return sum(len(text.replace("\n", "")) for text in parsed if isinstance(text, str)) / whole
+
+    assert letters(40) < 1.2 * letters(10)

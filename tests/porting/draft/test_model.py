@@ -72,7 +72,7 @@ def test_what_is_drafted_passes_the_static_check(checkout):
 
 def test_the_stages_say_what_is_to_be_filled_in(checkout):
     drafted(checkout, "--entry", "transformer=up.net:Net", "--entry", "vae=up.net:Vae")
-    text = checkout.read("patches/mine/stages.py")
+    text = checkout.read("patches/up/mine_stages.py")
     assert "call(x=..., text=..., t=...)" in text and 'network="transformer"' in text and 'parts=("vae",)' in text
     scope = {}
     exec(compile(text, "stages.py", "exec"), scope)
@@ -203,10 +203,30 @@ def test_a_network_of_images_has_one_frame(checkout):
 
 def test_the_stages_use_guidance(checkout):
     drafted(checkout, "--entry", "up.net:Net")
-    assert checkout.read("patches/mine/stages.py").count('"guidance_scale"') == 2
+    assert checkout.read("patches/up/mine_stages.py").count('"guidance_scale"') == 2
 
 
 def test_the_static_check_says_what_is_a_draft(checkout):
     drafted(checkout, "--entry", "up.net:Net")
     code, out, _ = checkout.call("check", "--static", "--path", "pack", "--upstream-path", "checkout")
-    assert code == 1 and out[0].endswith("/stages.py' is a draft: decode, denoise, encode, like. Fill them in.")
+    assert code == 1 and out[0].endswith("/mine_stages.py' is a draft: decode, denoise, encode, like. Fill them in.")
+
+
+def test_a_name_with_a_newline_stays_one_line_and_a_reason_that_was_given_is_not_asked_for(checkout):
+    out = checkout.folder / "two\nlines"
+    flags = ("--kind", "wrap", "--out", out, "--upstream-path", "checkout", "--why", "It asks for CUDA.")
+    code, lines, _ = checkout.call("new", "patch", "up.net:Net.forward", *flags)
+    assert code == 0 and not [line for line in lines if not line.startswith(("wrote", "fill in", "then"))]
+    [asked] = [line for line in lines if "In the entry: " in line]
+    assert asked.startswith("fill in     In the entry: equivalence, and must_be_called")
+
+
+def test_a_card_and_the_patches_of_its_package_lie_in_one_folder(checkout):
+    drafted(checkout, "--entry", "up.net:Net")
+    assert (
+        checkout.call(
+            *("new", "patch", "up.net:Net.forward", "--kind", "wrap", "--out", "pack", "--upstream-path", "checkout")
+        )[0]
+        == 0
+    )
+    assert [folder.name for folder in (checkout.folder / "pack" / "patches").iterdir()] == ["up"]

@@ -183,11 +183,11 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     old = function.__code__
     text = recompile.source_text(entry, function)
     parameters = rewrite.parameters(entry, loaded)
-    edit = rewrite.edit(entry, text, recompile.finder(entry, old), parameters)
+    edit = rewrite.edit(entry, text, old.co_firstlineno, recompile.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
     filename = _filename(entry, old.co_filename)
-    new = recompile.code(entry, edit.text, old, filename)
-    recompile.remember(filename, edit.text)
+    new = recompile.code(entry, edit.part, old, filename)
+    recompile.remember(filename, edit.text, old.co_filename)
     put, _ = counting(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new

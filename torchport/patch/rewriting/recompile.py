@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torchport.errors import RewriteError
 from torchport.patch.declared.entry import Entry
+from torchport.patch.rewriting.rewrite import first_line
 from torchport.source.parameters import Function
 
 _FUTURE = 0
@@ -19,11 +20,6 @@ for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def first_line(node: Scope) -> int:
-    """Returns the line that a code object calls its first: that of the first decorator, if there is one."""
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def source_text(entry: Entry, function: types.FunctionType) -> str:
@@ -106,6 +102,10 @@ def _inner(outer: types.CodeType, names: Sequence[str]) -> types.CodeType:
     return outer
 
 
-def remember(filename: str, text: str) -> None:
-    """Lets tracebacks and `inspect.getsource` show a text under a filename that is on no disk."""
-    linecache.cache[filename] = (len(text), None, io.StringIO(text).readlines(), filename)
+def remember(filename: str, text: str, home: str) -> None:
+    """Lets tracebacks and `inspect.getsource` show a text under a filename that is on no disk.
+
+    The lines that it shares with its home are those of the home: a module may have a thousand such texts.
+    """
+    pairs = zip(io.StringIO(text).readlines(), linecache.getlines(home), strict=False)
+    linecache.cache[filename] = (len(text), None, [old if old == new else new for new, old in pairs], filename)

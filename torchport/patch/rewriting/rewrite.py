@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -28,12 +29,14 @@ class Edit:
 
     Attributes:
         text: The whole file, with as many lines as before.
+        part: The statement of the file that the function is in, on its lines; those before it are blank.
         name: The global name that the call uses.
         reads: The names that the call passes and the function does not bind itself.
         line: The first line that is replaced, from 1.
     """
 
     text: str
+    part: str
     name: str
     reads: frozenset[str]
     line: int
@@ -58,35 +61,67 @@ def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in every]
 
 
-def edit(entry: Entry, text: str, find: Callable[[ast.Module], Function], parameters: Sequence[str]) -> Edit:
+@functools.lru_cache(maxsize=8)
+def spans(text: str) -> list[tuple[int, int]]:
+    """Returns the first and the last line of each statement of a file; they stay where they are in an edited text."""
+    statements = [node for node in ast.parse(text).body if hasattr(node, "body")]  # no other has a function in it
+    return [(first_line(node), node.end_lineno or node.lineno) for node in statements]
+
+
+def first_line(node: ast.stmt) -> int:
+    """Returns the line that a code object calls its first: that of the first decorator, if there is one."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _part(lines: Sequence[bytes], spans: Sequence[tuple[int, int]], line: int) -> tuple[int, int, str]:
+    """Returns the lines of the statement that a line is in, and their text behind as many blank lines as before it.
+
+    A module may have a thousand functions that are rewritten: only this statement is parsed for each of them.
+    """
+    first, last = next(((first, last) for first, last in spans if first <= line <= last), (1, len(lines)))
+    return first, last, "\n" * (first - 1) + b"".join(lines[first - 1 : last]).decode()
+
+
+def edit(
+    entry: Entry,
+    text: str,
+    line: int,
+    find: Callable[[ast.Module], Function],
+    parameters: Sequence[str],
+    home: str | None = None,
+) -> Edit:
     """Returns the text of a file with one function's run of statements replaced.
 
     Args:
         entry: The rewrite.
         text: The file.
-        find: Finds the function in its syntax tree.
+        line: A line of the function.
+        find: Finds the function in the syntax tree of the statement of the file that it is in.
         parameters: Those of the `put` function.
+        home: The file before other edits; by default the text.
 
     Raises:
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
         ConflictError: The run contains what another patch put there.
     """
-    rewrite, tree = _rewrite(entry), ast.parse(text)
+    rewrite, lines = _rewrite(entry), text.encode().splitlines(keepends=True)
+    start, end, part = _part(lines, spans(text if home is None else home), line)
+    tree = ast.parse(part)
     function = find(tree)
     matches = _matches(entry, rewrite, function)
     call = f"{reserved_name(entry)}({', '.join(f'{name}={name}' for name in parameters)})"
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
     for run in matches:
         _check_visible(entry, function, run, parameters)
-    lines = text.encode().splitlines(keepends=True)
     for run, statement in sorted(edits, key=lambda pair: pair[0].statements[0].lineno, reverse=True):
         _replace(lines, run, statement)
     local = arguments(function) | names_bound(function.body)
     outer = frozenset(name for name in parameters if name not in local)
     first = matches[0].statements[0].lineno
-    result = b"".join(lines).decode()
-    _check_meaning(entry, tree, edits, result)
-    return Edit(result, reserved_name(entry), outer, first)
+    part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
+    _check_meaning(entry, tree, edits, part)
+    return Edit(b"".join(lines).decode(), part, reserved_name(entry), outer, first)
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
@@ -181,7 +216,9 @@ def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list
     for name in gives:
         if name not in inside and name in arguments(function) | _names(function):
             fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
-            raise _refusal(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
+            nothing = "It assigns no name: write 'gives: []', also where it changes an object in place"
+            remedy = f"Give some of {', '.join(sorted(inside))}, or a new name" if inside else nothing
+            raise _refusal(entry, fact, remedy)
     return gives
 
 

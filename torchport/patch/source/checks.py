@@ -200,7 +200,7 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
         return
     text = texts.get(entry.module, source.text)
     parameters = rewrite.parameters(entry, loaded)
-    texts[entry.module] = rewrite.edit(entry, text, _finder(node), parameters).text
+    texts[entry.module] = rewrite.edit(entry, text, node.lineno, _finder(node), parameters, source.text).text
 
 
 def _finder(node: Function) -> Callable[[ast.Module], Function]:

@@ -288,7 +288,7 @@ def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
     entry = entry_of(fields, home)
     try:
-        rewrite.edit(entry, text, find, parameters)
+        rewrite.edit(entry, text, line, find, parameters)
     except (RewriteError, ConflictError):
         return False
     return True

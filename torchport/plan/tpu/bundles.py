@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import importlib
 import re
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ import numpy.typing
 
 from torchport.config.machine import Machine
 from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
+from torchport.files import atomic
 from torchport.kernels.attention import splash, transposed
 from torchport.kernels.attention.int8 import EXPONENT
 from torchport.kernels.attention.tiles import Tile
@@ -301,8 +301,8 @@ def compile_kernel(
         VmemError: The tile does not fit the chip's vector memory; carries `asked` and `limit`, in bytes.
     """
     place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-    with tempfile.TemporaryDirectory(prefix="torchport-bundles-") as scratch:
-        dump = keep.resolve() if keep else Path(scratch) / "dump"
+    with atomic.scratch() as scratch:
+        dump = keep.resolve() if keep else scratch / "dump"
         dump.mkdir(parents=True, exist_ok=True)
         seconds, kernels = child.call(
             "torchport.plan.tpu.bundles:compiled",

@@ -153,8 +153,9 @@ def _common(wish: PatchDraftRequest, path: str) -> dict[str, Any]:
     return fields
 
 
-def _left(name: str, file: str, test: str, *more: str) -> list[str]:
-    entry = "In the entry: why, equivalence, and must_be_called with the stages that must call it"
+def _left(wish: PatchDraftRequest, name: str, file: str, test: str, *more: str) -> list[str]:
+    why = "why, " if wish.why == WHY else ""
+    entry = f"In the entry: {why}equivalence, and must_be_called with the stages that must call it"
     return [f"{name} in {file}", f"The arguments in {test}", *more, entry]
 
 
@@ -177,7 +178,7 @@ def _change(wish: PatchDraftRequest, target: Target) -> Draft:
     trial = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common(wish, path), wish.kind: f"{wish.files}.py:{name}"}
     more = _differences(target, wish.kind)
-    left = _left(name, f"patches/{wish.names}.py", trial.file, *more)
+    left = _left(wish, name, f"patches/{wish.names}.py", trial.file, *more)
     return Draft(fields, make(target, name), _agreement_test(trial, target), trial, left)
 
 
@@ -228,7 +229,7 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
     test = dataclasses.replace(_trial(wish, statement.fields["id"], f"{wish.files}_{name}"), names=wish.names)
     text = rewriting(name, statement.parameters, statement.gives, f"{what}, line {line}")
     fields = {**_common(wish, what), **statement.fields}
-    left = _left(name, f"patches/{wish.names}.py", test.file)
+    left = _left(wish, name, f"patches/{wish.names}.py", test.file)
     return Draft(fields, text, _agreement_test(test, target), test, left)
 
 
@@ -243,7 +244,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
     trial = _trial(wish, _key(wish, name), name)
     fields = {**_common(wish, name), "op": f"{wish.files}.py:{name}"}
     text = lowering(name, given, wish.target)
-    left = _left(name, f"patches/{wish.names}.py", trial.file)
+    left = _left(wish, name, f"patches/{wish.names}.py", trial.file)
     return Draft(fields, text, _lowering_test(trial, wish.target.replace(":", ".")), trial, left)
 
 
@@ -302,7 +303,8 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
         "plumbing": True,
         "equivalence": "bitwise",
     }
-    left = ["Nothing in Python: a stub raises when it is called", "In the entry: why"]
+    left = ["Nothing in Python: a stub raises when it is called"]
+    left += ["In the entry: why"] if wish.why == WHY else []
     return Draft(fields, "", _stub_test(trial, wish.importers[0], package), trial, left)
 
 

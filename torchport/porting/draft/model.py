@@ -227,7 +227,7 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
         [
             Piece(f"configs/models/{wish.name}.yaml", card_text, mode="new"),
             Piece(f"configs/{wish.name}_demo.yaml", job_text, mode="new"),
-            Piece(f"patches/{wish.name}/stages.py", family(wish, components), mode="new"),
+            Piece(f"patches/{_family_name(wish, components)}.py", family(wish, components), mode="new"),
         ]
     )
     return [*lines, *(f"fill in     {each}." for each in left(wish, components, card_text))]
@@ -237,6 +237,12 @@ def upstreams(wish: ModelDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a card must not be written into."""
     folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
     return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
+
+
+def _family_name(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
+    """Returns the family as a card names it, in the folder of upstream's package: its patches lie there, too."""
+    package = components[0].target.module.partition(".")[0]
+    return f"{package}/stages" if package == wish.name else f"{package}/{wish.name}_stages"
 
 
 def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
@@ -257,7 +263,7 @@ def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list
     return [
         *result,
         "frames and size_multiple_of: what the VAE divides time and space by",
-        f"The stages in patches/{wish.name}/stages.py: encode, like, denoise, decode (docs/families.md)",
+        f"The stages in patches/{_family_name(wish, components)}.py: encode, like, denoise, decode (docs/families.md)",
     ]
 
 
@@ -266,7 +272,7 @@ def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | N
     network = components[0]
     package = network.target.module.partition(".")[0]
     lines = [f"model: {wish.name}", f"title: {flow(f'{network.target.path[-1]}, from {package}')}"]
-    lines += [f"family: {wish.name}/stages", f"artefacts: {wish.name}"]
+    lines += [f"family: {_family_name(wish, components)}", f"artefacts: {wish.name}"]
     if checkout is None:
         lines.append(f"upstream: {flow(proposal.fits(package))}")
     else:
