@@ -10,6 +10,7 @@ port's latents from it, relative to the largest latent; of frames, in steps of 8
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import inspect
 import json
@@ -134,12 +135,23 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
         values["negative_prompt"] = NEGATIVE
     if card.call.image is not None:
         values[card.call.image] = Image.open(picture)
-    results = []
+    results: list[Any] = []
+    last: list[Any] = []
+    step = pipe.scheduler.step
+
+    @functools.wraps(step)  # upstream reads its signature
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        last.append(output[0])
+        return output
+
+    pipe.scheduler.step = stepped
     for kind in ("latent", "pt"):
         generator = torch.Generator().manual_seed(SEED)
         with torch.no_grad():
             results.append(pipe(**values, generator=generator, output_type=kind, return_dict=False)[0])
-    return results[0], results[1]
+    latents = results[0] if results[0].shape == last[-1].shape else last[-1]  # it may turn them round after its loop
+    return latents, results[1]
 
 
 def in_child(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:

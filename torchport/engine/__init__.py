@@ -163,7 +163,7 @@ def begin_trace() -> None:
     import torchax
 
     torchax.default_env().config.force_materialize_views = True  # torchport/engine/tracked.py knows what is a view
-    tracked.begin(torchax.default_env())
+    tracked.prepare(torchax.default_env())
 
 
 @contextlib.contextmanager

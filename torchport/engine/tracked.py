@@ -44,8 +44,8 @@ _trace = next(_traces)
 """The number of the trace that began last."""
 
 
-def begin(environment: Any) -> None:
-    """Begins a trace. It makes the engine ask PyTorch, once for a process."""
+def prepare(environment: Any) -> None:
+    """Prepares for a trace. It makes the engine ask PyTorch, once for a process."""
     global _trace
     from torchax.tensor import Tensor
 

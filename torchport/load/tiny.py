@@ -378,6 +378,11 @@ def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> di
         trainer: Any = trainers.UnigramTrainer(
             vocab_size=spec.vocab_size, special_tokens=special, unk_token="<unk>", show_progress=False
         )
+    elif isinstance(tokenizer.model, models.WordPiece):
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=spec.vocab_size, special_tokens=special, show_progress=False
+        )
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         unknown = [tokenizer.model.unk_token] if getattr(tokenizer.model, "unk_token", None) else []
@@ -395,6 +400,8 @@ def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> di
         scores = {token: round(lowest if len(token) == 1 else score, 6) for token, score in model["vocab"]}
         trained = sorted(scores.keys() - set(special), key=lambda token: (-scores[token], token))
         return {"vocab": [(token, scores[token]) for token in [*special, *trained]]}
+    if isinstance(tokenizer.model, models.WordPiece):
+        return {"vocab": model["vocab"]}
     return {"vocab": model["vocab"], "merges": [tuple(merge) for merge in model["merges"]]}
 
 

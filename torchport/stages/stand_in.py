@@ -55,7 +55,10 @@ class ComponentStandIn(torch.nn.Module):
             return getattr(vars(self)["component"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-        """Returns the network's output as a tuple; zeros that only have its batch for a step that is done."""
+        """Returns the network's output as a tuple; zeros for a step that is done.
+
+        They have the shape of the latents, if that is known, or of the input; else they only have its batch.
+        """
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
         inputs = {name: static(value) for name, value in inputs.items()}
         if not self.loop.is_done and self.call is not None:
@@ -64,8 +67,8 @@ class ComponentStandIn(torch.nn.Module):
         if not self.loop.is_done:
             self.loop.begin_other()
         first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        known = self.loop.shape or (first.shape if self._keeps_channels() else None)
-        rest = known[1:] if known is not None and len(known) == first.ndim else [1] * (first.ndim - 1)
+        shapes = [self.loop.shape, first.shape if self._keeps_channels() else None]
+        rest = next((shape[1:] for shape in shapes if shape and len(shape) == first.ndim), [1] * (first.ndim - 1))
         return (torch.zeros(first.shape[0], *rest, dtype=first.dtype),)
 
     def _keeps_channels(self) -> bool:

@@ -58,12 +58,17 @@ def pipeline_class(name: str) -> Any:
 
     Raises:
         UnknownNameError: diffusers has no such pipeline.
+        BadValueError: It needs a package that is not installed.
     """
     import diffusers
     from diffusers import DiffusionPipeline
 
     short = name.partition(":")[2]
     cls = getattr(diffusers, short, None) if short.isidentifier() else None
+    needs = ", ".join(getattr(cls, "_backends", ()))  # of a class that stands for one which cannot be imported
+    if needs:
+        fact = f"'{short}' of diffusers needs packages of which one is not installed: {needs}"
+        raise BadValueError(f"--model {name}", fact, f"pip install {needs.replace(',', '')}")
     if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline):
         names = [each for each in dir(diffusers) if each.endswith("Pipeline")]
         fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"

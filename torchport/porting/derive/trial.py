@@ -234,15 +234,15 @@ class PipelineTrial:
             return self._run()
 
     def _run(self) -> tuple[Observed, Stop | None]:
-        observed, parts = Observed(), {}
-        for component in self.configurations.parts:
-            try:
-                parts[component] = self.configurations.built(component)
-            except refusals() as error:
-                return observed, Stop(error, component)
+        observed = Observed()
         running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
         kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
+        component: str | None = None
         try:
+            parts: dict[str, Any] = {}
+            for component in self.configurations.parts:
+                parts[component] = self.configurations.built(component)
+            component = None
             pipe = self.cls(**parts)
             observed.finished += 1
             pipe.set_progress_bar_config(disable=True)
@@ -251,11 +251,11 @@ class PipelineTrial:
                 observed.output = pipe(**arguments, return_dict=False)[0]
                 _check_size(observed.output, arguments)
         except kinds as error:
-            return observed, _stop(error, running)
+            return observed, _stop(error, running, component)
         except BaseException as error:
             if type(error) is not Exception:  # tokenizers raises the bare class
                 raise
-            return observed, _stop(error, running)
+            return observed, _stop(error, running, component)
         return observed, None
 
     def _arguments(self, pipe: Any, observed: Observed) -> dict[str, Any]:
@@ -357,9 +357,14 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
     return ("weight", last) if is_gain and weight is not None and last != weight.shape[0] else None
 
 
-def _stop(error: Exception, running: Sequence[tuple[str, str, torch.nn.Module, tuple[Any, ...]]]) -> Stop:
+def _stop(
+    error: Exception,
+    running: Sequence[tuple[str, str, torch.nn.Module, tuple[Any, ...]]],
+    built: str | None,
+) -> Stop:
+    """Returns where a trial stopped: in a module that ran, in the component that was built, or in neither."""
     if not running:
-        return Stop(error, None)
+        return Stop(error, built)
     component, name, module, args = running[-1]
     return Stop(error, component, name, _wanted(module, args))
 
