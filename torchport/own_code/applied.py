@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import engine, patch
+from torchport import patch
 from torchport.config import Document, checkout, machine
 from torchport.config.card import Card, Implementation
 from torchport.config.pack import Pack, find_pack
@@ -86,6 +86,8 @@ class Session:
     @contextlib.contextmanager
     def operators(self) -> Iterator[None]:
         """Registers the lowerings among the patches, while a program may be traced."""
+        from torchport import engine  # it imports torch: `torchport exec` answers before, and a script may want none
+
         with engine.operators({op.target: op.function for op in self.ledger.ops()}):
             yield
 

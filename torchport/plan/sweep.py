@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -104,11 +105,19 @@ def sweep(
     require_tpu(machine)
     valid: list[tuple[SweptMesh, Task]] = []
     skipped: list[tuple[SweptMesh, TorchportError]] = []
-    for choice in choices(card, machine):
-        try:
-            valid.append((choice, _task(job_request, choice)))
-        except MeshError as error:
-            skipped.append((choice, error))
+    bare = True
+    with contextlib.ExitStack() as patches:
+        for choice in choices(card, machine):
+            try:
+                overrides = (*job_request.overrides, *choice.overrides)
+                task = accept(dataclasses.replace(job_request, overrides=overrides), dry=True)
+                if bare:  # every choice has the same patches, and applying them takes longest
+                    patches.enter_context(in_force(task, task.stages))
+                    bare = False
+                network.check_heads(task)  # by the network's configuration, which its class has
+                valid.append((choice, task))
+            except MeshError as error:
+                skipped.append((choice, error))
 
     def work(item: tuple[SweptMesh, Task]) -> JobPlan:
         choice, task = item
@@ -149,19 +158,6 @@ def _flat(value: Any) -> Iterator[str]:
     elif value is not None:
         for part in value:
             yield from _flat(part)
-
-
-def _task(request: Request, choice: SweptMesh) -> Task:
-    """Returns the task of a choice, as far as it can be checked before anything is compiled.
-
-    Raises:
-        MeshError: The mesh divides neither the batch nor the heads.
-    """
-    task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)), dry=True)
-    # Heads are counted by the network's configuration, which its class has.
-    with in_force(task, task.stages):
-        network.check_heads(task)
-    return task
 
 
 def _rank(job: JobPlan) -> tuple[bool, float]:
