@@ -69,13 +69,14 @@ def test_two_calls_a_step_are_conditions(texts):
     }
 
 
-def test_a_picture_has_one_frame_and_no_batch_of_guidance(texts):
-    card, job = texts("FluxPipeline")
+def test_a_picture_has_one_frame_and_texts_of_any_length(texts):
+    card, job = texts("QwenImagePipeline")
     assert card["frames"] == {"multiple_of": 1, "plus": 0} and "frames" not in card["call"]["settings"].values()
-    assert card["call"]["embeddings"]["text_ids"] is None  # the pipeline computes them again
-    assert (job["frames"], job["mesh"]) == (1, {"sp": 8})
-    components = card["tiny"]["components"]
-    assert 4 * components["vae"]["latent_channels"] == 64  # what the transformer takes in, in patches of 2 x 2
+    shape = [1, "tokens", "joint_attention_dim"]
+    assert card["call"]["embeddings"] == {"prompt_embeds": shape, "prompt_embeds_mask": None}  # nothing is masked
+    assert card["call"]["negative_apart"] is True  # `encode_prompt` takes one prompt
+    assert (job["frames"], job["mesh"]) == (1, {"sp": 8})  # two lengths are no batch
+    assert card["tiny"]["components"]["text_encoder"]["text_config"]["rope_parameters"]["mrope_section"] == [2, 4, 6]
 
 
 def test_a_derived_card_gets_the_shared_strategies(texts):

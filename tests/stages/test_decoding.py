@@ -7,7 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from torchport.errors import BadValueError
-from torchport.stages.decoding import Decoding
+from torchport.stages.decoding import Decoding, part_of
 from torchport.stages.replay import First
 
 REMEDY = "Decode on the host: add 'host: [vae]' to the card's 'call'."
@@ -64,6 +64,16 @@ def test_what_decode_is_called_with_is_noted_by_its_names(of):
 def test_the_output_may_be_an_object(of):
     inputs = of(lambda vae, post: post(video=vae.decode(Z).sample, output_type="pt"))
     assert inputs["temb"] is None
+
+
+def test_one_frame_may_be_picked_and_the_batch_asked_for(of):
+    def picture(vae, post):
+        video = vae.decode(Z).sample
+        return post(video[:, :, 0], output_type="pt", do_denormalize=[True] * video.shape[0])
+
+    assert of(picture)["picked"] == "2:0"
+    video = torch.arange(12).reshape(1, 2, 3, 2)
+    assert torch.equal(part_of(video, "2:0"), video[:, :, 0]) and part_of(video, "") is video
 
 
 @pytest.mark.parametrize(

@@ -214,3 +214,12 @@ def test_a_first_stage_that_denoises_must_say_how_many_steps_it_took():
         families.check_outputs(stage, first_half(None, None, None, None))
     assert "'first_half' returns no 'done', the number of steps that it took. Return the stage's" in str(caught.value)
     families.check_outputs(stage, {"latents": torch.zeros(2), "done": torch.tensor(3)})
+
+
+def test_a_dim_that_is_open_may_have_any_size_and_the_others_may_not():
+    like = {"embeds": torch.zeros(1, 512, 8)}
+    stage = SimpleNamespace(like=lambda parts, settings: like, open_dims={"embeds": [1]}, needs=("encode",))
+    families.check_inputs(stage, {}, None, {"embeds": torch.zeros(1, 17, 8)})
+    for shape in ((1, 17, 4), (2, 512, 8), (1, 512)):
+        with pytest.raises(ArtefactForeignError, match=r"this run takes \[1, 512, 8\]"):
+            families.check_inputs(stage, {}, None, {"embeds": torch.zeros(shape)})

@@ -134,3 +134,26 @@ def test_an_argument_of_another_type_is_refused(call, text):
 def test_an_argument_of_the_defaults_type_or_without_one_is_taken():
     settings = dataclasses.replace(SETTINGS, call={"dynamic": True, "scale": 2, "number": 1, "steps": [3]})
     upstream("Call")._check_call(Call(None), settings)
+
+
+def test_a_negative_prompt_that_is_encoded_apart_has_the_names_of_the_other():
+    call = CALL.model_copy(
+        update={"embeddings": {"embeds": [["tokens", 8]], "mask": None}, "negative_apart": True, "tokens": 7}
+    )
+    assert call.shapes == {
+        "embeds": ["tokens", 8],
+        "mask": None,
+        "negative_embeds": ["tokens", 8],
+        "negative_mask": None,
+    }
+    assert call.lists == {"embeds", "negative_embeds"}
+
+
+def test_what_encode_prompt_returns_alone_is_one_value():
+    class_path = f"{__name__}:One"
+    assert UpstreamPipeline(class_path, CALL, "card.yaml:1").encoded({"encoder": 1}, SETTINGS) == ("A cat",)
+
+
+class One(Prompts):
+    def encode_prompt(self, prompt):
+        return prompt

@@ -216,6 +216,9 @@ class HandWritten(Frozen):
         return self
 
 
+Shape = Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)]
+
+
 class PipelineCall(Frozen):
     """How `family: diffusers` calls the card's `pipeline`: what differs between pipelines.
 
@@ -229,10 +232,11 @@ class PipelineCall(Frozen):
     """The components that its `encode_prompt` uses: text encoders and tokenizers."""
     encode: dict[str, Any] = {}
     """Arguments of `encode_prompt` that are always the same."""
-    embeddings: dict[str, Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)] | None]
+    embeddings: dict[str, Shape | Annotated[list[Shape], pydantic.Field(min_length=1, max_length=1)] | None]
     """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
-    a shape is a number in the network's configuration; `tokens` are as many as the prompt has. `null` is a value that
-    the pipeline computes again. Without guidance there are none whose names begin with `negative_`."""
+    a shape is a number in the network's configuration; `tokens` are as many as the prompt has. `[[tokens, 64]]` is
+    a list of a tensor for each prompt. `null` is a value that the pipeline computes again. Without guidance there are
+    none whose names begin with `negative_`."""
     tokens: pydantic.PositiveInt = 512
     """What `plan` and `trace` take for `tokens` in a shape: there is no prompt then."""
     negative_apart: bool = False
@@ -267,8 +271,18 @@ class PipelineCall(Frozen):
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
         """The shapes of all embeddings, those of a negative prompt that is encoded apart among them."""
-        apart = self.embeddings if self.negative_apart else {}
-        return {**self.embeddings, **{f"negative_{name}": shape for name, shape in apart.items()}}
+        shapes: dict[str, Any] = {
+            name: shape[0] if shape is not None and isinstance(shape[0], list) else shape
+            for name, shape in self.embeddings.items()
+        }
+        apart = shapes if self.negative_apart else {}
+        return {**shapes, **{f"negative_{name}": shape for name, shape in apart.items()}}
+
+    @property
+    def lists(self) -> frozenset[str]:
+        """The embeddings that the pipeline takes as a list of a tensor for each prompt. So does its network then."""
+        names = (name for name, shape in self.embeddings.items() if shape is not None and isinstance(shape[0], list))
+        return frozenset(each for name in names for each in (name, f"negative_{name}"))
 
     @property
     def compiled(self) -> tuple[str, ...]:

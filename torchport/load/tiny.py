@@ -380,9 +380,7 @@ def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> di
         )
     elif isinstance(tokenizer.model, models.WordPiece):
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=spec.vocab_size, special_tokens=special, show_progress=False
-        )
+        trainer = trainers.WordPieceTrainer(vocab_size=spec.vocab_size, special_tokens=special, show_progress=False)
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         unknown = [tokenizer.model.unk_token] if getattr(tokenizer.model, "unk_token", None) else []

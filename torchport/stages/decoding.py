@@ -73,7 +73,7 @@ class _Shape:
 
     def __getitem__(self, dim: int) -> int:
         if dim != 0:
-            raise self.refusal("Tensor.shape")
+            raise self.refusal("torch.Tensor.shape")
         return 1
 
 
@@ -122,7 +122,7 @@ class Decoding(Encoded):
         self.video = Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
         self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
-    def weight(self, name: str, weight: torch.nn.Parameter) -> Any:
+    def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
         """Refuses a weight.
 
         Raises:

@@ -88,8 +88,11 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     encoders = tuple(stage.name for stage in encoding)
     denoising: dict[str, Any] = {"parts": ("scheduler",), "like": pipeline.inputs_like}
     denoising["open_dims"] = {
-        name: [dim for dim, size in enumerate(shape or ()) if size == TOKENS] for name, shape in card.call.shapes.items()
+        name: [dim for dim, size in enumerate(shape or ()) if size == TOKENS]
+        for name, shape in card.call.shapes.items()
     }
+    if card.call.lists:
+        denoising["call"] = pipeline.stacked
     first, last = (
         {**denoising, "network": network, "meta": ("vae", *(other for other in networks if other != network))}
         for network in (networks[0], networks[-1])
@@ -155,6 +158,7 @@ class _Stages:
             negative = dataclasses.replace(settings, prompt=settings.negative_prompt)
             values += self.upstream.encoded(encoders, negative) if is_guided(settings) else [None] * len(values)
         outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
+        outputs = {name: value[0] if name in self.card.lists else value for name, value in outputs.items()}
         for name, value in outputs.items():
             self._check_dtype(name, value.dtype, settings)
         if self._image_stage == "encode":
@@ -454,6 +458,10 @@ class _Stages:
             pixels = call(**noted.inputs_of(result))
         next(progress, None)
         return {"frames": frames.checked(*pixels)}
+
+    def stacked(self, network: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
+        """Returns the outputs of a network that takes and returns lists as one tensor: `call` of the stage."""
+        return torch.stack(network(**inputs)[0])
 
     def decoded(
         self, vae: torch.nn.Module, settings: Settings, picked: str = "", **inputs: Any

@@ -44,11 +44,11 @@ class _VaeStandIn(ComponentStandIn):
         if not isinstance(value, torch.Tensor) or not value.is_meta:
             return value
         if isinstance(value, torch.nn.Parameter):
-            return self.weight(name, value)
+            return self._without_values(name, value)
         self.is_blank = True
         return torch.ones(value.shape, dtype=value.dtype)
 
-    def weight(self, name: str, weight: torch.nn.Parameter) -> Any:
+    def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
         """Returns what a weight without values is to the pipeline: itself."""
         return weight
 

@@ -54,27 +54,32 @@ class ComponentStandIn(torch.nn.Module):
         except AttributeError:
             return getattr(vars(self)["component"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-        """Returns the network's output as a tuple; zeros for a step that is done.
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
+        """Returns the network's output, or a list of them, as a tuple; zeros for a step that is done.
 
-        They have the shape of the latents, if that is known, or of the input; else they only have its batch.
+        They have the shape of the latents, if that is known, or of the input, with the network's channels.
         """
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
         inputs = {name: static(value) for name, value in inputs.items()}
         if not self.loop.is_done and self.call is not None:
             self.loop.begin()
-            return (self._computed(self.call, inputs),)
+            output = self._computed(self.call, inputs)
+            return (list(output) if _takes_list(inputs) else output,)
         if not self.loop.is_done:
             self.loop.begin_other()
+        if _takes_list(inputs):
+            return ([torch.zeros_like(each) for each in next(iter(inputs.values()))],)
         first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        shapes = [self.loop.shape, first.shape if self._keeps_channels() else None]
-        rest = next((shape[1:] for shape in shapes if shape and len(shape) == first.ndim), [1] * (first.ndim - 1))
-        return (torch.zeros(first.shape[0], *rest, dtype=first.dtype),)
+        shape = self.loop.shape if self.loop.shape and len(self.loop.shape) == first.ndim else first.shape
+        return (torch.zeros(first.shape[0], *self._without_batch(shape), dtype=first.dtype),)
 
-    def _keeps_channels(self) -> bool:
-        """Whether the network's output has as many channels as its input, by its configuration."""
+    def _without_batch(self, shape: torch.Size) -> list[int]:
+        """Returns the shape of an output, by that of latents or of an input; 1 for all dims if that does not say it."""
         config = getattr(vars(self)["component"], "config", {})
-        return config.get("out_channels") in (None, config.get("in_channels"))
+        taken, returned = config.get("in_channels"), config.get("out_channels")
+        if len(shape) < 2 or returned in (None, taken, shape[1]):
+            return list(shape[1:])
+        return [returned, *shape[2:]] if shape[1] == taken else [1] * (len(shape) - 1)
 
     def _computed(self, call: Call, inputs: dict[str, Any]) -> torch.Tensor:
         """Returns the network's output, which may have been computed with the call before."""
@@ -100,6 +105,12 @@ class StaticList(list[Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         """Returns the hash of its text."""
         return hash(repr(self))
+
+
+def _takes_list(inputs: dict[str, Any]) -> bool:
+    """Whether a network's first input is a list of a tensor for each video. Its output is one, too."""
+    first = next(iter(inputs.values()))
+    return isinstance(first, list) and outputs.has_tensor(first)
 
 
 def static(value: Any) -> Any:

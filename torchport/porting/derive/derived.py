@@ -21,7 +21,6 @@ from torchport.porting.derive.writing import card_of, job_of, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
-
 _FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext")
 """Names of pipelines that begin with an image, though their argument for it may be None."""
 

@@ -57,7 +57,9 @@ class Observed:
     embeddings: list[Any] = dataclasses.field(default_factory=list)  #: What it returned.
     longer: list[Any] = dataclasses.field(default_factory=list)  #: What it returned of longer prompts.
     encodings: int = 0  #: How often it was called.
-    negative: list[Any] = dataclasses.field(default_factory=list)  #: What a second call returned, of the negative prompt.
+    negative: list[Any] = dataclasses.field(
+        default_factory=list
+    )  #: What a second call returned, of the negative prompt.
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
     #: By network, the lists of blocks that feed one another, as a card's `stacks` says it.
     stacks: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -169,7 +171,8 @@ class PipelineTrial:
     def _other_classes(self, stop: Stop) -> list[tuple[str, Any]]:
         """Returns the classes that components may have as well, where one of them may have stopped the trial."""
         parts = self.configurations.parts.items()
-        return [(name, other) for name, part in parts if stop.component in (None, name) for other in part.others]
+        networks = [(name, part) for name, part in parts if part.kind == "network"]
+        return [(name, other) for name, part in networks if stop.component in (None, name) for other in part.others]
 
     def _proposals(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields changes that may help: first what gives the module its size, then what others of its kind have."""
@@ -399,7 +402,9 @@ def _watched(
             observed.encoding = dict(bound.arguments)
             observed.embeddings = _as_list(returned)
             bound.arguments |= {
-                name: _longer(bound.arguments[name]) for name in bound.arguments if name in ("prompt", "negative_prompt")
+                name: _longer(bound.arguments[name])
+                for name in bound.arguments
+                if name in ("prompt", "negative_prompt")
             }
             observed.longer = _as_list(encode(*bound.args, **bound.kwargs))  # type: ignore[misc]
         elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):

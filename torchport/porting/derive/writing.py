@@ -56,7 +56,9 @@ def card_of(
     encoders = [name for name in parts if name not in (network, "vae", "scheduler")]
     after = [call.network for call in observed.calls if call.step and call.network in encoders]
     if after:
-        fact = f"'{cls.__name__}' calls '{after[0]}' after its first step, and a card's loop has its network and its VAE"
+        fact = (
+            f"'{cls.__name__}' calls '{after[0]}' after its first step, and a card's loop has its network and its VAE"
+        )
         raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
     by_network = [call for call in observed.calls if call.network == network]
     call: dict[str, Any] = {"network": network, "encoders": encoders, **_encoding(trial, observed, network)}
@@ -152,14 +154,16 @@ def _encoding(
         if name not in takes or value is None:
             embeddings[name] = None
             continue
+        longer, is_list = observed.longer[number], isinstance(value, list) and len(value) == 1
+        value, longer = (value[0], longer[0]) if is_list else (value, longer)
         if not isinstance(value, torch.Tensor):
             fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
             raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
-        longer = observed.longer[number].shape
-        embeddings[name] = [
-            _size(trial, network, name, dim, size) if size == longer[dim] else TOKENS
+        shape = [
+            _size(trial, network, name, dim, size) if size == longer.shape[dim] else TOKENS
             for dim, size in enumerate(value.shape)
         ]
+        embeddings[name] = [shape] if is_list else shape
         dtypes |= {name: _WHOLE[value.dtype]} if value.dtype in _WHOLE else {}
     if not any(embeddings.values()):
         fact = f"'{cls.__name__}' takes nothing that its 'encode_prompt' returns ({', '.join(names)})"
@@ -196,7 +200,7 @@ def _conditions(
 ) -> dict[str, Any]:
     """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
     first = [call for call in calls if call.step == 0]
-    if len(first) != 2 or any(TOKENS in (shape or ()) for shape in embeddings.values()):  # two lengths are no batch
+    if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):  # two lengths are no batch
         return {}
     values = dict(zip(embeddings, observed.embeddings, strict=True))
     values |= {f"negative_{name}": value for name, value in zip(embeddings, observed.negative, strict=False)}
