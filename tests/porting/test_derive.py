@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import types
 
 import pipelines
 import pytest
+import torch
 import yaml
 
 from torchport.config import parse_document, validated
@@ -12,7 +14,8 @@ from torchport.config.card import Card
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, UnknownNameError
 from torchport.porting import derive
-from torchport.porting.derive import derived
+from torchport.porting.derive import derived, parts
+from torchport.porting.derive.trial import Observed, PipelineTrial
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +154,35 @@ def test_the_command_writes_a_card_to_edit(tmp_path):
     assert find_pack([str(tmp_path)]).card("mine")[0].pipeline == "diffusers:WanPipeline"
 
 
-def test_a_tokenizer_that_needs_files_and_components_that_are_not_small_are_refused():
+def test_a_tokenizer_that_needs_files_and_components_that_are_not_small_are_refused(monkeypatch):
     with pytest.raises(BadValueError, match=r"tiny\.tokenizers: A TokenizersBackend cannot be made without files"):
         derive.derived_card("diffusers:HiDreamImagePipeline")
-    with pytest.raises(BadValueError, match="The tiny 'connectors' has 723,359,232 parameters"):
-        derive.derived_card("diffusers:LTX2Pipeline")
+    cls = parts.pipeline_class("diffusers:WanPipeline")
+    configurations = parts.Configurations(parts.parts_of(cls, "here"))
+    monkeypatch.setattr(parts, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"The tiny 'transformer' has [\d,]+ parameters"):
+        configurations.built("transformer")
+
+
+class Forgets:
+    """A pipeline that takes embeddings, and makes its own of no prompt."""
+
+    def set_progress_bar_config(self, disable): ...
+
+    def __call__(self, prompt=None, prompt_embeds=None, return_dict=True):
+        return (torch.ones(1, 3, 2, 2) * (0 if prompt is None else prompt_embeds or 1),)
+
+
+def test_a_pipeline_that_makes_something_else_of_its_own_embeddings_is_refused():
+    trial = PipelineTrial(Forgets, types.SimpleNamespace(parts={}), "--model x")
+    trial.check_replay(Observed(output=torch.zeros(1, 3, 2, 2)), {"prompt_embeds": 1})
+    with pytest.raises(
+        BadValueError, match="'Forgets' makes another picture of its own embeddings than of the prompts"
+    ):
+        trial.check_replay(Observed(output=torch.ones(1, 3, 2, 2)), {"prompt_embeds": 1})
+
+
+def test_a_package_that_upstream_needs_is_named(monkeypatch):
+    monkeypatch.setattr("diffusers.MochiPipeline", type("MochiPipeline", (), {"_backends": ["torch", "odd"]}))
+    with pytest.raises(BadValueError, match=r"needs packages of which one is not installed: torch, odd\. pip install"):
+        derive.derived_card("diffusers:MochiPipeline")

@@ -98,7 +98,7 @@ def test_one_frame_may_be_picked_and_the_batch_asked_for(of):
             "calls 'torch.cat' with what its VAE decoded",
         ),
         (
-            lambda vae, post: post(vae.decode(Z).sample, output_type="pt") if vae.decode(Z).sample.shape else None,
+            lambda vae, post: post(vae.decode(Z).sample, output_type="pt") if vae.decode(Z).sample.shape[2] else None,
             "calls 'torch.Tensor.shape' with what its VAE decoded",
         ),
         (lambda vae, post: post(Z, output_type="pt"), "post-processes something else than what its VAE decoded"),

@@ -17,7 +17,7 @@ from torchport.files import atomic, cache
 from torchport.load import tiny
 from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
 from torchport.porting.derive.trial import PipelineTrial
-from torchport.porting.derive.writing import card_of, job_of, text_of
+from torchport.porting.derive.writing import card_of, embeddings_of, job_of, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
@@ -82,6 +82,7 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
     )
     with hushed(True):  # upstream's log warns of small numbers
         observed = trial.observed()
+        trial.check_replay(observed, embeddings_of(trial, observed))
     data = card_of(trial, observed, name or model)
     card, job = text_of(data), text_of(job_of(data, observed))
     validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))

@@ -128,6 +128,27 @@ class PipelineTrial:
             )
         return observed
 
+    def check_replay(self, observed: Observed, embeddings: Mapping[str, Any]) -> None:
+        """Refuses a pipeline that makes another video of its own embeddings than of the prompts.
+
+        Args:
+            observed: What it made of the prompts.
+            embeddings: What its `encode_prompt` returned, by the pipeline's arguments.
+
+        Raises:
+            BadValueError: It does.
+        """
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            pipe = self.cls(**{name: self.configurations.built(name) for name in self.configurations.parts})
+            pipe.set_progress_bar_config(disable=True)
+            arguments = self._arguments(pipe, Observed())
+            texts = {name: None for name in ("prompt", "negative_prompt") if name in arguments}
+            again = pipe(**{**arguments, **texts, **embeddings}, return_dict=False)[0]
+        if not torch.allclose(again, observed.output, atol=1e-4):
+            fact = f"'{self.cls.__name__}' makes another picture of its own embeddings than of the prompts they are of"
+            raise BadValueError(self.place, fact, "Write a family for it: docs/families.md")
+
     def _refusal(self, stop: Stop) -> BadValueError:
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
             fact = f"'{self.cls.__name__}' stops at {stop.line}: it needs '{stop.error.name}', which is not installed"

@@ -174,6 +174,15 @@ def _encoding(
     return result | ({"negative_apart": True} if is_apart else {})
 
 
+def embeddings_of(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
+    """Returns what `encode_prompt` returned, by the arguments that the pipeline has for it."""
+    takes = inspect.signature(trial.cls.__call__).parameters
+    names = returned_names(trial.cls.encode_prompt) if observed.encodings else []
+    values = dict(zip(names, observed.embeddings, strict=False))
+    values |= {f"negative_{name}": value for name, value in zip(names, observed.negative, strict=False)}
+    return {name: value for name, value in values.items() if name in takes and value is not None}
+
+
 def _size(
     trial: PipelineTrial,
     network: str,
