@@ -135,7 +135,7 @@ def _between(whole: Any, part: Any, start: int, dim: int) -> Any:
     """Returns an array with another value from `start` on, as a concatenation.
 
     XLA for CPU (jaxlib 0.10.2) reads a tensor before a `dynamic_update_slice` into it where a product of matrices takes
-    the result, in some layouts: tests/engine/test_aliasing.py.
+    the result, in some layouts: tests/engine/test_tracked.py.
     """
     import jax
     import jax.numpy as jnp

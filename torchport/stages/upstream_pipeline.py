@@ -123,8 +123,8 @@ class UpstreamPipeline:
         constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
         takes = inspect.signature(pipe.__call__).parameters
         texts = {name: None for name in ("prompt", "negative_prompt") if name in takes}  # some have "" by default
-        embeddings = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
-        every = {**texts, **values, **constants, **embeddings, "generator": replay.generator, **arguments}
+        given = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
+        every = {**texts, **values, **constants, **given, "generator": replay.generator, **arguments}
         self._check_takes("__call__", pipe.__call__, every)
         video: torch.Tensor = pipe(**every, return_dict=False)[0]
         if replay.number != settings.steps:

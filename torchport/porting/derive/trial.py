@@ -143,7 +143,7 @@ class PipelineTrial:
             pipe = self.cls(**{name: self.configurations.built(name) for name in self.configurations.parts})
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, Observed())
-            texts = {name: None for name in ("prompt", "negative_prompt") if name in arguments}
+            texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
             again = pipe(**{**arguments, **texts, **embeddings}, return_dict=False)[0]
         if not torch.allclose(again, observed.output, atol=1e-4):
             fact = f"'{self.cls.__name__}' makes another picture of its own embeddings than of the prompts they are of"
