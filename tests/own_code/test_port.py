@@ -153,6 +153,36 @@ def test_a_mesh_of_jax_is_taken_with_its_devices(block, x, session):
     assert close(ported(x)["sample"], expected)
 
 
+class Attending(torch.nn.Module):
+    """A network with diffusers' names of modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+        for each in self.blocks:
+            each.to_q, each.to_k, each.to_v = (torch.nn.Linear(16, 16) for _ in range(3))
+            each.to_out = torch.nn.ModuleList([torch.nn.Linear(16, 16)])
+
+    def forward(self, hidden_states):
+        for block in self.blocks:
+            q, k, v = (
+                f(hidden_states).unflatten(2, (4, 4)).transpose(1, 2) for f in (block.to_q, block.to_k, block.to_v)
+            )
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            hidden_states = hidden_states + block.to_out[0](mixed)
+        return hidden_states
+
+
+@pytest.mark.parametrize("strategy", ["tp", "ulysses", "fsdp"])
+def test_a_module_that_no_card_knows_takes_a_shared_strategy(session, strategy):
+    module, x = Attending().eval(), torch.randn(2, 8, 16)
+    expected = module(x).detach()
+    ported = torchport.port(module, strategy=strategy, mesh={"dp": 2, "tp" if strategy == "tp" else "sp": 4})
+    assert close(ported(x), expected)
+    split = [array for array in ported.compiled.weights.values() if not array.sharding.is_fully_replicated]
+    assert len(split) == {"tp": 14, "ulysses": 0, "fsdp": 8}[strategy]  # of tp all but the biases of to_out
+
+
 def test_tied_weights_stay_tied(session, x):
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -201,8 +231,8 @@ def changed(**changes):
         ({"mesh": {"tp": 16}}, MeshError, "port(mesh=...): The mesh tp=16 takes 16 device(s), and this process"),
         ({"mesh": {"tp": 0}}, MeshError, "port(mesh=...): It takes 0 devices"),
         ({"mesh": {"xp": 2}}, UnknownNameError, "port(mesh=...): There is no axis 'xp'. Known: dp, sp, tp."),
-        ({"strategy": "tp"}, BadValueError, "port(strategy=...): It is 'tp', and no model's card is in force"),
-        ({"strategy": None}, BadValueError, "port(strategy=...): It is None, and no model's card is in force"),
+        ({"strategy": "tpp"}, UnknownNameError, "port(strategy=...): There is no shared strategy 'tpp', and no model"),
+        ({"strategy": None}, BadValueError, "port(strategy=...): There is none, and no model's card is in force."),
         ({"inputs": INPUTS}, BadValueError, "port(inputs=...): 'strategy' has rules for inputs already"),
     ],
 )  # fmt: skip

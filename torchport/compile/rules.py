@@ -12,7 +12,7 @@ from typing import Literal
 from torchport import shard
 from torchport.config import Document, Frozen, parse_document, validated
 from torchport.config.card import Card, ScoreBound, Stack, Word
-from torchport.config.strategy import ActivationRule, Axis, Rule, WeightRule
+from torchport.config.strategy import ActivationRule, Axis, Rule, WeightRule, shared_strategies
 from torchport.errors import BadValueError, UnknownNameError, nearest
 
 Kind = Literal["weights", "inputs", "activations"]
@@ -124,6 +124,25 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
     return Rules(component, own, document, at, card.written(component), bounds, divides, extra)
+
+
+def of_shared(name: str, strategy: str) -> Rules:
+    """Returns the shared rules for a module that no card knows.
+
+    Args:
+        name: What the module is called.
+        strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.
+
+    Raises:
+        UnknownNameError: There is no shared strategy of this name.
+    """
+    known = shared_strategies()
+    if strategy not in known:
+        fact = f"There is no shared strategy '{strategy}', and no model's card is in force"
+        raise UnknownNameError(PLACE, fact, nearest(strategy, known), name=strategy)
+    shared = known[strategy].network
+    own = OwnRules(weights=shared.weights, inputs=shared.inputs, activations=shared.activations)
+    return Rules(name, own, Document(f"port(strategy={strategy!r})", {}, {}))
 
 
 def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:

@@ -45,9 +45,9 @@ def port(
 
     Args:
         module: With its weights, in the host's memory, in evaluation mode.
-        strategy: The name of one of the card's strategies, or own rules for this module in a card's words:
-            `{"weights": [{"match": ".*", "spec": "replicate"}], "inputs": [...]}`, also as text of YAML. By default the
-            card's first.
+        strategy: The name of one of the card's strategies; without a card, of a shared one (`tp`, `ulysses`, `fsdp`);
+            or own rules for this module in a card's words, `{"weights": [{"match": ".*", "spec": "replicate"}],
+            "inputs": [...]}`, also as text of YAML. By default the card's first.
         mesh: Sizes of the axes, `{"dp": 2, "tp": 4}`, or a mesh of JAX's with these names. By default one device.
         component: The card's name for the module; by default the one whose class it is.
         inputs: Rules for inputs, before those of the card: for a call that differs from that of its family.
@@ -98,8 +98,13 @@ def _rules(
         assert strategy is not None
         return rules.of_caller(component or type(module).__name__, strategy)
     if session.card is None or session.document is None:
-        fact = f"It is {strategy!r}, and no model's card is in force"
-        raise BadValueError(rules.PLACE, fact, 'Name a model, `torchport.applied("...")`, or pass rules of your own')
+        if strategy is None:
+            fact = "There is none, and no model's card is in force"
+            remedy = (
+                "Name a shared one ('tp', 'ulysses', 'fsdp') or a model, `torchport.applied(\"...\")`, or pass rules"
+            )
+            raise BadValueError(rules.PLACE, fact, remedy)
+        return rules.of_shared(component or type(module).__name__, str(strategy))
     extra = validated(_Inputs, Document("port(inputs=...)", {"inputs": [dict(rule) for rule in inputs]}, {})).inputs
     name = component or _component(module, session.card)
     first = next(iter(session.card.strategies))
