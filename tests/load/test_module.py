@@ -371,3 +371,21 @@ def test_a_plan_has_the_dtypes_that_a_run_loads():
     dtypes = {name: tensor.dtype for name, tensor in built.state_dict().items()}
     assert {name: tensor.dtype for name, tensor in planned.state_dict().items()} == dtypes
     assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+
+
+def test_buffers_of_a_module_without_weights_are_those_of_its_files(tmp_path):
+    """As a pipeline reads the mean of its VAE's latents while it denoises."""
+    from safetensors.torch import save_file
+
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("table", torch.ones(2), persistent=False)
+
+    save_file({**Scaled().state_dict(), "mean": torch.tensor([3.0, 4.0])}, tmp_path / "model.safetensors")
+    module = Scaled()
+    module.weight = torch.nn.Parameter(module.weight.to("meta"))
+    load.fill_buffers(module, tmp_path)
+    assert module.mean.tolist() == [3.0, 4.0] and module.table.tolist() == [1.0, 1.0] and module.weight.is_meta
+    load.fill_buffers(torch.nn.Linear(2, 2), tmp_path / "absent")  # one without buffers reads nothing

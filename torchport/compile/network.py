@@ -70,8 +70,11 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         else:
             parts[name] = load.text_encoder(component, path, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
-        if name not in parts:  # upstream's own loading may have brought it whole
-            parts[name] = _built(task, name, folder)
+        if name in parts:  # upstream's own loading may have brought it whole
+            continue
+        parts[name] = _built(task, name, folder)
+        if name != stage.network:
+            load.fill_buffers(parts[name], task.component_folder(folder, name), layout(task, name))
     if stage.network is not None:
         _prune(parts[stage.network], stage)
     if stage.prepare is not None:

@@ -216,6 +216,8 @@ class HandWritten(Frozen):
         return self
 
 
+TOKENS = "tokens"
+"""The size in an embedding's shape that is the number of the prompt's tokens."""
 Shape = Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)]
 
 

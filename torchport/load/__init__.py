@@ -12,6 +12,7 @@ from torchport.load.module import (
     configuration,
     default_dtype,
     fill,
+    fill_buffers,
     published,
     tensors,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "configuration",
     "default_dtype",
     "fill",
+    "fill_buffers",
     "is_built_here",
     "layout_of",
     "part",

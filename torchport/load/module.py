@@ -381,6 +381,23 @@ def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     return tensor
 
 
+def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> torch.nn.Module:
+    """Returns a module whose weights stay on meta, with the buffers that a component's files hold.
+
+    A pipeline reads such buffers, as the mean of a VAE's latents, where it does not call the module.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+    """
+    state = module.state_dict()
+    names = {name for name, _ in module.named_buffers()} & state.keys()
+    if names:
+        stored = {name: where for name, where in layout.stored(folder).items() if name in names}
+        buffers = {name: tensor.to(state[name].dtype) for name, tensor in layout.tensors(stored)}
+        module.load_state_dict(buffers, assign=True, strict=False)
+    return module
+
+
 def fill(module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS) -> torch.nn.Module:
     """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
     filled = dict(tensors(module, folder, what, layout))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchport.config.card import Card, PipelineCall, StageName
+from torchport.config.card import TOKENS, Card, PipelineCall, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.stages import frames, picture
 from torchport.stages.decoding import Decoding, part_of
@@ -35,8 +35,6 @@ IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
 DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
 
-TOKENS = "tokens"
-"""The size in an embedding's shape that is the number of the prompt's tokens."""
 ENCODER = ("encoder", "quant_conv")
 DECODER = ("decoder", "post_quant_conv")
 """Modules of a VAE that it does not decode with, as diffusers' classes call them."""

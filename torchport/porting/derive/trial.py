@@ -57,9 +57,8 @@ class Observed:
     embeddings: list[Any] = dataclasses.field(default_factory=list)  #: What it returned.
     longer: list[Any] = dataclasses.field(default_factory=list)  #: What it returned of longer prompts.
     encodings: int = 0  #: How often it was called.
-    negative: list[Any] = dataclasses.field(
-        default_factory=list
-    )  #: What a second call returned, of the negative prompt.
+    #: What a second call returned, of the negative prompt.
+    negative: list[Any] = dataclasses.field(default_factory=list)
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
     #: By network, the lists of blocks that feed one another, as a card's `stacks` says it.
     stacks: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)

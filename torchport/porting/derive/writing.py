@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchport.config.card import TOKENS
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TorchportError
 from torchport.patch.declared import reading
@@ -25,7 +26,6 @@ from torchport.porting.derive.trial import (
 )
 from torchport.porting.draft.model import flow
 
-TOKENS = "tokens"
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
 _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
 """Arguments of `encode_prompt` that every run passes."""
