@@ -108,11 +108,7 @@ def _required(flag: str, metavar: str, meaning: str, default: str, callback: Any
 
 
 def _demo(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the demo's job where a pipeline is named without a job.
-
-    Raises:
-        MissingParameter: A card is named, or nothing.
-    """
+    """Returns the demo's job where a pipeline is named without a job."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         raise click.MissingParameter(ctx=context, param=parameter)

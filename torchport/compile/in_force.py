@@ -30,10 +30,6 @@ def in_force(
 
     Yields:
         The ledger of the patches.
-
-    Raises:
-        ForeignError: An exception that leaves code of an upstream, of the family, or of a patch.
-        PatchError: A patch cannot be applied as declared.
     """
     with (
         failure.explained(failure.Owners.of_task(task)) if explained else contextlib.nullcontext(),
@@ -47,11 +43,7 @@ def in_force(
 
 @contextlib.contextmanager
 def stage_in_force(task: Task, stage: Stage) -> Iterator[patch.Ledger]:
-    """Puts one stage's patches in force and registers its lowerings, inside `in_force`; gives the stage's own ledger.
-
-    Raises:
-        PatchError: A patch cannot be applied as declared.
-    """
+    """Puts one stage's patches in force and registers its lowerings, inside `in_force`; gives its ledger."""
     with patch.applied(task.patches([stage]), stage=stage.name) as ledger, lowerings(ledger):
         yield ledger
 

@@ -28,10 +28,6 @@ def enabled() -> Iterator[None]:
     """Points JAX's persistent compilation cache into torchport's cache folder, for every program however small.
 
     Where the user has named a folder to JAX (`JAX_COMPILATION_CACHE_DIR`), theirs stays, with their thresholds.
-
-    Raises:
-        OutputError: The folder cannot be made.
-        BadValueError: Others can write to it.
     """
     if jax.config.jax_compilation_cache_dir:
         yield

@@ -55,9 +55,6 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     Returns:
         By name: encoders and tokenizers with their weights, on the host; the network, and parts of which only the
         configuration is used, with weights on meta and buffers on the host.
-
-    Raises:
-        CheckpointError: Files that are missing, damaged or another model's.
     """
     with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
         parts = stage.load(folder, task.settings.shared()) if stage.load is not None else {}
@@ -92,9 +89,6 @@ def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> 
         stage: The stage.
         parts: From `loaded`.
         folder: The checkpoint's.
-
-    Raises:
-        CheckpointError: Files that are missing, damaged or another model's.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
@@ -180,11 +174,7 @@ def write_tiny(task: Task) -> Path:
 
 
 def account(task: Task, component: str, folder: Path) -> None:
-    """Refuses a component of a checkpoint that is not whole, or another model's.
-
-    Raises:
-        CheckpointError: Files that are missing, damaged or another model's.
-    """
+    """Refuses a component of a checkpoint that is not whole, or another model's."""
     entry, path = task.card.components[component], task.component_folder(folder, component)
     in_card = load.is_built_here(entry) and not load.reads_config(entry)
     load.account_component(entry, path, layout(task, component), recipe(task, component, folder) if in_card else None)
@@ -246,10 +236,6 @@ def check_classes(task: Task) -> None:
     """Refuses classes of a card that do not exist, and a network that is no module, all together.
 
     Patches must be in place: the classes' modules are imported.
-
-    Raises:
-        UnknownNameError: There is no such module or class.
-        BadValueError: The class of a network is no `torch.nn.Module`.
     """
     networks = {stage.network for stage in task.stages}
     names = {name for stage in task.stages for name in (*stage.parts, *stage.meta, *stage.loads(task.settings))}
@@ -273,10 +259,6 @@ def check_heads(task: Task) -> None:
     """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
 
     Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
-
-    Raises:
-        MeshError: It does not.
-        BadValueError: The card names something that the checkpoint's configuration has not.
     """
     networks = [] if task.original else [task.card.written(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
@@ -305,9 +287,6 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     """Returns the rule of every parameter and buffer of a stage's prepared network, with the spec that fits.
 
     A rule for modules that this stage never calls is another stage's, and no mistake.
-
-    Raises:
-        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
@@ -329,11 +308,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
 
 
 def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> Eager:
-    """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch.
-
-    Raises:
-        CheckpointError: Files that are missing, damaged or another model's.
-    """
+    """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch."""
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
     settings = task.settings.shared()
@@ -351,10 +326,6 @@ def placed(
 
     The host has the network's buffers, too, which the stage may read. Where a submodule alone is compiled, it also has
     the network's other weights.
-
-    Raises:
-        CheckpointError: Files that are missing, damaged or another model's.
-        ShardError: What `weight_rules` refuses.
     """
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, stage, module_of(stage, parts))
@@ -377,11 +348,7 @@ def placed(
 def shapes(
     task: Task, stage: Stage, module: torch.nn.Module, mesh: jax.sharding.Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the same as shapes, each where its rule would put it; nothing is read.
-
-    Raises:
-        ShardError: What `weight_rules` refuses.
-    """
+    """Returns the same as shapes, each where its rule would put it; nothing is read."""
     rules = weight_rules(task, stage, module)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in tensors.items()}
@@ -407,10 +374,6 @@ def compiled(
         mesh: The devices.
         trace: The patches under which alone it may be traced.
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
-
-    Raises:
-        ShardError: Rules that do not fit.
-        CardError: Blocks that cannot be stacked.
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     entries = {what: entry for what, entry in task.card.score_bounds.items() if entry.component == name}
@@ -467,9 +430,6 @@ def ported(
         how: How it is called. It returns a tuple of one tree of tensors.
         trace: The patches under which alone it may be traced.
         attention: The implementation; by default the platform's.
-
-    Raises:
-        ShardError: Rules that do not fit.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {axis: mesh.shape[axis] for axis in shard.AXES}

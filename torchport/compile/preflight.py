@@ -60,16 +60,7 @@ class Rehearsal:
 
 
 def check(task: Task) -> None:
-    """Refuses a task whose networks cannot run on its mesh and machine; patches must be in place.
-
-    Raises:
-        UnknownNameError, BadValueError: A class of the card that does not exist, or is none of a network; a guider that
-            does not exist, or does more than to combine predictions.
-        MeshError: A guider with fewer conditions, in some steps, than the mesh splits.
-        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
-        AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
-        MachineError: Too little memory for the activations that every compiler must hold.
-    """
+    """Refuses a task whose networks cannot run on its mesh and machine; patches must be in place."""
     network.check_classes(task)
     _check_guider(task)
     memory = _memory(task)
@@ -99,11 +90,7 @@ def _check_guider(task: Task) -> None:
 
 
 def check_checkpoint(task: Task, folder: Path) -> None:
-    """Refuses a checkpoint that lacks a part, or holds a part of another model, before any stage runs.
-
-    Raises:
-        CheckpointError: Files that are missing, damaged or another model's.
-    """
+    """Refuses a checkpoint that lacks a part, or holds a part of another model, before any stage runs."""
     if task.card.call is not None:
         load.check_init(task.card, folder)
     for stage in task.stages:
@@ -113,11 +100,7 @@ def check_checkpoint(task: Task, folder: Path) -> None:
 
 
 def check_machine(task: Task) -> None:
-    """Refuses a task that does not fit this machine, from shapes alone; patches must be in place by now.
-
-    Raises:
-        MachineError: Too few devices, devices of another kind, or too little memory.
-    """
+    """Refuses a task that does not fit this machine, from shapes alone; patches must be in place by now."""
     _require(task, _memory(task), {})
 
 
@@ -220,11 +203,7 @@ def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
 
 
 def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
-    """Returns a stage's network with the rules of all its tensors; patches must be in place.
-
-    Raises:
-        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
-    """
+    """Returns a stage's network with the rules of all its tensors; patches must be in place."""
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
     with without_values(), jax.sharding.use_abstract_mesh(mesh):
@@ -248,12 +227,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
-    """Returns the rule of every input of each call, with the spec that fits.
-
-    Raises:
-        ShardError: A rule that matches nothing, an input without one, a dim that its axes do not divide, or a batch
-            that a rule gives every device whole.
-    """
+    """Returns the rule of every input of each call, with the spec that fits."""
     rules = task.card.strategies[task.job.strategy].inputs[component]
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
@@ -335,12 +309,7 @@ def _as_shape(value: Any) -> Any:
 
 
 def check_attention(task: Task, rehearsal: Rehearsal) -> None:
-    """Refuses attention that the implementation does not compute, or whose tile does not fit the chip.
-
-    Raises:
-        AttentionError: The config's implementation is none for this platform, dtype, head size or mask.
-        VmemError: A tile that does not fit.
-    """
+    """Refuses attention that the implementation does not compute, or whose tile does not fit the chip."""
     if task.job.attention == "splash_int8" and not task.card.score_bounds:
         raise AttentionError(
             task.job_document.place(["attention"]),

@@ -212,12 +212,7 @@ class Compiled:
         return operators.text()
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
-
-        Raises:
-            UnmatchedError: An input that no rule matches.
-            MeshError: A dim that its axes do not divide: the batch, most often.
-        """
+        """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors."""
         return {name: self._placed(name, value) for name, value in inputs.items()}
 
     def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,9 +232,6 @@ class Compiled:
 
         Returns:
             The first output, or a tuple of all if they have names.
-
-        Raises:
-            BadValueError: A cache that an earlier call has taken.
         """
         arrays, static = self._sorted(inputs)
         with _memory(self.network.name):
@@ -267,13 +259,7 @@ class Compiled:
         return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s.
-
-        Raises:
-            DeadRuleError: A rule for inputs that matches none of them.
-            StaleTraceError: The patches are not in place.
-            BadValueError: Outputs that are not those of `Network.outputs`.
-        """
+        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s."""
         names = list(leaves(arrays))
         if not self.network.keeps:
             self._check_alive(names)
@@ -313,11 +299,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Sets what the network's operators read while they are called: the mesh, the precision, the patches.
-
-        Raises:
-            StaleTraceError: The patches are not in place.
-        """
+        """Sets what the network's operators read while they are called: the mesh, the precision, the patches."""
         if self.trace is not None:
             self.trace.check()
         engine.begin_trace()
@@ -421,11 +403,7 @@ class Compiled:
             return Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
 
     def _placed(self, name: str, value: Any) -> Any:
-        """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.
-
-        Raises:
-            BadValueError: An array that an earlier call has taken, a tensor without storage, or no tensor in the tree.
-        """
+        """Returns a tensor or a tree as arrays, each where its rule puts it; arrays stay where they are."""
         return each(self._to_device, name, plain(name, value, self.network.name))
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:

@@ -101,9 +101,6 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         strategy: One of its strategies.
         component: One of its networks.
         extra: Rules of the caller for inputs, before the card's.
-
-    Raises:
-        UnknownNameError: The card has no such strategy, or no rules for such a network.
     """
     if strategy not in card.strategies:
         fact = f"'{card.model}' has no strategy '{strategy}'"
@@ -151,9 +148,6 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
     Args:
         name: What the module is called.
         rules: In a card's words, `{"weights": [...], "inputs": [...]}`; or the same as YAML.
-
-    Raises:
-        ConfigError: A mistake in them.
     """
     if isinstance(rules, str):
         document = parse_document(rules, PLACE)
@@ -178,10 +172,6 @@ def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) 
         rules: Of the network.
         config: Its configuration.
         mesh: Sizes of the axes.
-
-    Raises:
-        MeshError: It does not fit.
-        BadValueError: The card names something that the configuration has not.
     """
     shard.check_used(mesh, [rules.own.weights, rules.inputs], rules.own.activations, lambda _: MESH, rules.name)
     for axis, path in rules.divides.items():

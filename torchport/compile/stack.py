@@ -187,9 +187,6 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         module: The network, changed in place.
         stacks: By the list's name in the network.
         place: Where a stack is written, by its name.
-
-    Raises:
-        StackError: There is no such list, or its blocks differ in more than their weights.
     """
     counts: dict[str, int] = {}
     for name, entry in stacks.items():

@@ -109,9 +109,6 @@ class StepCached:
         steps: The loop's; what a saved step kept is among its state.
         total: The number of steps.
 
-    Raises:
-        BadValueError: A curve is to be measured whose first steps another run took.
-
     Attributes:
         full: The steps that compute all blocks.
         steps: The loop's, for the stage.

@@ -80,12 +80,7 @@ class Pack:
         return list((self.root / "configs").glob(pattern))
 
     def home(self, model: str) -> Pack:
-        """Returns the pack that a model card lies in: the highest that has it.
-
-        Raises:
-            UnknownNameError: No card has this name.
-            TakenNameError: A card has the name of another one under it, and does not say so.
-        """
+        """Returns the pack that a model card lies in: the highest that has it."""
         name = f"configs/models/{model}.yaml"
         if model.startswith(DERIVED) and has_file(derived_folder() / name):
             return Pack(derived_folder(), DERIVED, self)
@@ -118,7 +113,6 @@ class Pack:
 
         Raises:
             UnknownNameError: No card has this name.
-            ConfigError: The card has a mistake, by file and line.
         """
         from torchport.config.card import Card
 
@@ -177,7 +171,6 @@ class Pack:
 
         Raises:
             UnknownNameError: No such file.
-            ConfigError: The file or an override has a mistake.
         """
         from torchport.config.card import Job
 

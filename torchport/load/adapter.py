@@ -64,10 +64,6 @@ class Adapter:
         component: The network that it is for.
         metadata: The file's metadata.
         keys: The names of its tensors.
-
-    Raises:
-        CheckpointBrokenError: Settings that cannot be read.
-        CheckpointForeignError: Settings of what is more than a sum of pairs.
     """
 
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
@@ -88,9 +84,6 @@ class Adapter:
         Args:
             names: The layer, as the file calls it, with and without prefixes.
             rank: The rank of its pair.
-
-        Raises:
-            CheckpointBrokenError: An alpha that is none, two that differ, or that of another rank.
         """
         found: dict[float, str] = {}
         for source in self._sources:
@@ -208,11 +201,7 @@ class Adapter:
             raise self._broken(f"{source.name} has an alpha that is none: '{name}', {error}") from error
 
     def positive(self, alpha: float, name: str) -> float:
-        """Returns an alpha that may be one: it is a rank's measure, and a file's strength is its `scale`.
-
-        Raises:
-            CheckpointBrokenError: Zero, negative, NaN or infinite.
-        """
+        """Returns an alpha that may be one: it is a rank's measure, and a file's strength is its `scale`."""
         if alpha > 0 and math.isfinite(alpha):
             return alpha
         does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"

@@ -62,11 +62,7 @@ def is_folder(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that is neither `tiny` or `tiny:random`, nor a folder that is there, nor `owner/repo[@revision]`.
-
-    Raises:
-        CheckpointMissingError: It is none of them.
-    """
+    """Refuses a name that is no `tiny`, no `tiny:random`, no folder that is there and no `owner/repo[@revision]`."""
     if is_tiny(name) or (is_folder(name) and expand_home(name).is_dir()):
         return
     repo, _, revision = name.partition("@")
@@ -76,11 +72,7 @@ def check_name(name: str) -> None:
 
 
 def local(name: str) -> Path | None:
-    """Returns a checkpoint's folder if it is on this machine: a named folder, or the hub's cache. It uses no network.
-
-    Raises:
-        CheckpointMissingError: A folder is named that is not there.
-    """
+    """Returns a checkpoint's folder if it is on this machine, as a named folder or in the hub's cache."""
     if is_folder(name):
         return _existing_folder(name)
     from huggingface_hub import snapshot_download
@@ -99,11 +91,6 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
     Args:
         name: A folder, or `owner/repo@revision` (`main` if no revision is given).
         card: The model card whose components the checkpoint must hold.
-
-    Raises:
-        CheckpointMissingError: No such folder, or the repository cannot be reached.
-        CheckpointBrokenError: `model_index.json` is not JSON.
-        CheckpointForeignError: Components of other classes than the card's.
     """
     if is_folder(name):
         folder = _existing_folder(name)
@@ -179,12 +166,7 @@ def _check_disk(name: str, card: Card) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns a JSON object of a checkpoint.
-
-    Raises:
-        CheckpointMissingError: No such file.
-        CheckpointBrokenError: Not a JSON object, one with a number of thousands of digits, or of gigabytes.
-    """
+    """Returns a JSON object of a checkpoint."""
     if not file.is_file():
         raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
     size = file.stat().st_size
@@ -200,12 +182,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
-    """Refuses a folder of other classes than the card's: by `model_index.json`, or by each component's `config.json`.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: No index, or one that cannot be read.
-        CheckpointForeignError: Another model's index.
-    """
+    """Refuses a folder of other classes than the card's, by `model_index.json` or each `config.json`."""
     if card.pipeline is None:
         _check_classes(folder, card, variant)
         return
@@ -251,11 +228,7 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 
 
 def check_file(folder: Path, file: str) -> None:
-    """Refuses a component whose one file is not there.
-
-    Raises:
-        CheckpointMissingError: It is not.
-    """
+    """Refuses a component whose one file is not there."""
     if (folder / file).is_file():
         return
     near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE
@@ -314,11 +287,6 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
     Args:
         folder: The component's.
         file: The file or the index in it; by default the only one that is there.
-
-    Raises:
-        CheckpointMissingError: No safetensors, or a shard of the index is missing.
-        CheckpointBrokenError: A file is truncated or not safetensors.
-        CheckpointForeignError: More than one set of weights.
     """
     if file is not None:
         return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
@@ -363,12 +331,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a safetensors file: name to dtype, shape and offsets.
-
-    Raises:
-        CheckpointMissingError: No such file.
-        CheckpointBrokenError: Truncated, or not safetensors.
-    """
+    """Returns the tensors of a safetensors file: name to dtype, shape and offsets."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():

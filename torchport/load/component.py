@@ -40,12 +40,6 @@ def account_component(
         folder: Where it lies.
         layout: How its tensors lie there; by default as the card has it without a variant.
         recipe: How it is built, where the card says so; by default from its `config.json`.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that are missing, or cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's, in its files or in a LoRA's.
-        ConfigError: Arguments that the class cannot be built from, or a field that nothing would read.
-        DeadRuleError: A rule that renames nothing.
     """
     layout = layout or layout_of(component, component.file, [])
     if is_built_here(component):
@@ -72,9 +66,6 @@ def check_init(card: Card, folder: Path) -> None:
     Args:
         card: One with `call`.
         folder: The checkpoint's.
-
-    Raises:
-        CheckpointForeignError: It is.
     """
     assert card.call is not None
     file, defaults = folder / "model_index.json", inspect.signature(class_of(str(card.pipeline)).__init__).parameters

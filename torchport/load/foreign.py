@@ -60,9 +60,6 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
         place: The file or folder that upstream reads.
         fact: What failed; upstream's reason follows it.
         remedy: What to do.
-
-    Raises:
-        TorchportError: Of the kind given.
     """
     try:
         yield
@@ -82,9 +79,6 @@ def tokenizing(place: str) -> Iterator[None]:
 
     Args:
         place: The tokenizer's folder.
-
-    Raises:
-        CheckpointBrokenError: A template that fails, or leaves its sandbox; a token that the encoder does not have.
     """
     import jinja2
 
@@ -109,9 +103,6 @@ def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
     """Refuses a configuration of another class, or with a value of another kind than the class's default.
 
     Upstream does not check most of these values. It would stop hours later, where it first computes with one.
-
-    Raises:
-        CheckpointForeignError: There is one.
     """
     if config.get("_class_name", cls.__name__) != cls.__name__:
         fact, remedy = f"It is of a {str(config['_class_name'])[:80]!r}", f"It must be of a {cls.__name__}"

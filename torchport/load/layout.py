@@ -59,13 +59,7 @@ class Layout:
         return folder if self.file is None else folder / self.file
 
     def stored(self, folder: Path) -> dict[str, Stored]:
-        """Returns where each tensor is, by the module's name for it; none is read.
-
-        Raises:
-            CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-            CheckpointForeignError: Several sets of weights, no such key, or two names that become one.
-            DeadRuleError: A rule that is the first match of no name.
-        """
+        """Returns where each tensor is, by the module's name for it; none is read."""
         if self.is_pickled:
             pickled.check_mapped(self.place(folder))
         held = self.held(folder)

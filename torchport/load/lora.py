@@ -99,11 +99,7 @@ class Additions:
         self._streams: dict[Path, Any] = {}
 
     def merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor in float32 with all that is added to it, or itself where nothing is.
-
-        Raises:
-            CheckpointBrokenError: NaN or infinity among what is added.
-        """
+        """Returns a tensor in float32 with all that is added to it, or itself where nothing is."""
         for each in self.of_tensor.get(name, ()):
             difference = self._read(each.file, each.up)
             if each.down is not None:
@@ -112,11 +108,7 @@ class Additions:
         return tensor
 
     def check(self) -> None:
-        """Refuses NaN and infinity, before hours of work and not after them.
-
-        Raises:
-            CheckpointBrokenError: NaN or infinity among what is added.
-        """
+        """Refuses NaN and infinity, before hours of work and not after them."""
         for additions in self.of_tensor.values():
             for each in additions:
                 for key in filter(None, (each.up, each.down)):
@@ -132,11 +124,7 @@ class Additions:
 
 
 def check_format(file: Path) -> None:
-    """Refuses a file of `torch.save`, by its first bytes, whatever it is called.
-
-    Raises:
-        CheckpointForeignError: It is one.
-    """
+    """Refuses a file of `torch.save`, by its first bytes, whatever it is called."""
     with file.open("rb") as stream:
         start = stream.read(8)
     # A header's length may begin with the same byte as a pickle, and is never as large.
@@ -164,13 +152,6 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
         loras: The files; None for none.
         shapes: Of the component's tensors, by the module's names.
         name_in_file: What the checkpoint calls each of them: a LoRA may use those names, too.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read, half a pair, or an alpha that is no
-            number.
-        CheckpointForeignError: A pickle, a file without tensors, or a key that is no layer's, or whose rank, shape or
-            dtype does not fit.
-        DeadRuleError: A rule of the card that names no layer.
     """
     of_tensor: dict[str, list[Addition]] = {}
     if loras is None or not loras.files:

@@ -121,10 +121,6 @@ def build(maker: Maker, config: Mapping[str, Any], dtype: str, place: str) -> to
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
         dtype: Of floating-point weights; what the class keeps in float32 stays float32.
         place: Where the configuration is written, for errors.
-
-    Raises:
-        CheckpointForeignError: A configuration that the class cannot be built from.
-        ConfigError: Arguments that it cannot be built from.
     """
     with default_dtype(getattr(torch, dtype)):
         return _cast(_without_storage(maker, config, place), getattr(torch, dtype))
@@ -230,12 +226,7 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
 
 
 def _arguments(function: Callable[..., Any], config: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Returns keyword arguments with the defaults of those that are left out.
-
-    Raises:
-        UnknownKeyError: The function does not take one of them.
-        MissingKeyError: It needs another one.
-    """
+    """Returns keyword arguments with the defaults of those that are left out."""
     signature = inspect.signature(function)
     kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
     rest = next((key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
@@ -292,12 +283,6 @@ def tensors(
         folder: The component's folder.
         what: What the progress bar calls it.
         layout: How its tensors lie there.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys or shapes that are not the module's, either way round.
-        DeadRuleError: A rule of the layout that renames nothing.
-        UnfilledWeightError: A buffer that neither the files nor the constructor filled.
     """
     state = module.state_dict()
     stored = account(module, folder, layout)
@@ -316,11 +301,6 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
         module: Built without storage.
         folder: The component's.
         layout: How its tensors lie there.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys or shapes that are not exactly the module's, or dtypes that do not become its.
-        DeadRuleError: A rule of the layout that renames nothing.
     """
     state, stored = module.state_dict(), layout.stored(folder)
     missing = sorted(set(state) - set(stored))

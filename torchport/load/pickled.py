@@ -27,11 +27,6 @@ def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> di
         file: A state dict, or a dict that has one.
         key: Where it has it, see `tensors`.
         unread: Names that need not be tensors.
-
-    Raises:
-        CheckpointMissingError: No such file.
-        CheckpointBrokenError: Truncated, not tensors by name, or a file that only code could read.
-        CheckpointForeignError: The file has no such key, or has several state dicts.
     """
     state = tensors(file, key, unread)
     if zipfile.is_zipfile(file):
@@ -50,9 +45,6 @@ def tensors(
         key: Where it has it: its key, or `a.b` for a key inside `a`; by default as `state_dict`, if that is there.
         unread: Regular expressions of names that are left out; they need not be tensors.
         device: `meta`, or `cpu` for a file that `check_mapped` accepts.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `header`.
     """
     state = _state_dict(file, _unpickled(file, device), key)
     kept = {name: value for name, value in state.items() if not any(re.fullmatch(p, str(name)) for p in unread)}
@@ -64,12 +56,7 @@ def tensors(
 
 
 def check_mapped(file: Path) -> None:
-    """Refuses a file of PyTorch before 1.6, of which no part can be read without all of it.
-
-    Raises:
-        CheckpointForeignError: It is one.
-        CheckpointBrokenError: It is a pointer of Git LFS, is empty, or is truncated.
-    """
+    """Refuses a file of PyTorch before 1.6, of which no part can be read without all of it."""
     if not file.is_file() or zipfile.is_zipfile(file):
         return
     with file.open("rb") as stream:

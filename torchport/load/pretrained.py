@@ -17,12 +17,7 @@ from torchport.progress import log
 
 
 def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns the file, dtype and shape of every tensor that transformers reads, from safetensors or else a pickle.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `checkpoint.weight_files` and
-            `pickled.header` do.
-    """
+    """Returns the file, dtype and shape of every tensor that transformers reads, from safetensors or else a pickle."""
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
         return {name: (file, entry) for name, entry in pickled.header(file).items()}
@@ -39,10 +34,6 @@ def account(component: Component, folder: Path) -> None:
 
     transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
     without storage. It would fill a missing tensor with new random values in every run.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
     """
     module = _from_pretrained(component, folder, device_map="meta")
     whole = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
@@ -106,13 +97,7 @@ def _check_config(cls: Any, folder: Path) -> None:
 
 
 def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> torch.nn.Module:
-    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
-        BadValueError: The card names a file of its own for it.
-    """
+    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`."""
     if component.file is not None:
         name = class_of(component.class_).__name__
         fact = f"'file' is '{component.file}', and transformers reads a {name} under names of its own"
@@ -127,12 +112,7 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
 
 
 def part(class_path: str, folder: Path) -> Any:
-    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`.
-
-    Raises:
-        CheckpointMissingError: The folder, or a file in it, is not there.
-        CheckpointBrokenError: Its files cannot be read.
-    """
+    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`."""
     check_part(class_path, folder)
     with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
         loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)
@@ -142,13 +122,7 @@ def part(class_path: str, folder: Path) -> Any:
 
 
 def check_part(class_path: str, folder: Path) -> None:
-    """Refuses a part without weights whose files are not there, before it is needed.
-
-    Raises:
-        CheckpointMissingError: The folder, or a file in it, is not there.
-        CheckpointBrokenError: A file is not JSON.
-        BadValueError: A class that cannot be loaded from a folder.
-    """
+    """Refuses a part without weights whose files are not there, before it is needed."""
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
     cls, files = class_of(class_path), sorted(folder.glob("*.json"))

@@ -25,10 +25,6 @@ def module_names(
         rules: First match first. A name that none matches stays.
         places: Where each rule is written, `file:line`.
         file: Where the names are from, for errors.
-
-    Raises:
-        DeadRuleError: A rule that is the first match of no name.
-        CheckpointForeignError: Two names become one.
     """
     name_in_file: dict[str, str] = {}
     used = set()
@@ -85,9 +81,6 @@ def file_names(
         rules: First match first.
         places: Where each rule is written.
         is_unread: Whether a name in the file is left out there.
-
-    Raises:
-        BadValueError: A rule that cannot be turned round, or that no tensor needs.
     """
     turned = [turn for turn in map(_turned, rules) if turn is not None]
     fitting: dict[str, list[str]] = {}

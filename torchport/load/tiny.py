@@ -81,10 +81,6 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
         family: The file of its family.
         arrange: Saves the components; by default the card's pipeline saves itself.
         makers: What builds each component, by name; by default its class.
-
-    Raises:
-        OutputError: The cache folder cannot be written.
-        BadValueError: The card's tokenizer section cannot be fulfilled.
     """
     folder = folder_of(card, family)
     if _is_whole(folder):
@@ -189,13 +185,7 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
 
 
 def _fill(module: torch.nn.Module, trained: Trained) -> None:
-    """Copies trained tensors into a module.
-
-    Raises:
-        CheckpointMissingError: There is no such file.
-        CheckpointBrokenError: It is not the file that the card names.
-        CheckpointForeignError: A tensor that the module has not, or has in another shape.
-    """
+    """Copies trained tensors into a module."""
     import safetensors.torch
     import torch
 
@@ -273,11 +263,7 @@ class _Contents:
         self.trees: dict[Path, dict[str, Any]] = {}
 
     def add(self, module: torch.nn.Module, folder: Path, layout: Layout) -> None:
-        """Adds a module's tensors, in the layout and under the names of the published checkpoint.
-
-        Raises:
-            BadValueError: Rules that cannot be turned round.
-        """
+        """Adds a module's tensors, in the layout and under the names of the published checkpoint."""
         state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
         tree = self.trees.setdefault(folder / (layout.file or _SINGLE), {})

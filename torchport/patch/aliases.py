@@ -65,10 +65,6 @@ def repair(records: Sequence[Record]) -> list[Rebinding]:
 
     Returns:
         What was rebound, in that order.
-
-    Raises:
-        TooLateError: A module was imported before its patch, and a holder cannot be rebound.
-        AliasError: The same in a circle of imports.
     """
     pairs = [pair for record in records for pair in _pairs(record)]
     audits = _audits(pairs)

@@ -96,11 +96,7 @@ class Trace:
     calls: Mapping[str, int]
 
     def check(self) -> None:
-        """Refuses to trace the program again under other patches.
-
-        Raises:
-            StaleTraceError: A patch of the trace is not in force, or not the same; or there is another one.
-        """
+        """Refuses to trace the program again under other patches."""
         for key in sorted(self.digests.keys() | registry.digests.keys()):
             before, now = self.digests.get(key), registry.digests.get(key)
             if before != now:
@@ -153,11 +149,7 @@ class Ledger:
         return Trace(dict(registry.digests), {key: count - earlier.get(key, 0) for key, count in calls.items()})
 
     def credit(self, trace: Trace) -> None:
-        """Counts the calls of a program that an earlier run of the same loaded stage has traced, and this run uses.
-
-        Raises:
-            StaleTraceError: It was traced under other patches.
-        """
+        """Counts the calls of a program that an earlier run of the same loaded stage has traced, and this run uses."""
         trace.check()
         for key, calls in trace.calls.items():
             self._traced[key] = self._traced.get(key, 0) + calls
@@ -200,22 +192,12 @@ class Ledger:
         self.pending.append(error)
 
     def raise_pending(self) -> None:
-        """Raises the first error that was kept.
-
-        Raises:
-            TorchportError: That error.
-        """
+        """Raises the first error that was kept."""
         if self.pending:
             raise self.pending[0]
 
     def check_called(self) -> None:
-        """Refuses a stage in which a patch that must be called was not, or that has a copy of a patched module.
-
-        Raises:
-            NotCalledError: The first such patch.
-            TwinModuleError: A patched module is there twice, under two names.
-            TorchportError: An error that was kept; see `raise_pending`.
-        """
+        """Refuses a stage in which a patch that must be called was not, or that has a copy of a patched module."""
         self.raise_pending()
         twins.check([record.entry for record in self.records if record.outcome != "not needed"])
         for record in self.records:

@@ -191,9 +191,6 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
         entries: As `read` returns them.
         stage: A stage's name, such as denoise. The ledger checks its `must_be_called`. None for all stages.
         accept_drift: For `torchport check`, which reports drift itself and goes on.
-
-    Raises:
-        PatchError: A patch cannot be applied as declared.
     """
     if stage is not None and stage not in STAGES:
         raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
@@ -286,9 +283,6 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
     """Checks new entries against each other and against those in force.
 
     Rewrites of one function may stand beside each other: whether their runs overlap is seen when they are matched.
-
-    Raises:
-        ConflictError: Two claims meet; both are named.
     """
     ids: dict[str, Entry] = {}
     places: dict[_Place, Entry] = {}

@@ -266,11 +266,7 @@ def check_writable(file: Path) -> None:
 
 
 def write(file: Path, results: Iterable[Result]) -> None:
-    """Puts the best tile of each result into a table; rows of other keys stay.
-
-    Raises:
-        ConfigError: The file is there, and is no such table.
-    """
+    """Puts the best tile of each result into a table; rows of other keys stay."""
     best = [_best_row(result) for result in results]
     try:
         tiles.write_table(file, best)

@@ -86,9 +86,6 @@ def call(
         environment: Variables beside those of this process.
         first: Folders that are searched before all others for what is imported.
         stop: Ends the process when it is set.
-
-    Raises:
-        TorchportError: What the function refuses, with its culprit; what `ended` returns.
     """
     root = str(Path(__file__).resolve().parents[2])
     trusted = import_path.trusted(sys.path)

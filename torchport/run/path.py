@@ -155,11 +155,7 @@ class Shared:
 
 @contextlib.contextmanager
 def shared(task: Task) -> Iterator[Shared]:
-    """Puts patches in force, checks a task against its mesh and its checkpoint, and gives what it shares with others.
-
-    Raises:
-        TorchportError: The task is refused.
-    """
+    """Puts patches in force, checks a task against its mesh and checkpoint, and gives what it shares with others."""
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream))

@@ -269,7 +269,6 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
 
     Raises:
         StoppedError: Ctrl-C or a signal, after the step in progress.
-        TorchportError: An error that is no single video's, in a run of several processes.
     """
     task = videos[0].task
     path.prepare(task, cluster)

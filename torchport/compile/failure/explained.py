@@ -15,11 +15,7 @@ MOST_FRAMES = 2
 
 
 def explained(owners: Owners) -> Explained:
-    """Returns a context that turns exceptions of foreign code into errors, each with its line and its cure.
-
-    Raises:
-        ForeignError: An exception that leaves code of an upstream, of a family, or of a patch.
-    """
+    """Returns a context that turns exceptions of foreign code into errors, each with its line and its cure."""
     return Explained(functools.partial(error_of, owners))
 
 

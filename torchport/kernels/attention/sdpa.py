@@ -45,9 +45,6 @@ def scaled_dot_product_attention(
 
     Returns:
         [..., S, D]; 0 for a query that sees no key.
-
-    Raises:
-        AttentionError: Dropout, a causal call with a mask, more than four dims, or a mask too large to hold.
     """
     if attn_mask is not None and not (attn_mask.dtype == jnp.bool_ or jnp.issubdtype(attn_mask.dtype, jnp.floating)):
         fact = f"The mask is {attn_mask.dtype}"

@@ -96,9 +96,6 @@ def attention(
         The tokens' outputs [B, K, N, S, F / (K * N)], features parted as heads are over devices, which
         `linear_of_parts` takes; padding among them holds anything finite. The further tokens' outputs [B, T, F], 0
         beyond their lengths; or None. Of q's dtype.
-
-    Raises:
-        AttentionError: Tokens that are not such a multiple.
     """
     batch, count, features = tokens.q.shape
     valid, longest = cos_SD.shape[0], 0 if further is None else further.q.shape[1]

@@ -160,9 +160,6 @@ def attention(
 
     Returns:
         [B, H, S, D] of q's dtype; 0 for a query that sees no key.
-
-    Raises:
-        AttentionError: Tile sizes that the kernel does not take.
     """
     batch, heads, queries, _ = q_BHSD.shape
     keys, size = v_BHTD.shape[2:]

@@ -58,9 +58,6 @@ def attention(
 
     Returns:
         [B, H, S, D] of q's dtype; 0 for a query that sees no key.
-
-    Raises:
-        AttentionError: `cudnn` with a dtype, head size or window that it lacks, or on a machine without CUDA.
     """
     queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
     left, right = limits(causal, window)

@@ -50,9 +50,6 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
         UnknownNameError: No such folder or file.
         BadValueError: A name or link that leads out of the folder, a file that would never be read, fields that
             contradict each other, or an entry that overrides nothing.
-        ConflictError: Two entries of one folder with one id.
-        TakenNameError: Two entries of two folders with one id, and the upper one does not say that it overrides.
-        ConfigError: Anything else that is wrong in a file, with its line.
     """
     stack = _stack(folders)
     by_id: dict[str, Entry] = {}
@@ -96,11 +93,7 @@ def _is_copy(entry: Entry, other: Entry) -> bool:
 
 
 def _overriding(stack: Sequence[Path]) -> list[Entry]:
-    """Returns the entries that take the place of one in a lower folder, the highest last.
-
-    Raises:
-        BadValueError: There is no entry with this id in a lower folder.
-    """
+    """Returns the entries that take the place of one in a lower folder, the highest last."""
     overriding: list[Entry] = []
     for level in reversed(range(len(stack) - 1)):
         upper = [entry for entry in _every(stack[level]) if entry.overrides]
@@ -119,11 +112,7 @@ def _every(root: Path) -> list[Entry]:
 
 
 def upstreams(folders: Folders) -> list[str]:
-    """Returns the names of the upstreams that folders of patches have, sorted.
-
-    Raises:
-        BadValueError: A folder could never be named.
-    """
+    """Returns the names of the upstreams that folders of patches have, sorted."""
     return sorted({name for root in _stack(folders) if root.is_dir() for name in _upstreams(root)})
 
 

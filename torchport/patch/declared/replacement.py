@@ -37,11 +37,7 @@ class Explained:
 
 
 def file_of(entry: Entry, reference: str) -> Path:
-    """Returns the file of a `file.py:name`.
-
-    Raises:
-        ReplacementError: It is missing, or a link out of the folder.
-    """
+    """Returns the file of a `file.py:name`."""
     path = entry.folder / reference.partition(":")[0]
     if not path.is_file():
         known = [f"{file.name}" for file in sorted(entry.folder.glob("*.py"))]
@@ -54,11 +50,7 @@ def file_of(entry: Entry, reference: str) -> Path:
 
 
 def load(entry: Entry, reference: str) -> Any:
-    """Returns what a `file.py:name` names, loading its file once.
-
-    Raises:
-        ReplacementError: The file is missing, does not load, or has no such name.
-    """
+    """Returns what a `file.py:name` names, loading its file once."""
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
     with Explained(lambda error: does_not_load(entry, path, error)):
@@ -82,11 +74,7 @@ def does_not_load(entry: Entry, path: Path, error: BaseException) -> Replacement
 
 
 def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
-    """Returns the module of a Python file that stands among the patches of an upstream, loading it once.
-
-    Raises:
-        ReplacementError: It does not load.
-    """
+    """Returns the module of a Python file that stands among the patches of an upstream, loading it once."""
 
     def error(cause: BaseException) -> ReplacementError:
         return ReplacementError(place, f"'{as_named(path)}' does not load: {said(cause)}", "Mend the file")
@@ -133,11 +121,7 @@ def file_digest(entry: Entry) -> str:
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Returns what every entry names, by id. Loading must not import any of the targets.
-
-    Raises:
-        ReplacementError: As `load`, or a patch file imports a target before it can be patched.
-    """
+    """Returns what every entry names, by id. Loading must not import any of the targets."""
     chosen = list(entries)
     homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.edits}
     loaded: dict[str, Any] = {}

@@ -110,9 +110,6 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
         module: The target's module.
         loaded: What the entry's `file.py:name` named, or None.
         calls: Counts the calls.
-
-    Raises:
-        PatchError: The change cannot be made. Nothing has been changed then.
     """
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)

@@ -94,9 +94,6 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         entry: Of kind `stub`.
         calls: Counts the imports that were served.
         keep: Takes the error of each call of the stub, which upstream's own `try` may swallow.
-
-    Raises:
-        TooLateError: An importer was executed before, without the stub.
     """
     assert entry.stub is not None
     undos: list[Callable[[], None]] = []

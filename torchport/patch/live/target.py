@@ -81,11 +81,7 @@ def is_dispatching(raw: Any) -> bool:
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
-    """Returns the slot of an entry's target.
-
-    Raises:
-        TargetError: Some part of its path is not there.
-    """
+    """Returns the slot of an entry's target."""
     holder: Any = module
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
@@ -100,11 +96,7 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
 
 
 def check_scope(entry: Entry, slot: Slot) -> None:
-    """Checks that the objects on the way to a slot belong to the target's package.
-
-    Raises:
-        ScopeError: One belongs to another package, and the entry is not declared global.
-    """
+    """Checks that the objects on the way to a slot belong to the target's package."""
     if entry.scope == "global":
         return
     for name, thing in zip(entry.path, slot.path[1:], strict=False):
@@ -114,12 +106,7 @@ def check_scope(entry: Entry, slot: Slot) -> None:
 
 
 def check_function(entry: Entry, function: types.FunctionType) -> None:
-    """Checks that the code to be rewritten belongs to the target's module, and so to its readers alone.
-
-    Raises:
-        ScopeError: It is another package's.
-        TargetError: It is another module's of the same package. The target should name that.
-    """
+    """Checks that the code to be rewritten belongs to the target's module, and so to its readers alone."""
     home = str(function.__globals__.get("__name__"))
     if home == entry.module:
         return
@@ -228,11 +215,7 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
 
 
 def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
-    """Returns a function in the descriptor that the original stood in, with the attributes of that.
-
-    Raises:
-        TargetError: A class of its own for such descriptors cannot be called as the class it is made from.
-    """
+    """Returns a function in the descriptor that the original stood in, with the attributes of that."""
     try:
         if isinstance(raw, (staticmethod, classmethod)):
             shaped: Any = type(raw)(function)

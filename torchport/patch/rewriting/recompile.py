@@ -23,11 +23,7 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def source_text(entry: Entry, function: types.FunctionType) -> str:
-    """Returns the text that a live function was compiled from. Of a rewritten one it is what really runs.
-
-    Raises:
-        RewriteError: Its source cannot be had.
-    """
+    """Returns the text that a live function was compiled from. Of a rewritten one it is what really runs."""
     lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
     if not lines:
         fact = f"The source of {entry.target} cannot be read ({function.__code__.co_filename})"
@@ -61,11 +57,7 @@ def _chain(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
 
 
 def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
-    """Returns the code of the edited function, fit to take the place of the old one.
-
-    Raises:
-        RewriteError: The edit drops, or adds, a variable of an enclosing function.
-    """
+    """Returns the code of the edited function, fit to take the place of the old one."""
     chain = _chain(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
     cells = [name for name in old.co_freevars if name != "__class__"]

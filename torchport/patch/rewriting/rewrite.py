@@ -48,11 +48,7 @@ def reserved_name(entry: Entry) -> str:
 
 
 def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
-    """Returns the names of a `put` function's parameters. All of them are passed by keyword.
-
-    Raises:
-        SignatureError: It takes `*args`, `**kwargs` or positional-only parameters.
-    """
+    """Returns the names of a `put` function's parameters. All of them are passed by keyword."""
     every = inspect.signature(put).parameters.values()
     for parameter in every:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

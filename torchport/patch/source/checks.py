@@ -21,12 +21,7 @@ from torchport.source.parsing import tree_of
 
 
 def source_of(entry: Entry) -> SourceFile | None:
-    """Returns the source of an entry's target module. None if it has none, as a module in C.
-
-    Raises:
-        TargetError: There is no such module.
-        UnreadableError: It cannot be read.
-    """
+    """Returns the source of an entry's target module. None if it has none, as a module in C."""
     try:
         return read_source(entry.module)
     except ModuleNotFoundError as error:
@@ -52,10 +47,6 @@ def parsed(entry: Entry, reference: str) -> Any:
     Returns:
         A class for a class; a function that has the written signature for a function; UNKNOWN where the file does not
         say what it is: an assignment, an import, a decorator that may change the signature.
-
-    Raises:
-        ReplacementError: The file is missing, or has no such name.
-        UnreadableError: It is not Python.
     """
     path, name = file_of(entry, reference), reference.partition(":")[2]
     tree = tree_of(path)
@@ -83,9 +74,6 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
     Args:
         entries: What is to be applied.
         loaded: What each names, by id.
-
-    Raises:
-        PatchError: The first entry that cannot work, with what it finds upstream.
     """
     texts: dict[str, str] = {}
     for entry in entries:

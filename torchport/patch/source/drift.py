@@ -199,9 +199,6 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
 
     Returns:
         One line per target that is new, changed or dropped; empty if the locks are as they should be.
-
-    Raises:
-        TargetError: An entry relies on what its upstream's source does not show: its change would never be seen.
     """
     changed: list[str] = []
     for entry, target in ((one, target) for one in entries for target in one.relies_on):
@@ -242,9 +239,6 @@ def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
 
     Returns:
         None if its target has no source that a lock could record, or the lock has it as it is.
-
-    Raises:
-        DriftError: The lock has the target, with another source.
     """
     if not entry.edits or check(entry) != "unlocked":
         return None

@@ -28,9 +28,6 @@ def check(entry: Entry, target: Signature | None, loaded: Callable[..., Any], me
         target: The target's signature; None if it is not known.
         loaded: The replacement, or the wrapper, whose first parameter is the original.
         method: Whether the target's first parameter is never passed by name.
-
-    Raises:
-        SignatureError: Some call that the target takes would fail.
     """
     ours = live_signature(loaded)
     if target is None or ours is None:

@@ -468,7 +468,6 @@ def write_draft(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
 
     Raises:
         TakenNameError: The entry, its function or its test is there already.
-        PatchError: The target cannot be patched in this way, or drifted from the lock.
     """
     drafted = draft(wish)
     file = f"patches/{wish.names}.yaml"

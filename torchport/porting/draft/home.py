@@ -45,11 +45,7 @@ class Home:
             raise OutputError(as_named(path), fact, "Mend the file first") from error
 
     def write(self, pieces: Sequence[Piece]) -> list[str]:
-        """Writes all pieces, or none if one of them cannot be; returns a line for each.
-
-        Raises:
-            TakenNameError: A file or a name in it is there already.
-        """
+        """Writes all pieces, or none if one of them cannot be; returns a line for each."""
         texts = [self._text(piece) for piece in pieces]
         lines = []
         for piece, text in zip(pieces, texts, strict=True):

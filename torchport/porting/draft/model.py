@@ -213,9 +213,6 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
 
     Returns:
         A line for each file, and then what is left to fill in.
-
-    Raises:
-        TakenNameError: One of the files is there already.
     """
     _check_free(wish)
     components = parts(wish)

@@ -61,11 +61,7 @@ class Notes:
         self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
 
     def record(self, error: BaseException, assumed: str) -> None:
-        """Notes an exception, raised here or in a call of here, and what the trace goes on with.
-
-        Raises:
-            BaseException: The exception itself, where no foreign code is at fault.
-        """
+        """Notes an exception, raised here or in a call of here, and what the trace goes on with."""
         stack = [other for other in live(self.owners) if not other.module.startswith(PACKAGE)]
         stack += [other for other in frames([error], self.owners) if not other.module.startswith(PACKAGE)]
         frame = culprit(error, [other for other in stack if other.owner != "torchport"])
