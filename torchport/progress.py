@@ -20,7 +20,6 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
     that the work began, unless `--quiet` is set.
 
     Args:
-        items: What to iterate.
         what: What is being done, in the words of the path: `denoise`, `load transformer`.
         unit: What one item is: `step`, `tensor`, `frame`.
         total: How many items there are, where `len` does not say.

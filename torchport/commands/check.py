@@ -254,7 +254,6 @@ def require_applied(
 
     Args:
         folders: The folders of patches, from the top.
-        names: The upstreams.
         upstream_path: Where the upstream stands, if it is not installed.
         stages: What stages put in force together.
     """
@@ -453,7 +452,6 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
     Args:
         pack: Where the card lies.
-        model: The card's name.
         upstream_path: Where the upstream stands, if it is not installed.
     """
     from PIL import Image

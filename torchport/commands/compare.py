@@ -72,7 +72,6 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
 
     Args:
         a: The output folder of the first run.
-        b: Of the second.
         floor: Of a run of A's job on another mesh.
     """
     from torchport.verify import runs

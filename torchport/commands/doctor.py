@@ -216,7 +216,6 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     """Returns the one line that ends the report.
 
     Args:
-        findings: The result of `examine`.
         paths: The packs, as `--path` names them: their first model is the one to try, with its demo.
     """
     bad = sum(finding.state == "bad" for finding in findings)

@@ -253,7 +253,6 @@ def check_report_file(file: Path, formats: Collection[str]) -> None:
     """Refuses a file that no report can be written to, before minutes are spent on it.
 
     Args:
-        file: The file.
         formats: The formats that the command can write.
     """
     endings = {ending: form for ending, form in ENDINGS.items() if form in formats}

@@ -128,7 +128,6 @@ def taken(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
     """Calls a class or a function with those flags that are its parameters, and takes them out.
 
     Args:
-        kind: The class or function.
         given: The values of flags by their names.
     """
     return kind(**{name: given.pop(name) for name in inspect.signature(kind).parameters if name in given})

@@ -96,7 +96,6 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
     Args:
         folders: The folders of patches, from the top.
         name: `upstream/file`.
-        place: Where it is named.
     """
     upstream, _, file = name.partition("/")
     files = {other for root in _stack(folders) for other in _files(root, upstream)}
@@ -115,7 +114,6 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
     Args:
         folders: The folders of patches, from the top.
         names: `upstream` or `upstream/file`.
-        report: Takes the findings.
         home: The highest folder in which the names are looked up, as `patch.read` takes it.
     """
     stack = _stack(folders)
@@ -180,7 +178,6 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
     """Checks an entry against upstream's source; returns whether it can be tried.
 
     Args:
-        entry: The entry.
         loaded: What it names, or what stands for that.
         entries: All entries: the lock has one row for all that change one target.
         report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
@@ -443,7 +440,6 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
     """Yields the refusal of an entry that is a draft.
 
     Args:
-        entry: The entry.
         tree: The file that its function is in; None for one without.
     """
     promise = entry.equivalence.written()

@@ -64,7 +64,6 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
     """Returns a report as text.
 
     Args:
-        report: What a trace found.
         patched: Whether the card's patches were in force.
     """
     text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]

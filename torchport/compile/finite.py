@@ -15,7 +15,6 @@ class FirstNotFinite:
 
     Args:
         module: The network; hooks are added to its modules.
-        name: What the network is called.
 
     Attributes:
         text: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.

@@ -23,8 +23,6 @@ def in_force(
     """Puts all in force that upstream's code needs: its checkout, the patches of some stages, silence, float32.
 
     Args:
-        task: The task.
-        stages: Those whose patches are applied.
         entries: Patches in place of the stages' own. A trace shows what stops upstream without them.
         explained: Whether an exception of upstream becomes an error with its line. A trace notes the exception itself.
 

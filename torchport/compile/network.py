@@ -47,11 +47,6 @@ from torchport.task.family_file import builder
 def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     """Returns a stage's parts as a checkpoint has them; patches must be in place.
 
-    Args:
-        task: The run.
-        stage: The stage.
-        folder: The checkpoint's.
-
     Returns:
         By name: encoders and tokenizers with their weights, on the host; the network, and parts of which only the
         configuration is used, with weights on meta and buffers on the host.
@@ -85,10 +80,7 @@ def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> 
     A loop changes its scheduler. So parts without weights are loaded again. Patches must be in place.
 
     Args:
-        task: The run.
-        stage: The stage.
         parts: From `loaded`.
-        folder: The checkpoint's.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
@@ -119,8 +111,6 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
     """Returns how a component is built: from the checkpoint's `config.json`, or from the card.
 
     Args:
-        task: The run.
-        component: Its name.
         folder: The checkpoint's; None if it is not on this machine, or not written yet.
     """
     entry, is_tiny = task.card.components[component], task.is_tiny
@@ -367,11 +357,8 @@ def compiled(
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
 
     Args:
-        task: The job.
-        stage: The stage, which has a network.
         module: What is compiled of its network, from `module_of`; it is changed.
         weights: Of the module, from `placed` or `shapes`.
-        mesh: The devices.
         trace: The patches under which alone it may be traced.
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
     """
@@ -426,7 +413,6 @@ def ported(
     Args:
         module: With its weights, in the host's memory; it is changed, and its parameters go to meta.
         rules: What is said of it.
-        mesh: The devices.
         how: How it is called. It returns a tuple of one tree of tensors.
         trace: The patches under which alone it may be traced.
         attention: The implementation; by default the platform's.

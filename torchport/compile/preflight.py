@@ -135,8 +135,6 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
     """Refuses a task that does not fit this machine.
 
     Args:
-        task: The task.
-        memory: What its stages hold.
         activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A
             rehearsal can take place only once latents and frames are known to fit.
     """

@@ -53,7 +53,6 @@ class Network:
 
     Attributes:
         module: The network; a program that is made of it changes it.
-        inputs: The rules for its inputs.
         name: What it is called in logs and errors.
         place: Where the rules for inputs are written, for errors.
         places: The same of each rule; may be empty.
@@ -62,7 +61,6 @@ class Network:
         stacks: Its repeated blocks that become one block of stacked weights, by the path of their list.
         gathered: Weights that are gathered where they are used.
         place_of: Returns where one of the card's fields for this network is written, for errors.
-        how: How it is called.
         outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
         keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
         free: Those of `keeps` that no rule places: the compiler chooses.
@@ -135,7 +133,6 @@ class Compiled:
     Args:
         network: The network; its module is changed.
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
-        mesh: The devices.
         trace: The patches under which alone it may be traced.
         attention: What the config and the weights say of attention.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
@@ -454,10 +451,6 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
 
     An operation of XLA then has a name such as `jit(program)/transformer/blocks.0-53/while/body/block/attn/to_q/dot`.
     Names are no part of what XLA compiles: a program's key and its numbers stay as they are.
-
-    Args:
-        module: The network.
-        name: What the network is called.
     """
     entered: list[Any] = []
 

@@ -43,13 +43,11 @@ class Rules:
     """What is said of one network.
 
     Attributes:
-        name: What the network is called.
         own: The rules themselves.
         bounds: Attention with bounded scores.
         divides: For an axis, the number of the network's configuration that it must divide.
         extra: Rules of the caller for inputs, before the others.
         strict: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
-        document: Where it is all written.
         strategy: The path of the strategy in there; none of a caller's own rules.
         written: What the network's rules are called there.
     """
@@ -96,10 +94,6 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     """Returns what a card says of one of its networks.
 
     Args:
-        card: The card.
-        document: Its lines.
-        strategy: One of its strategies.
-        component: One of its networks.
         extra: Rules of the caller for inputs, before the card's.
     """
     if strategy not in card.strategies:
@@ -146,7 +140,6 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
     """Returns the rules of a caller for a module of his own.
 
     Args:
-        name: What the module is called.
         rules: In a card's words, `{"weights": [...], "inputs": [...]}`; or the same as YAML.
     """
     if isinstance(rules, str):
@@ -169,8 +162,6 @@ def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) 
     """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads.
 
     Args:
-        rules: Of the network.
-        config: Its configuration.
         mesh: Sizes of the axes.
     """
     shard.check_used(mesh, [rules.own.weights, rules.inputs], rules.own.activations, lambda _: MESH, rules.name)

@@ -48,10 +48,8 @@ class Stacked(torch.nn.Module):
 
     Args:
         block: The first of them; its weights are exchanged for stacked ones before it is called.
-        count: How many they are.
         carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
         name: What errors call them.
-        place: Where the stack is declared.
         first: How many blocks of the list are before them.
         after: Called after each block, within the scan.
 
@@ -186,7 +184,6 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
     Args:
         module: The network, changed in place.
         stacks: By the list's name in the network.
-        place: Where a stack is written, by its name.
     """
     counts: dict[str, int] = {}
     for name, entry in stacks.items():

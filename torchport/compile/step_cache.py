@@ -44,9 +44,6 @@ def calling(how: How, cache: StepCache, name: str, place: str) -> How:
 
     Args:
         how: How it is called without.
-        cache: The kind.
-        name: The network's, for errors.
-        place: Where its stacks are declared.
     """
     is_state = isinstance(cache, DeepCache)
 
@@ -91,7 +88,6 @@ class _Slot:
 
     Attributes:
         differences: What was kept in the last whole step, and its differences to those before, one for each order.
-        step: The last whole step.
         shapes: Of the call's inputs, by path.
     """
 
@@ -105,9 +101,7 @@ class StepCached:
 
     Args:
         compiled: The network, with `calling`.
-        cache: The kind.
         steps: The loop's; what a saved step kept is among its state.
-        total: The number of steps.
 
     Attributes:
         full: The steps that compute all blocks.

@@ -506,7 +506,6 @@ class Card(Frozen):
         """Returns the patches of a stage, as files name them.
 
         Args:
-            stage: The stage.
             implementations: The implementation by component; the card's default for one that is not among them.
         """
         names = list(self.patches.get(stage, []))
@@ -641,9 +640,6 @@ def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> No
     """Refuses a job that this model cannot do, with all its mistakes, before anything is loaded.
 
     Args:
-        job: The job.
-        card: The model's.
-        document: The job's lines.
         cards: All cards, by name, which a refusal may name; read if there is one.
     """
     mistakes = [*_job_mistakes(job, card, document), *_guider_mistakes(job, card, document, cards)]
@@ -789,9 +785,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     All such mistakes are named together. A component that the card has not is one, however many sections name it.
 
     Args:
-        card: The card.
         networks: The components that the family's stages compile.
-        document: The card's.
     """
     mistakes = list(_name_mistakes(card, networks, document))
     if mistakes:

@@ -17,12 +17,7 @@ from torchport.processes import git
 
 
 def find(checkout: Checkout | None, named: str | None) -> Path | None:
-    """Returns the folder of an upstream's checkout, or None for a card whose upstreams are installed packages.
-
-    Args:
-        checkout: What the card says of it.
-        named: `--upstream-path`.
-    """
+    """Returns the folder of an upstream's checkout, or None for a card whose upstreams are installed packages."""
     if checkout is None:
         if named is not None:
             raise UpstreamError(

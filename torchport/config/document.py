@@ -70,7 +70,6 @@ def read_document(file: Path, title: str | None = None) -> Document:
     """Returns a YAML file's data with its lines.
 
     Args:
-        file: The file to read, UTF-8.
         title: What errors call it; its path by default.
     """
     name = title or str(file)
@@ -360,7 +359,6 @@ def _fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = N
     """Returns the keys that a model reads at a location inside it.
 
     Args:
-        model: The model.
         location: The path from the root.
         data: What is read. Of alternatives that a key tells apart, those that it is not are left out.
     """

@@ -41,8 +41,6 @@ class Machine:
 
         Args:
             place: Where the machine is written, for the error; by default the machine itself.
-            remedy: What to do instead, for the error.
-            fact: What is wrong, for the error.
         """
         if self.chip is None:
             raise BadValueError(place or f"machine {self.name}", fact, remedy)
@@ -141,7 +139,6 @@ def parse_machine(name: str, place: str) -> Machine:
 
     Args:
         name: `<chip>:<topology>` for a TPU slice, `cuda:<n>`, or `cpu:<n>` for n virtual devices.
-        place: Where it is written, for the error.
     """
     kind, _, shape = name.partition(":")
     if kind in ("cpu", "cuda") and re.fullmatch(r"[1-9]\d{0,3}", shape):

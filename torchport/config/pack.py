@@ -144,12 +144,7 @@ class Pack:
             yield BadValueError(as_named(file), fact, remedy)
 
     def family_file(self, card: Card, place: str) -> Path:
-        """Returns the Python file of a card's family: beside the patches of its own pack, or of one under that.
-
-        Args:
-            card: The model card.
-            place: Where the card names it, for the error.
-        """
+        """Returns the Python file of a card's family: beside the patches of its own pack, or of one under that."""
         layers = list(self.home(card.model).layers())
         for pack in layers:
             file = pack.patches / f"{card.family}.py"

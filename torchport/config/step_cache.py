@@ -168,8 +168,6 @@ def computed_by(cache: _Kind, steps: int, begins: int) -> tuple[int, ...]:
     It has nothing to reuse there, so it computes that step, whatever the cache says.
 
     Args:
-        cache: The cache.
-        steps: The job's number of steps.
         begins: The network's first step; 0 for a network that has all steps.
     """
     return tuple(sorted({*cache.computed(steps), begins}))

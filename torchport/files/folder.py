@@ -73,7 +73,6 @@ def check_writable(flag: str, file: Path) -> None:
     """Refuses a file that cannot be written, before minutes or hours are spent on its content.
 
     Args:
-        flag: The flag that names it.
         file: The file; this does not change it.
     """
     if (file.exists() and not file.is_file()) or not file.absolute().parent.is_dir():

@@ -48,7 +48,6 @@ class _Source:
     """One place where a trainer has written settings.
 
     Attributes:
-        name: What it is, in words.
         values: The settings of the component, without the name of the network before them.
     """
 
@@ -60,9 +59,7 @@ class Adapter:
     """The settings of one LoRA file's training.
 
     Args:
-        file: The LoRA file.
         component: The network that it is for.
-        metadata: The file's metadata.
         keys: The names of its tensors.
     """
 

@@ -46,7 +46,6 @@ class Checkpoint:
     """A folder in the diffusers format (`model_index.json`, one folder per component).
 
     Attributes:
-        folder: Where it lies.
         identity: What the manifest calls it: `repo@commit`, or the folder's name.
         digests: Of each component that is there, by name: two copies of one checkpoint agree.
     """
@@ -285,7 +284,6 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
     """Returns the file of every tensor of a component, from the index or the single file.
 
     Args:
-        folder: The component's.
         file: The file or the index in it; by default the only one that is there.
     """
     if file is not None:

@@ -37,7 +37,6 @@ def account_component(
 
     Args:
         component: As the card has it.
-        folder: Where it lies.
         layout: How its tensors lie there; by default as the card has it without a variant.
         recipe: How it is built, where the card says so; by default from its `config.json`.
     """
@@ -65,7 +64,6 @@ def check_init(card: Card, folder: Path) -> None:
 
     Args:
         card: One with `call`.
-        folder: The checkpoint's.
     """
     assert card.call is not None
     file, defaults = folder / "model_index.json", inspect.signature(class_of(str(card.pipeline)).__init__).parameters

@@ -56,10 +56,8 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
     """Turns what upstream raises while it reads files of a checkpoint into one line.
 
     Args:
-        kind: Of the error.
         place: The file or folder that upstream reads.
         fact: What failed; upstream's reason follows it.
-        remedy: What to do.
     """
     try:
         yield

@@ -36,7 +36,6 @@ class Layout:
         key: Where a file of `torch.save` has the state dict.
         rename: Rules from the file's names to the module's.
         unread: Regular expressions of the file's names that the module does not use.
-        places: Where each rule is written, `file:line`.
         without: Modules whose tensors are not wanted, though they lie there.
         loras: LoRA files that are merged into them.
     """
@@ -130,6 +129,5 @@ def layout_of(component: Component, file: str | None, places: Sequence[str]) -> 
     Args:
         component: As the card has it.
         file: Its file, with the variant filled in.
-        places: Where each of its rules is written.
     """
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

@@ -70,10 +70,8 @@ class Loras:
     """The LoRA files of a component.
 
     Attributes:
-        component: Its name.
         files: In the order in which they are added.
         names: The card's rules from the names of the component's layers to those in such files.
-        places: Where each rule is written.
     """
 
     component: str

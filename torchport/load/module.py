@@ -255,9 +255,6 @@ def building(
 
     Args:
         name: Of what builds it.
-        place: Where the configuration is written.
-        kind: Of the error.
-        remedy: What to do.
     """
     count = itertools.count(1)
 
@@ -280,7 +277,6 @@ def tensors(
 
     Args:
         module: Built without storage; its dtypes are those that the tensors are cast to.
-        folder: The component's folder.
         what: What the progress bar calls it.
         layout: How its tensors lie there.
     """
@@ -299,7 +295,6 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
 
     Args:
         module: Built without storage.
-        folder: The component's.
         layout: How its tensors lie there.
     """
     state, stored = module.state_dict(), layout.stored(folder)

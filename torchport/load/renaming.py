@@ -21,10 +21,7 @@ def module_names(
     """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it.
 
     Args:
-        names: Those of the file.
         rules: First match first. A name that none matches stays.
-        places: Where each rule is written, `file:line`.
-        file: Where the names are from, for errors.
     """
     name_in_file: dict[str, str] = {}
     used = set()
@@ -77,9 +74,7 @@ def file_names(
     """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
 
     Args:
-        names: Those of the module.
         rules: First match first.
-        places: Where each rule is written.
         is_unread: Whether a name in the file is left out there.
     """
     turned = [turn for turn in map(_turned, rules) if turn is not None]

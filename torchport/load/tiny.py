@@ -50,7 +50,6 @@ def folder_of(card: Card, family: Path) -> Path:
     """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes.
 
     Args:
-        card: The model card.
         family: The file of its family, which may arrange it in a layout of upstream's own.
     """
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
@@ -77,8 +76,6 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
     It is written beside its place and renamed, so that neither two processes nor a killed one leave half of it.
 
     Args:
-        card: The model card.
-        family: The file of its family.
         arrange: Saves the components; by default the card's pipeline saves itself.
         makers: What builds each component, by name; by default its class.
     """
@@ -226,7 +223,6 @@ def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -
     """Returns what saves all components where a card says that they lie.
 
     Args:
-        card: The model card.
         layouts: For each variant, how each component lies in its folder.
     """
 
@@ -304,7 +300,6 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
 
     Args:
         module: In host memory; changed in place.
-        seed: The card's.
         what: The component's name; two components with equal shapes differ.
         scale: Standard deviation times sqrt(fan-in) of weights; gains lie around 1, biases around 0.
     """

@@ -25,9 +25,7 @@ class Record:
     """One patch of a run.
 
     Attributes:
-        entry: The patch.
         loaded: What its `file.py:name` named.
-        calls: The counter.
         change: The live change. None until it is made.
         outcome: "not needed" or, after a run, the last state. None while it can still change.
         detail: What led to that outcome, or what else is worth printing.
@@ -63,7 +61,6 @@ class Op:
     """A torchax lowering, for `compile` to register through torchax's public `override_op_definition`.
 
     Attributes:
-        id: The entry's id.
         target: The torch function or ATen overload, `module:attribute.path`.
         function: The lowering; it counts its calls.
         place: `file:line` of the entry.
@@ -111,7 +108,6 @@ class Ledger:
     """What `applied` gives: one record per patch.
 
     Args:
-        records: The patches of the set.
         stage: The stage that they are applied for, or None for all.
     """
 

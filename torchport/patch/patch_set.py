@@ -42,7 +42,6 @@ class _PatchSet:
         changed: The records whose change was made, in that order.
         replaced: Changes of modules that were imported again since: somebody may still hold the old functions.
         rebindings: What made holders of originals hold what took their place.
-        disarm: What disarms the set.
         failed: Whether a patch could not be applied.
     """
 

@@ -57,7 +57,6 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
     """Gives a stage as shapes alone, under its patches; what is traced must be traced inside.
 
     Args:
-        task: The job.
         stage: One with a network whose inputs' shapes are known beforehand (`Stage.like`).
         devices: Of the machine, or of a topology.
         bounded: Whether scores lie within the bounds that the card names.
@@ -307,7 +306,6 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
 
     Args:
         task: The job; it travels as it is, and nothing of it is read again.
-        stage: Its name.
         folder: For the dump; it is made.
         bounded: Whether scores lie within the bounds that the card names.
     """

@@ -206,7 +206,6 @@ def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequen
     """Returns the collectives of a computation, those of one kind, size, line and links counted together.
 
     Args:
-        program: As the compiler left it.
         computation: The computation's name; None for all, loops' as often as they run.
         where: Of the mesh's devices, in its order.
     """

@@ -181,8 +181,6 @@ def in_parallel(
 
     Args:
         work: Called in a thread.
-        items: What it is called with.
-        count: How many at once.
         what: What is being done, for the progress bar.
         name: Returns an item's name, for the line that says it is done where there is no bar.
     """

@@ -67,7 +67,6 @@ class Stopping:
         """Stops here, in all processes of the run, if a stop is requested in any of them.
 
         Args:
-            folder: The run's.
             when: How far the run is, as "before 'decode'".
         """
         if self.is_requested():

@@ -56,12 +56,9 @@ class Journey:
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
 
     Attributes:
-        task: The task.
-        weights: The checkpoint.
         upstream: The upstream, if it is a checkout; see `checkout.upstream`.
         stopping: Whether a stop is requested.
         run: The run's name, which its artefacts carry.
-        unfinished: Its unfinished latents.
         seconds: By stage and verb: `denoise compile`, `denoise run`.
         steps: Denoising steps that this run took.
         begins: The step, from 0, at which the network of the stage that was read for last begins.
@@ -386,8 +383,6 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
     """Writes the manifest of the run itself: the video, if it made one, and every stage's.
 
     Args:
-        task: The run.
-        video: The video.
         finished: Manifests of the stages that this run has finished; those of others are read from the folder.
     """
     manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
@@ -443,7 +438,6 @@ class Profile:
         """Yields a loop's items, one a step, and traces while some of them are worked on.
 
         Args:
-            items: The steps that are left.
             done: How many were taken in an earlier run; the first two of this one are not traced all the same.
         """
         items, first, taken = iter(items), SKIPPED + 1, 0

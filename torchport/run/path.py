@@ -50,7 +50,6 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     """Carries a request down the path and returns where its outputs are.
 
     Args:
-        request: The request.
         cluster: The processes that run it together, each with the same request; by default this one alone.
     """
     with Stopping().listening() as stopping:

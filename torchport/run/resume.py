@@ -39,7 +39,6 @@ class Unfinished:
     """A run's unfinished latents: saved every few steps, and read by the run that goes on from there.
 
     Attributes:
-        stage: The stage that they are of.
         step: How many steps the latents on the disk have gone through; 0 where there are none.
     """
 
@@ -72,7 +71,6 @@ class Unfinished:
         """Returns how many steps a stopped or killed run of this very job finished, and its latents.
 
         Args:
-            weights: The checkpoint in use.
             shas: sha256 of the artefacts that the stage reads.
             stage: The stage, whose latents are saved from now on.
         """
@@ -94,8 +92,6 @@ def steps(
     """Returns a loop's progress bar, its saving and keeping of latents, and where it goes on.
 
     Args:
-        task: The run.
-        stage: The stage whose loop it is.
         stopping: Whether a stop is requested.
         unfinished: Where the latents are saved.
         facts: The manifest's fields for an artefact of this stage, as of now.
@@ -247,8 +243,6 @@ def finished_manifests(
 
     Args:
         task: The run; another job than the stopped one has nothing finished.
-        run: The stopped run's name.
-        weights: The checkpoint in use.
         upstream: The upstream, if it is a checkout.
     """
     manifests: dict[str, Manifest] = {}
@@ -291,7 +285,6 @@ def going_on(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
     """Returns what the same command does next time, as a clause.
 
     Args:
-        task: The run.
         names: The stages that are finished.
         unfinished: What lies on the disk of one that is not.
     """

@@ -77,7 +77,6 @@ class Prompt(Frozen):
     """A line of a file of prompts.
 
     Attributes:
-        prompt: What the video shows.
         negative: What it does not show; by default that of `--negative-prompt`.
         seed: The seed of the noise; by default that of `--seed`.
         height: Pixels; by default the config's.
@@ -202,7 +201,6 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     Args:
         request: What all of them share; its `out` is the folder of their folders. Its negative prompt, seed and image
             are those of lines that have none.
-        lines: The file's.
     """
     accept(request, dry=True, reads_picture=False)
     videos: list[Video] = []
@@ -262,7 +260,6 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
     """Makes the videos of a series. Each ends with another state than "waiting", unless the series is stopped.
 
     Args:
-        videos: From `accepted`; their states change.
         out: The folder of their folders.
         together: Videos of one shape that go through a stage before the next one is loaded.
         cluster: The processes that run each of them together; by default this one alone.
@@ -289,8 +286,6 @@ class _Taken:
     """A video that this process makes, while its folder is locked.
 
     Attributes:
-        video: The video.
-        lock: Its folder's.
         journey: Its way; None before it has begun.
         stage: The next stage on it; None where none is left.
     """

@@ -104,7 +104,6 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
     """Removes artefacts of later stages that were made from another artefact of this name.
 
     Args:
-        folder: The run's.
         name: The stage whose artefact has just been written.
         sha256: Of that artefact.
         later: The stages after it, in order.
@@ -144,8 +143,6 @@ def read(
     """Returns a stage's artefact, verified against its manifest.
 
     Args:
-        folder: Where it lies.
-        name: The stage that made it.
         identity: What it must have been made for: the identity of the reading stage's task.
         components: Digests of the checkpoint that the reading stage uses.
         made_by: The command that makes it, for the error.
@@ -329,7 +326,6 @@ def _read_hand_written(
 
     Args:
         file: `stage1_embeddings.safetensors` or `stage2_latents.safetensors`.
-        identity: What it must have been made for.
         embeddings: The card's names for embeddings, where it has any: latents are then returned as `latents_BCTHW`,
             since the model may have other ones.
     """

@@ -46,7 +46,6 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
     """Returns a tree as data of JSON. What is no tree of tensors, numbers and text becomes None.
 
     Args:
-        value: The tree.
         store: Stores the tensor of a path, and returns the entry that stands for it, which has the key `tensor`.
         path: The tree's own.
     """

@@ -19,7 +19,6 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
     Args:
         file: `*.mp4`.
         frames_FCHW: [F, 3, height, width], bytes, or numbers from 0 to 1; height and width even.
-        fps: Frames per second.
         track: Iterates the frames under a progress bar.
     """
     import imageio.v3

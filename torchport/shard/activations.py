@@ -22,9 +22,6 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
 
     Args:
         module: The network; hooks are added to its submodules. The first rule that matches one is its rule.
-        rules: The rules.
-        mesh: The devices.
-        place: Where the rules are written, `file:line`.
     """
     for name, rule in rule_by_module(module, rules, place).items():
         hook = functools.partial(_constrain, name, rule, mesh, place)
@@ -38,9 +35,7 @@ def check(
 
     Args:
         module: The network; hooks are added to its submodules.
-        rules: The rules.
         sizes: Of the mesh's axes.
-        place: Where the rules are written, `file:line`.
 
     Returns:
         A function to call after the network was called. It refuses a rule none of whose modules was called.

@@ -170,7 +170,6 @@ def ports(kind: str, group: Sequence[Spot]) -> float:
     links are shared by as many groups as fill it. Links that lead round, of large slices, are not counted.
 
     Args:
-        kind: As HLO names it.
         group: On one island; chips with coordinates.
     """
     sides, chips = _sides(group), len({spot.chip for spot in group})

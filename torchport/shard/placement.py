@@ -73,7 +73,6 @@ def check_used(
         rules: For weights and inputs.
         activations: For what modules return.
         place: Returns where an axis is written.
-        what: Whose rules these are.
     """
     specs: list[Spec | None] = [spec for kind in rules for rule in kind for spec in (rule.spec, *rule.otherwise)]
     specs += [spec for rule in activations for spec in rule.outputs]
@@ -189,11 +188,7 @@ def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axi
 
     Args:
         rules: Those for the network's inputs, first match first.
-        name: The input.
-        shape: Its sizes.
         mesh: Sizes of the axes.
-        place: Where the rules are written.
-        what: The network.
     """
     rule = next((rule for rule in rules if matches(rule, name)), None)
     if rule is None:
@@ -303,8 +298,6 @@ def place(
 
     Args:
         tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
-        rules: The rule of every name.
-        mesh: The devices.
     """
     placed: dict[str, jax.Array] = {}
     for name, tensor in tensors:

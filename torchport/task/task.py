@@ -285,7 +285,6 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     """Returns the task of a request, after reading and checking all that it names.
 
     Args:
-        request: The request.
         dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
         reads_picture: Whether the image is read. A series reads those of its videos itself.
     """

@@ -50,7 +50,6 @@ class WatchedCall:
     or pass a mask in another form.
 
     Args:
-        network: The module that is called.
         paths: Those of its modules that have borders.
         replacements: What replaces the values, on the host.
         to_network: Makes a tensor of the host one of the network's, which is its second argument.

@@ -74,10 +74,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
     """Returns how the port differs from a recording; runs in a process of its own.
 
     Args:
-        request: Of the port.
-        file: The recording.
         original: Of the original, which shows the effect of errors; None: the port does, as beside a capture.
-        parent: The process that began this one.
     """
     task, found = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):

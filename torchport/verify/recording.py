@@ -74,7 +74,6 @@ def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]
 
     Args:
         outputs: Of the port's calls: one may compute several conditions of guidance.
-        calls: The original's.
 
     Returns:
         None if the port computed another number of conditions.
@@ -167,7 +166,6 @@ def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes:
     """Writes what the original does to a file; runs in a process of its own.
 
     Args:
-        request: Of the original.
         steps: From 0; None: those that follow from the loop.
         file: Where the recording is written.
         decodes: Whether the decoder's frames are recorded, too.

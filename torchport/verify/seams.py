@@ -148,10 +148,8 @@ class MadeUpNetwork:
     """Stands in for a network: its outputs are made up, and what it receives is recorded.
 
     Args:
-        network: The component.
         like: What one of its calls returns, without values: shape [B, ...] and dtype.
         embeddings: Of the prompts, by which a row's condition is known.
-        record: The loop's.
         is_port: Whether it is called as a program is: all conditions in one batch, masked tokens left out.
     """
 
@@ -232,7 +230,6 @@ def _run_upstream(
     Args:
         task: The original's, whose card names a pipeline, or whose family has the function `upstream_loop`.
         parts: Scheduler, guider, and networks and VAE for their configurations.
-        calls: The networks by name.
         inputs: What the stages before returned, and `noise` where it is given.
     """
     if hasattr(task.family, "upstream_loop"):
@@ -365,7 +362,6 @@ def record(
 
     Args:
         task: The side's, with all stages.
-        folder: Of the checkpoint.
         chosen: Steps, from 0, whose large tensors are compared.
         likes: What the networks return, without values.
         reference: The original's, for a port: its loop gets the original's embeddings, so that what an encoder does

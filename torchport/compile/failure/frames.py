@@ -34,9 +34,7 @@ class Owners:
     """Says whose code a module is.
 
     Attributes:
-        pack: Where patches and cards are read.
         card: The model card; None where only patches were named.
-        document: Its lines.
         patches: Returns the patches in force. They are read only if there is an exception.
         family: The name of the family's module; empty without a family.
         others: Packages of upstream beside those that the card and the patches name.
@@ -86,11 +84,9 @@ class Frame:
 
     Attributes:
         owner: Whose code it is.
-        module: The module's name.
         file: Its file; of rewritten code, upstream's.
         line: From 1.
         function: With its class; `<module>` where the module itself runs.
-        statement: The line as it runs.
     """
 
     owner: Owner
@@ -125,7 +121,6 @@ def frames(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
 
     Args:
         causes: The exception, and what it was raised from.
-        owners: Say whose code is whose.
     """
     return [frame for cause in causes for frame in _frames_of(cause.__traceback__, owners)]
 
@@ -147,7 +142,6 @@ def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
 
     Args:
         every: The frames of the exception.
-        owners: Say whose code is whose.
     """
     inner = next((one for one in reversed(every) if one.owner in OURS), None)
     outer = next((one for one in reversed(live(owners)) if one.owner in (*OURS, "library")), None)

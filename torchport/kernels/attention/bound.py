@@ -95,7 +95,6 @@ def of_weights(
             first number in their names, and an offset `bias` beside a gain `weight` is counted in.
         keys: Likewise for keys.
         what: What the bound is called, for the error.
-        place: Where it is written.
     """
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
     for side, patterns in enumerate((queries, keys)):

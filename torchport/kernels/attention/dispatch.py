@@ -413,7 +413,6 @@ def transposed_options(
     """Returns the keywords with which `transposed` computes a request.
 
     Args:
-        problem: The call.
         queries: S.
         keys: T.
         heads: That share a tile.

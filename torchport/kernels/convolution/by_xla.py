@@ -71,7 +71,6 @@ def convolved(
         sides: The columns before and after it, [H, 1, T, C].
         weight: PyTorch's, [D, C, 3 or 1, 3, 3].
         bias: [D], or None.
-        operands: What else it takes.
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
     x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)

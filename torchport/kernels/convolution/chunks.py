@@ -25,7 +25,6 @@ class Tape:
     Args:
         values: What they left before, in the order of the calls; None: this is the first chunk, and nothing is known.
         number: The chunk's, from 0.
-        count: How many chunks there are.
     """
 
     def __init__(self, values: list[Any] | None, number: Any, count: int) -> None:

@@ -227,7 +227,6 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
     Args:
         x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
-        groups: How many groups there are.
 
     Returns:
         Two of float32, [B, groups, T].

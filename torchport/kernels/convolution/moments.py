@@ -131,7 +131,6 @@ def summed(
     """Returns the values at the first position, and sums of differences to them and of their squares.
 
     Args:
-        sums: Its sizes.
         x: [H, W, T, C].
         valid: How many rows and columns are no padding, int32 [2].
         interpret: Run it as plain JAX.

@@ -28,7 +28,6 @@ def outcome(entry: Entry, probe: bool = True) -> str | None:
     """Returns why an entry is not needed, or None where it is to be applied.
 
     Args:
-        entry: The entry.
         probe: Whether its probe is run; without it the fault counts as there.
 
     Raises:

@@ -46,7 +46,6 @@ class Placed:
 
     Attributes:
         slot: The slot, with the original.
-        value: What was put there.
         retire: Makes a function that was put there fall through to the original.
         stop: Makes a class that was put there what it was.
         held: Whether somebody besides its namespace held the original.
@@ -77,8 +76,6 @@ class Recompiled:
     Attributes:
         slot: The slot that the function was found in.
         function: The function, from under its decorators.
-        old: Its code before.
-        new: Its code now.
         name: The global name that the new code calls.
         put: What that name stands for.
     """
@@ -106,10 +103,7 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     """Makes an entry's change in a module that has been executed.
 
     Args:
-        entry: The entry.
-        module: The target's module.
         loaded: What the entry's `file.py:name` named, or None.
-        calls: Counts the calls.
     """
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)

@@ -26,11 +26,7 @@ from torchport.source.parameters import POSITIONAL
 
 @dataclasses.dataclass(slots=True)
 class Calls:
-    """How often a patch was called.
-
-    Attributes:
-        count: The number of calls.
-    """
+    """How often a patch was called."""
 
     count: int = 0
 
@@ -78,8 +74,6 @@ def counting(
     A stand-in that somebody has captured cannot be taken away from them. Retired, it does what the original does.
 
     Args:
-        function: The replacement.
-        calls: The counter.
         original: What it takes the place of. None for the replacement itself.
         name: The target, `module:path`, if it has one.
     """

@@ -29,7 +29,6 @@ class Holder:
     """One place that holds an object.
 
     Attributes:
-        where: What it is, in words.
         module: The module whose file has it, if it is known.
         name: The name that it has there, if it has one.
         place: Where the object can be exchanged. None if it cannot.

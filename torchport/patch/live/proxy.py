@@ -56,8 +56,6 @@ def proxy(original: Any, call: Callable[..., Any], name: str | None) -> Proxy:
     """Returns a proxy.
 
     Args:
-        original: What it is seen as.
-        call: What is called.
         name: `module:path` that leads to it, by which it is pickled. None if there is none.
     """
     kind: Any = type(original)

@@ -27,7 +27,6 @@ class Slot:
 
     Attributes:
         holder: The module, class or object whose namespace it is.
-        name: The name in it.
         raw: What stands there, descriptors unbound; for an inherited name what the base has.
         in_holder: Whether it stands in the holder's own namespace.
         path: The objects that were passed on the way, the module first.
@@ -199,7 +198,6 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
     """Returns the function that a `def` made, from under its decorators. None if it is not there.
 
     Args:
-        raw: What stands in the slot.
         module: The module of the `def`.
         node: The `def`. If the source shows none, the innermost function by `__wrapped__` is returned.
     """

@@ -90,9 +90,7 @@ def edit(
     """Returns the text of a file with one function's run of statements replaced.
 
     Args:
-        entry: The rewrite.
         text: The file.
-        line: A line of the function.
         find: Finds the function in the syntax tree of the statement of the file that it is in.
         parameters: Those of the `put` function.
         home: The file before other edits; by default the text.

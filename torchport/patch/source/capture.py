@@ -18,7 +18,6 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     """Returns `file:line` of the statement by which a module took a name.
 
     Args:
-        module: The module.
         name: The name that it has there, or None if it is not a name of the module.
         original: The name that it has at home.
     """

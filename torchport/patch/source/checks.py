@@ -69,12 +69,7 @@ def parsed(entry: Entry, reference: str) -> Any:
 
 
 def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
-    """Checks entries against the source of their targets.
-
-    Args:
-        entries: What is to be applied.
-        loaded: What each names, by id.
-    """
+    """Checks entries against the source of their targets."""
     texts: dict[str, str] = {}
     for entry in entries:
         if entry.edits:
@@ -85,8 +80,6 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
     """Checks one entry.
 
     Args:
-        entry: The entry.
-        loaded: What it names, or `UNKNOWN`.
         texts: What earlier rewrites have made of each file, by module.
     """
     source = source_of(entry)

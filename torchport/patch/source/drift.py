@@ -162,8 +162,6 @@ def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[
     """Returns in words which callees are not what they were, those that are new last: their users changed as well.
 
     Args:
-        entry: The entry.
-        before: The hashes of a row.
         whole: Whether the target's own statements are that row's; else these say what its names lead to.
     """
     changed, new = [], []
@@ -218,7 +216,6 @@ def review(entry: Entry, entries: Iterable[Entry]) -> str:
     """Returns what locking an entry's target as it is now would change in the lock file, as a unified diff.
 
     Args:
-        entry: The entry.
         entries: All entries; those of the same target share its rows.
     """
     before = read_lock(entry.folder)
@@ -234,7 +231,6 @@ def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
     """Returns the text of the lock file with a row for one entry's target; the rows of other targets stay as they are.
 
     Args:
-        entry: The entry.
         entries: All entries of its folder; those of the same target share its rows.
 
     Returns:

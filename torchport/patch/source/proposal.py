@@ -61,9 +61,7 @@ def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
 
     Args:
         module: The upstream module that imports it.
-        imported: The statement that does.
         package: The top-level package.
-        why: Of the entry.
     """
     home = module.partition(".")[0]
     fields = {
@@ -110,8 +108,6 @@ def function(target: str, module: str, why: str, parameters: str, *, importing: 
 
     Args:
         target: In torch.
-        module: The upstream module.
-        why: Of the entry.
         parameters: Its own, in brackets.
         importing: Whether it is in force only while modules of that upstream are imported.
     """
@@ -138,9 +134,7 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
     """Returns a rewrite of the statement on a line of upstream, or of its function where that cannot be rewritten.
 
     Args:
-        source: The upstream module.
         line: From 1.
-        why: Of the entry.
         file: The name of the files that the entry and its function go into, without their endings.
 
     Returns:
@@ -185,9 +179,7 @@ class _Spot:
 
     Attributes:
         names: The function's path in its module.
-        function: The function.
         block: The block that the statement stands in.
-        index: Its index there.
         chain: The way to the block.
     """
 

@@ -293,7 +293,6 @@ def compile_kernel(
         build: `module:function`; the function returns the callable to compile and its operands as a list of
             `jax.ShapeDtypeStruct`.
         arguments: What the function is called with.
-        machine: A TPU slice, such as v6e:2x4.
         kernel: Which kernel, as `read` takes it; None where the program has a single one.
         keep: An empty folder for the compiler's files, which are otherwise deleted (200 MB for a large kernel).
 

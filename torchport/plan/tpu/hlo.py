@@ -721,8 +721,6 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
 
     Args:
         output: Dtype and shape of the result.
-        left: Of the input.
-        right: Of the kernel.
         attributes: The instruction's, by name.
 
     Raises:

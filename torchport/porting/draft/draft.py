@@ -585,7 +585,6 @@ def rewriting(name: str, given: Sequence[str], gives: str, where: str) -> str:
     """Returns the function of a rewrite.
 
     Args:
-        name: Its name.
         given: Its parameters: names that are bound in upstream's function.
         gives: What it returns, in words.
         where: What it takes the place of, in words.

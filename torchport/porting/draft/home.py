@@ -92,9 +92,7 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
     """Returns the folder that drafts go to.
 
     Args:
-        out: What the flag names.
         upstreams: Folders of upstream: the checkout, the package that the target is in.
-        flag: The flag.
     """
     place, root = f"{flag} {out}", folder.expand_home(str(out)).absolute()
     # Links are followed: one that leads into an upstream is not seen in its own path.
@@ -123,7 +121,6 @@ def check_command(out: Path, upstream_path: Path | str | None, *names: str) -> s
     """Returns the command that checks what was written.
 
     Args:
-        out: The folder of the pack.
         upstream_path: The checkout of upstream, if it is not installed.
         names: The upstreams to check; all of them if none is named.
     """

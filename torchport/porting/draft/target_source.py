@@ -89,7 +89,6 @@ def find(target: str, place: str) -> Target:
 
     Args:
         target: `module:attribute.path`.
-        place: What names it, for errors.
     """
     check_name(target, place)
     module, _, path = target.partition(":")

@@ -161,7 +161,6 @@ class Codebase:
     """The modules of a codebase, by name. Each is read when it is first asked for, and its syntax tree dropped soon.
 
     Args:
-        sources: Its files.
         root: The dotted name of the folder that they lie in, if that is inside a package; else empty.
     """
 

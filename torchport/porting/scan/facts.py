@@ -116,7 +116,6 @@ class Terms:
     """The expressions of a function as terms.
 
     Args:
-        parameters: Its parameters.
         first: The name of `self`.
         full: Who is meant by a chain of names in it.
     """

@@ -56,7 +56,6 @@ class Reached:
     """What some functions lead to.
 
     Args:
-        codebase: The codebase.
         closed: What patches close.
         trains: Whether the code is read as training.
         without: What is not there: `process-group` or `cuda`; without it, conditions that ask for it are decided.
@@ -415,8 +414,6 @@ def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
 
     Args:
         codebase: What tells who is meant by a name.
-        unit: The function.
-        body: Its events.
         terms: Its expressions as terms.
     """
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())

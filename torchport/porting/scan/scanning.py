@@ -151,7 +151,6 @@ def _only(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[st
     """Returns what a finding runs under alone: without it nothing leads there, or a helper that is called asks nobody.
 
     Args:
-        site: The finding.
         reach: Whether the entry leads there.
         without: What the entry leads to without each.
         asking: The functions that ask torch.distributed without a group, too; None without an entry.
@@ -293,7 +292,6 @@ def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
     """Yields the imports by which other modules hold functions by value.
 
     Args:
-        codebase: The codebase.
         wanted: The functions that somebody will want to patch, by their names in full.
     """
     for module in codebase.modules.values():

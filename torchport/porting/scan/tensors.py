@@ -86,8 +86,6 @@ class Tensors:
     """What the names of one function are, event after event.
 
     Args:
-        unit: The function.
-        body: Its events.
         kinds: What its names are, as far as it was followed; it is filled here.
         full: Who is meant by a chain of names in it.
         attributes: Those of `self` that are parameters or buffers.

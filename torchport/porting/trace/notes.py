@@ -48,7 +48,6 @@ class Notes:
     """Collects stoppers and constants, each place once.
 
     Attributes:
-        stage: The stage at hand.
         lowers: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
     """
 

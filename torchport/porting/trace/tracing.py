@@ -95,7 +95,6 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
     """Returns what a trace found: a process's own side.
 
     Args:
-        request: The job.
         calls: The calls of its networks where its patches are not to be in force; None where they are.
     """
     task = accept(request, dry=True)
@@ -187,9 +186,6 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
     """Returns the programs of this job, and those that other values of its settings would add.
 
     Args:
-        task: The job.
-        stage: One with a network.
-        calls: Of the job.
         notes: What stops another job is no stopper of this one, and is not noted.
     """
     first = calls[0]
