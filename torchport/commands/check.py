@@ -55,8 +55,6 @@ class StagePatches:
 
 @dataclasses.dataclass(frozen=True)
 class CheckProcess:
-    """What is tried in one process."""
-
     names: tuple[str, ...]  #: `upstream` or `upstream/file`, all of one upstream.
     #: The ids of patches of others, without which a stage could not import that upstream.
     beside: tuple[str, ...] = ()

@@ -42,8 +42,6 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the command prints."""
-
     a: FinishedRun  #: The first run.
     b: Distance  #: How far the second one is from it.
     #: How far a run of the same job on another mesh is from it, if there is one.
@@ -133,7 +131,6 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """Returns a comparison as text."""
     text = [*_other_video(comparison), f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
         text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {_rows(comparison.floor.differences)}")

@@ -28,8 +28,6 @@ _CODES = {"TP207": DRIFT_EXIT_CODE, "TP203": 4, "TP204": 4, "TP206": 5}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong."""
-
     id: str  #: The diagnostic id, as TP207.
     place: str  #: `file:line`.
     text: str  #: What is wrong and what to do, without the place.
@@ -75,7 +73,6 @@ class Report:
 
 
 def of_error(error: TorchportError, step: str, patch: str = "", review: str = "") -> Finding:
-    """Returns a refusal as a finding."""
     return Finding(error.id, error.place, f"{error.fact}. {error.remedy}.", patch, step, review)
 
 
@@ -103,7 +100,6 @@ def as_text(report: Report) -> str:
 
 
 def as_json(report: Report) -> str:
-    """Returns the findings as a JSON list."""
     return json.dumps([dataclasses.asdict(finding) for finding in report.findings], indent=2)
 
 
@@ -263,6 +259,5 @@ def check_report_file(file: Path, formats: Collection[str]) -> None:
 
 
 def write_report(report: AnyReport, file: Path, formats: Mapping[str, Callable[[AnyReport], str]]) -> None:
-    """Writes a report to a file, in the format of its ending."""
     with writing(file) as temporary:
         temporary.write_text(formats[ENDINGS[file.suffix]](report) + "\n", encoding="utf-8")

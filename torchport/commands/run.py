@@ -155,7 +155,6 @@ def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster
 
 
 def _folder_of_series(file: Path, request: Request) -> Path:
-    """Returns the folder of the videos' folders."""
     place = f"--prompts {file}"
     if request.prompt is not None:
         raise BadValueError(place, "--prompt is given too", "Leave one out: each line of the file has a prompt")

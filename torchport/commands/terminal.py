@@ -110,7 +110,6 @@ def say(text: str | Iterable[str]) -> None:
 
 
 def say_json(data: Any) -> None:
-    """Prints plain data as JSON."""
     say(json.dumps(data, indent=2))
 
 

@@ -206,7 +206,6 @@ def _reference(against: str) -> Path | None:
 
 
 def _steps(text: str) -> tuple[int, ...]:
-    """Returns the steps that `0,1,25` names, in order."""
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
         raise BadValueError(f"--steps {text}", "It is no list of steps", "Write the numbers of steps, from 0: 0,1,25")
     return tuple(sorted({int(part) for part in text.split(",")}))

@@ -73,11 +73,9 @@ class Rules:
         return [*self.extra, *self.own.inputs]
 
     def place(self, kind: Kind) -> str:
-        """Returns where the rules of a kind are written."""
         return self.document.place([*self.strategy, kind, *([self.written] if self.of_card else [])])
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
-        """Returns where each rule of a kind is written."""
         path = [*self.strategy, kind, *([self.written] if self.of_card else [])]
         places = [self.document.place([*path, number]) for number in range(len(getattr(self.own, kind)))]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]

@@ -79,7 +79,6 @@ def _unwritable(file: Path, error: OSError) -> OutputError:
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all."""
     write_text(file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 
 class PageTable(NamedTuple):
-    """A table."""
-
     caption: str
     heads: list[tuple[str, bool]]  #: Each with whether its column is of numbers.
     rows: Sequence[Sequence[object]]
@@ -17,8 +15,6 @@ class PageTable(NamedTuple):
 
 
 class BarPart(NamedTuple):
-    """A part of a stacked bar."""
-
     kind: str  #: The class of its colour.
     label: str
     amount: float
@@ -37,8 +33,6 @@ class BarChart(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A line of a chart."""
-
     kind: str  #: The class of its colour.
     label: str
     points: list[tuple[float, float]]  #: Along the axes, each from 0 to 1.

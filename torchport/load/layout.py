@@ -17,8 +17,6 @@ from torchport.load.lora import Additions, Loras, additions
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
-
     file: Path
     name: str
     """What the file calls it."""

@@ -113,7 +113,6 @@ class Additions:
                     self._read(each.file, key)
 
     def _read(self, file: Path, key: str) -> torch.Tensor:
-        """Returns a tensor of a file in float32."""
         from safetensors import safe_open
 
         if file not in self._streams:
@@ -325,7 +324,6 @@ class _Reader:
         return self.scale * self.adapter.scale(value, rank)
 
     def _number(self, key: str) -> float:
-        """Returns an alpha."""
         if math.prod(self.entries[key]["shape"]) != 1:
             fact = f"'{key}' has shape {self.entries[key]['shape']}"
             raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=key)

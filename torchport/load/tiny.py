@@ -164,7 +164,6 @@ def _os_error(text: str) -> str | None:
 
 
 def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:
-    """Returns one tiny component."""
     maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
         return tokenizer(_class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
@@ -268,7 +267,6 @@ class _Contents:
         tree.update({names[name]: tensor.contiguous() for name, tensor in state.items()})
 
     def write(self) -> None:
-        """Writes all files."""
         for file, tree in self.trees.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.name.endswith(".index.json"):

@@ -44,7 +44,6 @@ class Rebinding:
     new: Any
 
     def undo(self) -> None:
-        """Puts the original back."""
         self.place.exchange(self.new, self.old)
 
 
@@ -83,7 +82,6 @@ def _may_be_garbage(holder: Holder) -> bool:
 
 
 def _check_rebound(audit: _Audit) -> None:
-    """Refuses a holder that cannot be rebound."""
     record = audit.pair.record
     assert record is not None
     for holder in audit.holders:
@@ -146,7 +144,6 @@ def _pairs(record: Record) -> list[_Pair]:
 
 
 def _audits(pairs: list[_Pair]) -> list[_Audit]:
-    """Returns an audit of each pair."""
     if not pairs:
         return []
     control = _Pair(None, lambda: None, None)

@@ -304,7 +304,6 @@ _Place = tuple[str, bool, tuple[str, ...], str]
 
 
 def _claimed(entry: Entry) -> Iterator[_Place]:
-    """Yields the places that an entry claims."""
     module, edits, path = entry.module, entry.edits, entry.path
     yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
     yield from ((module, edits, path[:length], "below") for length in range(len(path)))

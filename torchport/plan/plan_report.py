@@ -28,7 +28,6 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def lines(job: JobPlan) -> list[str]:
-    """Returns a plan as text."""
     verdict = "fits" if job.fits else "DOES NOT FIT"
     text = [f"{job.model} on {job.machine}, {job.strategy}, {job.mesh_text}: {verdict}"]
     for name, stage in job.stages.items():
@@ -54,7 +53,6 @@ def _at_once_lines(job: JobPlan) -> list[str]:
 
 
 def _verification_lines(job: JobPlan) -> list[str]:
-    """Returns what a verification of the job takes."""
     cost = job.verification
     if cost is None:
         return []
@@ -168,7 +166,6 @@ def page_of(job: JobPlan, command: str) -> str:
 
 
 def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
-    """Returns what the template needs of a stage."""
     if isinstance(stage, StageLeftOut):
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
@@ -230,7 +227,6 @@ def _time(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
 
 
 def _memory(device: Memory) -> BarChart:
-    """Returns the bar of a device's memory."""
     peak, hbm = device.peak_bytes or 0, device.hbm_bytes
     if device.arguments_bytes is None or device.temporaries_bytes is None:
         sizes = [("rest", "asked for", peak)]

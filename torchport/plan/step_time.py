@@ -59,7 +59,6 @@ class ProgramTime:
 
     @property
     def chip(self) -> Chip:
-        """What the slice is made of."""
         return self.machine.require_tpu()
 
     @functools.cached_property
@@ -73,7 +72,6 @@ class ProgramTime:
         return max(self.calls, key=lambda call: call.flops_per_device, default=None)
 
     def block(self) -> BlockTime | None:
-        """Returns what one block takes."""
         if self.loop is None:
             return None
         body, sent = self.loop.body, _collectives(self.program, self.loop.body, self.spots)
@@ -276,8 +274,6 @@ was measured.
 
 
 class Calibration(Frozen):
-    """`calibration.yaml`."""
-
     factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
     """By which everything but attention is divided."""
     spread_percent: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -291,7 +287,6 @@ class Calibration(Frozen):
 
 
 def read_calibration(file: Path) -> Calibration:
-    """Returns a calibration."""
     return validated(Calibration, read_document(file, file.name))
 
 

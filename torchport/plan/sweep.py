@@ -39,7 +39,6 @@ class SweptMesh:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh, as text."""
         return mesh_text(self.mesh) or "1"
 
     @property
@@ -66,8 +65,6 @@ class SweepRow:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The plans of all choices."""
-
     model: str  #: The model card's name.
     machine: str  #: The slice.
     #: Choices with their plans, the fastest first; those that do not fit come last.
@@ -207,7 +204,6 @@ def _row(choice: SweptMesh, job: JobPlan) -> SweepRow:
 
 
 def lines(swept: Sweep) -> list[str]:
-    """Returns a sweep as text."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
     rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:

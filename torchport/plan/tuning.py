@@ -70,14 +70,11 @@ class Workload:
 
     @property
     def chip(self) -> Chip:
-        """The chip that the slice is made of."""
         return self.machine.require_tpu()
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A tile, and what became of it."""
-
     tile: Tile | SplashTile  #: As it would stand in the table.
     #: Of its instruction schedule; None where it was dropped before there was one.
     figures: Figures | None = None
@@ -109,7 +106,6 @@ def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashT
 
 
 def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequence[Tile | SplashTile] = ()) -> Result:
-    """Returns the candidates, ranked."""
     count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
     what = f"tune {implementation}{' bounded' * bounded} {job.chip.name} {job.work.head_size}"
@@ -228,7 +224,6 @@ def percent_of_peak(result: Result, candidate: Candidate) -> float:
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
-    """Returns the candidates as data."""
     shared = {"chip": result.job.chip.name, "implementation": result.implementation, "ranked_by": result.ranked_by}
     return [
         shared

@@ -84,7 +84,6 @@ def processes() -> int:
 
 
 def process() -> int:
-    """Returns which of them this is, from 0."""
     return int(_state().process_id)
 
 

@@ -148,7 +148,6 @@ class Shared:
     upstream: checkout.Upstream | None  #: The upstream, if it is a checkout.
 
     def journey(self, task: Task, stopping: Stopping) -> Journey:
-        """Returns one of the tasks on its way."""
         return Journey(task, self.weights, self.upstream, stopping)
 
 

@@ -224,8 +224,6 @@ def unfinished_run(task: Task) -> str | None:
 
 
 class _Unfinished(pydantic.BaseModel):
-    """The content of `UNFINISHED`."""
-
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
     run: str
 

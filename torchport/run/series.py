@@ -184,8 +184,6 @@ OF_ONE_VIDEO = (SaveError, ForeignError, ConfigError)
 
 @dataclasses.dataclass
 class Video:
-    """A video of a series, and what became of it."""
-
     name: str  #: Of its folder in `--out`.
     task: Task  #: What makes it.
     #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
@@ -344,7 +342,6 @@ class _Series:
             video.state = "elsewhere" if video.state == "waiting" else video.state
 
     def _make_shape(self, videos: Sequence[Video]) -> None:
-        """Makes the videos of one shape."""
         with contextlib.ExitStack() as locks:
             taken = self._take(videos, locks)
             if not taken:

@@ -30,7 +30,6 @@ VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Returns the file of an artefact."""
     return folder / f"{name}.safetensors"
 
 

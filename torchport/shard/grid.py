@@ -20,8 +20,6 @@ Order = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Where a device is."""
-
     #: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is one
     #: island, on one host or several. Of CPUs and GPUs each process is one.
     island: int

@@ -282,7 +282,6 @@ def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: M
 
 
 def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns a rule as JAX's sharding on a mesh."""
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(rule.spec))))
 
 

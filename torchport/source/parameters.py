@@ -21,20 +21,16 @@ _KEEPING = {
 
 @dataclasses.dataclass(frozen=True)
 class WrittenParameter:
-    """One parameter as it is written."""
-
     argument: ast.arg  #: Its name and annotation.
     kind: Any  #: How a call passes it, as `inspect` says it.
     default: ast.expr | None = None  #: Its default; None without one.
 
     @property
     def name(self) -> str:
-        """Its name, without stars."""
         return self.argument.arg
 
 
 def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
-    """Returns the parameters of a function, in their order."""
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults

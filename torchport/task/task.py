@@ -95,7 +95,6 @@ class Task:
 
     @property
     def stages(self) -> list[families.Stage]:
-        """The stages to run, in order."""
         return [stage for stage in self.family.STAGES if self.request.stage in (stage.name, "all")]
 
     @property
@@ -150,7 +149,6 @@ class Task:
         return weights / self.card.folder(component, self.settings.variant)
 
     def dtype(self, component: str) -> str:
-        """Returns a component's dtype by name."""
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
     def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:

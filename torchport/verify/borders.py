@@ -88,7 +88,6 @@ class WatchedCall:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the network for the length of a `with`."""
         handles: list[Any] = []
         self._patch_counts = self.counts()
         try:
@@ -168,7 +167,6 @@ class Copies:
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy."""
         key = id(tensor), tensor._version
         known, copy = (reference() for reference in self._known.get(key, (_no_tensor, _no_tensor)))
         if copy is None or known is not tensor:  # another tensor may have the id of one that is gone
@@ -305,5 +303,4 @@ def _to_engine(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the host."""
     return shard.to_torch(engine.array(tensor)) if engine.is_traced(tensor) else tensor.detach().clone()

@@ -273,7 +273,6 @@ class _WatchedProgram:
         return placed
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns what the network returns."""
         output = self.call(**inputs)
         if self.step == self.first:
             self.inputs.append(pytree.tree_map_only(torch.Tensor, to_host, inputs))

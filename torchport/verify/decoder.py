@@ -49,11 +49,9 @@ class _WideNetwork:
     drops: bool = False
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns what the network returns."""
         with computing_in(self.dtype):
             return self.eager(**widened(inputs, self.dtype))
 

@@ -46,8 +46,6 @@ PAUSE = 0.1
 
 @dataclasses.dataclass
 class RecordedCall:
-    """One call of a network."""
-
     stage: str  #: The stage's name.
     network: str  #: The component.
     step: int  #: The denoising step, from 0.
@@ -85,8 +83,6 @@ def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]
 
 @dataclasses.dataclass
 class Recording:
-    """What the original did."""
-
     #: What the stages before denoising returned, by stage.
     encoded: dict[str, dict[str, torch.Tensor]]
     #: Of its networks in the chosen steps, in order.
@@ -110,7 +106,6 @@ class Recording:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that were recorded."""
         return tuple(sorted({call.step for call in self.calls}))
 
 
@@ -317,11 +312,9 @@ class RecordedNetwork:
         self._is_large = False  # whether the borders of one call are more than `BORDERS_LIMIT`
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns what the network returns."""
         step = self.loop.step
         if self.loop.watch is not None:
             self.loop.watch.called(inputs)
@@ -368,7 +361,6 @@ class BlockKey:
     block: str  #: The unit's path.
 
     def call_of(self, recording: Recording) -> RecordedCall:
-        """Returns the call in a recording."""
         key = self.network, self.step, self.number
         return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
 

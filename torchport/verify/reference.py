@@ -246,7 +246,6 @@ def _rows(values: Values) -> Values:
 
 
 def read(folder: Path) -> Recording:
-    """Returns a recording from a folder."""
     text, tensors = _read(folder)
     data = text["recording"]
     seams = data["seams"]

@@ -123,7 +123,6 @@ class Seam:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it is rounding."""
         return Verdict.SAME if self.distance <= self.allowed else Verdict.OTHER
 
 
@@ -181,8 +180,6 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """All that a verification measured."""
-
     model: str  #: The card's name.
     config: str  #: The job, as it was named.
     dtypes: dict[str, str]  #: Of the networks, by component.
@@ -376,7 +373,6 @@ def _unit_line(verification: Verification) -> str:
 
 
 def _unit_verdict(unit: Unit) -> str:
-    """Returns one of `UNIT_VERDICTS`."""
     within, harmless, between, fault, behind = UNIT_VERDICTS
     if unit.verdict is Verdict.SAME:
         return harmless if unit.is_harmless else within
@@ -481,8 +477,6 @@ def page_of(verification: Verification) -> str:
 
 
 class Cell(NamedTuple):
-    """One cell of a heat map."""
-
     text: str  #: The ratio.
     kind: str  #: The class of its colour.
     shade: float  #: Its opacity, 0 to 1.

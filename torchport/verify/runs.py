@@ -58,8 +58,6 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run's outputs."""
-
     folder: Path  #: Where they lie.
     manifests: dict[StageName, Manifest]  #: Of all stages that are there, in order.
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
@@ -75,7 +73,6 @@ class FinishedRun:
         return total
 
     def latents_after(self, number: int) -> torch.Tensor:
-        """Returns the latents after a step."""
         stage = self.steps[number]
         name = artefact.step_name(stage, number)
         tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
@@ -115,7 +112,6 @@ def read(folder: Path) -> FinishedRun:
 
 
 def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
-    """Returns the tensor of an artefact that is compared."""
     tensors, _ = save.read(folder, stage, {}, {}, MADE_BY)
     if name not in tensors:
         fact = f"It holds {', '.join(map(repr, sorted(tensors)))}, and no '{name}'"

@@ -47,8 +47,6 @@ CONVENTIONS = {"height": "height", "width": "width", "num_frames": "frames", "nu
 
 @dataclasses.dataclass
 class ConditionCall:
-    """One condition of one call of a network."""
-
     network: str  #: The component.
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
     #: How often the network was called with this condition in this step before.
@@ -60,8 +58,6 @@ class ConditionCall:
 
 @dataclasses.dataclass
 class SchedulerStep:
-    """One step of a scheduler."""
-
     state: dict[str, Any]  #: The scheduler's fields before the step.
     arguments: dict[str, Any]  #: What `step` was called with, by its own names.
     latents: torch.Tensor | None  #: What it returned first.
@@ -69,8 +65,6 @@ class SchedulerStep:
 
 
 class LoopRecord:
-    """The record of a loop."""
-
     def __init__(self, chosen: Collection[int]) -> None:
         self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
         self.steps: list[SchedulerStep] = []
@@ -90,7 +84,6 @@ class LoopRecord:
         return outputs.each(copied, "", value)
 
     def add(self, call: ConditionCall) -> None:
-        """Records a call."""
         tensors = {name: self.copy_of(tensor) for name, tensor in call.tensors.items()}
         call.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.calls.append(call)
@@ -168,7 +161,6 @@ class MadeUpNetwork:
         self.batches = self.drops = is_port
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are."""
         return inputs
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
@@ -213,7 +205,6 @@ class UpstreamLoop(Loop):
     """A loop whose every step is upstream's."""
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Takes the step."""
         return self.real(*args, **kwargs)
 
 
@@ -249,7 +240,6 @@ def _run_card(
     calls: Mapping[str, MadeUpNetwork],
     inputs: Mapping[str, Any],
 ) -> None:
-    """Calls the pipeline of a card that says how."""
     settings = task.settings
     loop = UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
@@ -297,8 +287,6 @@ LOOP = "denoise"
 
 @dataclasses.dataclass(frozen=True)
 class SideRecord:
-    """What one side passes on."""
-
     #: What the encoders returned, by stage.
     encoded: dict[str, dict[str, torch.Tensor]]
     moments: dict[str, torch.Tensor]  #: What was encoded of the image.

@@ -93,7 +93,6 @@ def verify(request: Request, options: Options) -> Verification:
 
 
 def _accept(request: Request) -> Task:
-    """Returns the task of a request."""
     task = accept(request)
     if task.job.cache is not None:
         fact = "A step cache makes other latents on purpose, and a verification is of the network that it calls"
@@ -205,8 +204,6 @@ def _check_floor(task: Task, mesh: str) -> None:
 
 
 class _Clock:
-    """The seconds of each part."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
@@ -302,8 +299,6 @@ def _clue(search: Search) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TaskWithout(Task):
-    """A task without some of its patches."""
-
     without: frozenset[str] = frozenset()  #: The ids of those that are left out.
 
     def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
@@ -312,15 +307,12 @@ class TaskWithout(Task):
 
 
 def _task_without(task: Task, ids: Collection[str]) -> TaskWithout:
-    """Returns a task without some of its patches."""
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
     return TaskWithout(**fields, without=frozenset(ids))
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What the search for a patch found."""
-
     causes: tuple[Cause, ...]  #: The patches at fault, the likeliest first.
     #: The ids of those that were left out, with the unit's error without them, as far as the output shows it; None
     #: where it cannot be called.
@@ -533,7 +525,6 @@ def _cause(entry: patch.Entry, unit: Unit, without: float | None) -> Cause:
 
 
 def _promise(entry: patch.Entry) -> str:
-    """Returns what a patch promises of its equivalence, in words."""
     written = entry.equivalence.written()
     if isinstance(written, str):
         return written

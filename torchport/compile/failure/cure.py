@@ -67,7 +67,6 @@ class Failure:
         return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
-        """Returns the class of its error."""
         if is_absence(self.error):
             return AbsentPackageError
         if is_cuda(self.error):

@@ -110,7 +110,6 @@ class Frame:
         return self.function
 
     def text(self) -> str:
-        """Returns the frame as one line."""
         where = f"import of {self.module}" if self.function == "<module>" else self.function
         where = "the script" if self.caller == "The script" else where
         return f"  {self.place} in {where}: {self.statement[:100]}"

@@ -111,7 +111,6 @@ def _check_window(window: Any) -> None:
 
 
 def _check_bound(bound: Any) -> None:
-    """Refuses a bound that bounds nothing."""
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
         raise AttentionError("attention", f"bound is {bound!r}", "It must be a positive number, or the name of one")
 

@@ -200,8 +200,6 @@ class SplashRow(_Row):
 
 
 class TileTable(Frozen):
-    """`tiles.yaml`."""
-
     splash_transposed: list[TransposedRow]
     splash_int8: list[Int8Row] = []
     splash: list[SplashRow]
@@ -222,7 +220,6 @@ def table() -> TileTable:
 
 
 def read_table(file: Path) -> TileTable:
-    """Returns a table of tiles."""
     document = read_document(file, file.name)
     contents = validated(TileTable, document)
     lists: dict[str, Sequence[Row]] = {

@@ -125,17 +125,14 @@ class Chunks:
 
     @staticmethod
     def slot(j: Any) -> Any:
-        """Returns the slot of chunk j."""
         return lax.rem(j, SLOTS)
 
     def keys(self, j: Any, slot: Any) -> Any:
-        """Returns the copy of the keys of chunk j."""
         refs, here = self.refs, pl.ds(pl.multiple_of(j * self.block, self.block), self.block)
         source = self.k_hbm.at[self.sample, here, self.features]
         return pltpu.make_async_copy(source, refs.keys.at[slot], refs.chunk_done.at[0, slot])
 
     def values(self, j: Any, slot: Any) -> _Copies:
-        """Returns the copies of the values of chunk j."""
         count = self.block // LANES
         return self._columns(j * count, self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
 
@@ -152,12 +149,10 @@ class Chunks:
         return _Copies(copy, target, done)
 
     def fetch_first(self) -> None:
-        """Starts to fetch chunk 0."""
         self.keys(0, 0).start()
         self.values(0, 0).start()
 
     def fetch_tail(self, start: Any) -> None:
-        """Fetches a piece of the tail."""
         refs, here = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
         source = self.k_hbm.at[self.sample, here, self.features]
         keys = pltpu.make_async_copy(source, refs.tail_keys, refs.tail_done.at[0])
@@ -179,7 +174,6 @@ class _Copies:
         return int(self.target.shape[0])
 
     def start(self, some: range | None = None) -> None:
-        """Starts some, or all."""
         for i in range(len(self)) if some is None else some:
             self.copy(i).start()
 

@@ -35,7 +35,6 @@ class Tape:
 
     @property
     def first(self) -> Any:
-        """Whether this is the first chunk."""
         return self.number == 0
 
     def take(self) -> Any:

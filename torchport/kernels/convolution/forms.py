@@ -108,7 +108,6 @@ def _local(
 
 
 def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
-    """Returns a sample's operands, each as `Operands` has it."""
     residual = None if operands.residual is None else operands.residual[number].transpose(2, 3, 1, 0)
     carry = None if operands.carry is None else operands.carry[number]
     scale = None if operands.scale is None else _scaling(form, operands.scale[number])
@@ -215,7 +214,6 @@ def _conv(
 
 
 def _note(conv: kernel.Conv, count: int) -> None:
-    """Notes a call of the kernel for a plan."""
     note = dispatch.current().note
     if note is not None:
         note(

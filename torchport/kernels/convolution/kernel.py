@@ -130,7 +130,6 @@ class Conv:
 
     @property
     def name(self) -> str:
-        """Names the kernel in a program."""
         ways = (self.normal, self.residual, self.carried, self.led)
         flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
         flags += f"z{self.zoom}" if self.zoom > 1 else ""
@@ -287,8 +286,6 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One step of the grid."""
-
     conv: Conv  #: The convolution.
     ref: dict[str, Any]  #: The operands, the outputs and the sums, by name.
     #: The last three rows of the input, with a column more at each end: one array for each part.
@@ -430,7 +427,6 @@ class _Step:
         return [jnp.concatenate(part, -1) for part in parts]
 
     def _frame(self, number: int) -> Any:
-        """Returns where the rows of one frame are."""
         return pl.ds(number, self.conv.columns, stride=self.conv.frames)
 
     def _before(self, here: Any) -> list[jax.Array]:

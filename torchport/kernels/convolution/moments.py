@@ -120,7 +120,6 @@ class Sums:
 
     @property
     def name(self) -> str:
-        """Names the kernel in a program."""
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.channels}"
         return f"sums_{sizes}{'_v' if self.padded else ''}_{jnp.dtype(self.dtype).itemsize}"
 

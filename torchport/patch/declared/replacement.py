@@ -37,7 +37,6 @@ class Explained:
 
 
 def file_of(entry: Entry, reference: str) -> Path:
-    """Returns the file of a `file.py:name`."""
     path = entry.folder / reference.partition(":")[0]
     if not path.is_file():
         known = [f"{file.name}" for file in sorted(entry.folder.glob("*.py"))]

@@ -17,7 +17,6 @@ from torchport.patch.declared.replacement import Explained, load
 
 @functools.lru_cache
 def installed(distribution: str) -> str | None:
-    """Returns the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

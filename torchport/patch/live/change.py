@@ -31,8 +31,6 @@ from torchport.patch.source.checks import source_of
 
 
 class Change(Protocol):
-    """What `change` returns."""
-
     def stands(self) -> bool:
         """Asks the live object whether the change is still what it was made to be."""
 

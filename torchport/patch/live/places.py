@@ -21,7 +21,6 @@ class Place:
         raise NotImplementedError
 
     def put(self, value: Any) -> None:
-        """Puts a value there."""
         raise NotImplementedError
 
     def exchange(self, old: Any, new: Any) -> None:
@@ -60,8 +59,6 @@ class ClassAttribute(Place):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item(Place):
-    """An item of a list."""
-
     items: list[Any]
     index: int
 
@@ -117,8 +114,6 @@ class Key(Place):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member(Place):
-    """A member of a set."""
-
     members: set[Any]
 
     def exchange(self, old: Any, new: Any) -> None:

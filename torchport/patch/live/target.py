@@ -46,7 +46,6 @@ class Slot:
             vars(self.holder)[self.name] = value
 
     def restore(self) -> None:
-        """Puts back what stood there."""
         if self.in_holder:
             self.put(self.raw)
         elif isinstance(self.holder, type):
@@ -80,7 +79,6 @@ def is_dispatching(raw: Any) -> bool:
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
-    """Returns the slot of an entry's target."""
     holder: Any = module
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):

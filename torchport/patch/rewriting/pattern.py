@@ -34,7 +34,6 @@ class Run:
 
     @property
     def statements(self) -> list[ast.stmt]:
-        """The statements that matched."""
         return self.block[self.start : self.end]
 
 

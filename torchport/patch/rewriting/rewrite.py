@@ -142,7 +142,6 @@ def _refusal(entry: Entry, fact: str, remedy: str) -> RewriteError:
 
 
 def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
-    """Returns the runs that match, as many as there have to be."""
     try:
         pattern = statements(rewrite.match)
     except PatternError as error:

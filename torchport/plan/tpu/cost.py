@@ -122,7 +122,6 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
 
 
 def _work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
-    """Returns the matrix work of each bundle."""
     return kernel.counts[:, list(kernel.slots).index(MATMUL)]
 
 

@@ -43,8 +43,6 @@ class SourceLine:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """An instruction of a computation."""
-
     name: str  #: Without its `%`; unique in its computation.
     opcode: str  #: As HLO names it, `fusion` or `all-reduce-start`.
     #: The arrays that it makes, dtype and shape; several where it makes a tuple.

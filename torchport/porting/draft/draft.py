@@ -32,8 +32,6 @@ WHY = "say here what fails, or is slow, without it"
 
 @dataclasses.dataclass(frozen=True)
 class PatchDraftRequest:
-    """What patch is wanted."""
-
     target: str  #: `module:attribute.path`.
     kind: str  #: One of `KINDS`.
     #: The name of its files in `patches/<package>/`, without their endings; by default its module's.
@@ -160,7 +158,6 @@ def _left(wish: PatchDraftRequest, name: str, file: str, test: str, *more: str) 
 
 
 def _changed(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `replace` or `wrap`."""
     target = find(wish.target, wish.place)
     with parsing.nesting(target.source.shown, target.node.lineno):
         return _change(wish, target)
@@ -212,7 +209,6 @@ def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
 
 
 def _rewritten(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite`."""
     target = find(wish.target, wish.place)
     what, line = ".".join(target.path), wish.line or 0
     last = target.node.end_lineno or target.node.lineno
@@ -287,7 +283,6 @@ def _argument(argument: Any) -> str:
 
 
 def _stubbed(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `stub`."""
     package = re.split(r"[.:]", wish.target)[0]
     if is_there(package):
         fact = f"The package {package} is installed, and a stub is for one that is not"
@@ -430,7 +425,6 @@ def _takes(target: Target) -> str:
 
 
 def _call(target: Target) -> str:
-    """Returns a call of a target as Python."""
     if target.kind == "property":
         return f"args[0].{target.path[-1]}"
     call = f"module.{'.'.join(target.path)}(*args, **kwargs)"
@@ -440,21 +434,17 @@ def _call(target: Target) -> str:
 
 
 def _lowering_test(trial: Trial, operator: str) -> str:
-    """Returns the test of an `op`."""
     body = _LOWERING.format(name=trial.name, operator=operator)
     return trial.text(f"{operator} as '{trial.id}' lowers it, and as torch computes it.", _OF_LOWERING, body)
 
 
 def _stub_test(trial: Trial, module: str, package: str) -> str:
-    """Returns the test of a `stub`."""
     body = _STUB.format(module_name=module.replace(".", "_"), module=module, package=package)
     return trial.text(f"{module} is imported where {package} is not installed.", _OF_STUB, body)
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftedPatch:
-    """A patch that was written."""
-
     id: str  #: Its id.
     names: str  #: Its file of entries, as a card lists it.
     function: str  #: Its function, as `model.py:forward_12`; empty for a stub.
@@ -487,7 +477,6 @@ def write_draft(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
 
 
 def drafted_entries(home: Home, package: str) -> list[Entry]:
-    """Returns the entries that the pack has of a package."""
     folder = home.root / "patches" / package
     files = [file for file in sorted(folder.glob("*.yaml")) if file.name != LOCK] if folder.is_dir() else []
     return [entry for file in files for entry in read_file(file)]

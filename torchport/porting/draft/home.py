@@ -30,8 +30,6 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """The folder of a pack."""
-
     root: Path  #: The folder.
     place: str  #: What named it, for errors: `--out DIR`.
 

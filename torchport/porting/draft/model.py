@@ -64,8 +64,6 @@ class ModelDraftRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A component of the card."""
-
     name: str  #: Its name.
     target: Target  #: Its class.
     tiny: dict[str, Any]  #: Its small arguments.
@@ -243,7 +241,6 @@ def _family_name(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
 
 
 def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
-    """Returns what is left to fill in, a sentence each."""
     result = []
     for class_path in components:
         here = f"tiny.components.{class_path.name}"
@@ -265,7 +262,6 @@ def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list
 
 
 def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | None) -> str:
-    """Returns the card."""
     network = components[0]
     package = network.target.module.partition(".")[0]
     lines = [f"model: {wish.name}", f"title: {flow(f'{network.target.path[-1]}, from {package}')}"]
@@ -381,7 +377,6 @@ STAGES = (
 
 
 def family(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
-    """Returns the Python of the stages."""
     target = components[0].target
     assert isinstance(target.node, ast.ClassDef)
     inputs = [argument.name for argument in forward(target.source, target.node)]
@@ -399,8 +394,6 @@ _PLAIN |= {"Literal", "Sequence", "Any", "None", "typing"}
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument of a constructor."""
-
     name: str  #: Its name.
     default: Any  #: Its default, if that is a literal.
     required: bool  #: Whether it has none.

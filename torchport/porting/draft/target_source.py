@@ -35,12 +35,10 @@ class Target:
 
     @property
     def module(self) -> str:
-        """The name of its module."""
         return self.source.module
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Its attribute path."""
         return tuple(self.name.partition(":")[2].split("."))
 
     @property
@@ -50,7 +48,6 @@ class Target:
 
     @property
     def is_async(self) -> bool:
-        """Whether it is a coroutine function."""
         return isinstance(self.node, ast.AsyncFunctionDef)
 
     @property
@@ -66,7 +63,6 @@ class Target:
 
 
 def check_name(target: str, place: str) -> None:
-    """Refuses a text that is no target."""
     if not _TARGET.fullmatch(target):
         if not target.isascii() and all(map(str.isidentifier, re.split("[.:]", target))):
             fact = f"'{target}' has letters beyond ASCII, and a target of a patch has none"
@@ -220,7 +216,6 @@ class _Default:
 
 
 def parameters(node: Function, before: str | None = None) -> Parameters:
-    """Returns a function's parameters."""
     found = written(node)
     first = found[0].kind if found and found[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
     result = [Parameter(before, first)] if before is not None else []

@@ -66,7 +66,6 @@ class CodeUnit:
 
     @functools.cached_property
     def owner(self) -> Class | None:
-        """The class that it is a method of."""
         return self.module.classes.get(self.class_name)
 
     @property
@@ -82,14 +81,11 @@ class CodeUnit:
 
     @property
     def is_static(self) -> bool:
-        """Whether it is a static method."""
         return "staticmethod" in self.decorators
 
 
 @dataclasses.dataclass(eq=False)
 class Class:
-    """One class of a codebase."""
-
     module: Module  #: Its module.
     name: str  #: Its qualified name.
     above: tuple[tuple[str, ...], ...]  #: Its bases, as they are written.
@@ -97,14 +93,11 @@ class Class:
 
     @functools.cached_property
     def dotted(self) -> str:
-        """Its name in full."""
         return f"{self.module.name}.{self.name}"
 
 
 @dataclasses.dataclass(eq=False)
 class Module:
-    """One module of a codebase."""
-
     name: str  #: Its name, as others import it.
     source: Source  #: Its file.
     #: Its functions by qualified name, and `<module>`.
@@ -303,7 +296,6 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def bases(self, kind: Class) -> tuple[str, ...]:
-        """Returns what the bases of a class are, in full."""
         return tuple(self.canonical(self.full(kind.module, base, {})) for base in kind.above)
 
     @functools.cache  # noqa: B019
@@ -484,8 +476,6 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """A file to read."""
-
     file: Path  #: Where it is.
     path: str  #: Its path below the folder, with forward slashes.
 

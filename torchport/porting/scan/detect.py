@@ -24,8 +24,6 @@ _LONGEST = 90
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One finding of a function."""
-
     unit: CodeUnit  #: The function.
     kind: str  #: The rule's name.
     line: int  #: Its line.
@@ -44,8 +42,6 @@ def text_of(node: ast.AST) -> str:
 
 
 class FunctionContext:
-    """One function, for detectors."""
-
     def __init__(self, codebase: Codebase, unit: CodeUnit, body: Body, attributes: frozenset[str]) -> None:
         self.unit = unit
         self.codebase = codebase
@@ -72,7 +68,6 @@ class FunctionContext:
         return {node for event in self._body.by_act[Act.CALL] for node in _arguments_of_autocast(event)}
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
-        """Returns a finding at an event."""
         line, conditions = getattr(event.node, "lineno", 1), self.terms.conditions(event.guards)
         return Site(self.unit, kind, line, text_of(event.node), conditions, uses, if_none, sure)
 

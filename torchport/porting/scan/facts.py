@@ -53,8 +53,6 @@ _OPS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Called:
-    """A call."""
-
     line: int  #: Its line.
     conditions: Conditions  #: What it stands under.
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
@@ -79,8 +77,6 @@ class Read:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Imported:
-    """An import statement."""
-
     line: int  #: Its line.
     conditions: Conditions  #: What it stands under.
     modules: tuple[str, ...]  #: What may be a module of it, in full.
@@ -92,8 +88,6 @@ class Imported:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
-    """What a function does."""
-
     steps: tuple[Called | Read | Imported, ...] = ()  #: In order.
     assigned: frozenset[str] = frozenset()  #: The parameters that it binds anew.
     nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
@@ -103,12 +97,10 @@ class Facts:
 
     @property
     def calls(self) -> Iterator[Called]:
-        """Its calls."""
         return (step for step in self.steps if isinstance(step, Called))
 
     @property
     def imports(self) -> Iterator[Imported]:
-        """Its imports."""
         return (step for step in self.steps if isinstance(step, Imported))
 
 
@@ -143,7 +135,6 @@ class Terms:
         return known
 
     def term(self, node: ast.AST | None) -> Term:
-        """Returns an expression as a term."""
         if isinstance(node, ast.Constant):
             return "const", node.value
         if isinstance(node, ast.Name):

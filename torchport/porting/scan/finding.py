@@ -16,8 +16,6 @@ Draft = Literal["replace", "rewrite", "stub", "wrap", "op", ""]
 
 @dataclasses.dataclass(frozen=True)
 class ScanRule:
-    """One kind of finding."""
-
     id: str  #: The id, such as PS401.
     kind: str  #: Its name, such as `branch`.
     title: str  #: What is found, in one sentence.
@@ -77,7 +75,6 @@ class ScanFinding:
 
     @property
     def meaning(self) -> ScanRule:
-        """What the rule says."""
         return RULES[self.rule]
 
     @property
@@ -92,7 +89,6 @@ class ScanFinding:
 
     @property
     def verdict(self) -> Verdict:
-        """What is to be done."""
         if self.covered_by:
             return "covered"
         return "rewrite" if self.meaning.stops and self.sure else "unknown"
@@ -109,8 +105,6 @@ class Absent:
 
 @dataclasses.dataclass(frozen=True)
 class ScanReport:
-    """What a scan found."""
-
     #: By file and line; files that could not be read are among them.
     findings: tuple[ScanFinding, ...]
     files: int  #: The number of files that were read.

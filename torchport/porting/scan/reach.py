@@ -38,8 +38,6 @@ _NOT_NONE: Any = _Unknown()
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    """What patches close."""
-
     #: Functions whose own code no longer runs.
     units: frozenset[CodeUnit] = frozenset()
     #: Lines of a function that no longer run, first and last.
@@ -143,7 +141,6 @@ class Reached:
         self._pending[unit] = None
 
     def _make(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
-        """Notes that an object of a class is made."""
         for name in ("__init__", "__post_init__", "__new__"):
             unit = self._codebase.method(kind, name)
             if unit is not None:
@@ -281,7 +278,6 @@ class _Values:
     depth: int = 0  #: How many functions were asked for their answers on the way.
 
     def open(self, conditions: Conditions) -> bool:
-        """Returns whether conditions may all hold."""
         return all(self.truth(condition) in (None, wanted) for condition, wanted in conditions)
 
     def truth(self, term: Term) -> bool | None:

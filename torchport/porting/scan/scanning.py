@@ -323,7 +323,6 @@ def _package_of(path: Path) -> str:
 
 
 def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns where a named entry begins."""
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
     if not colon or not name:
@@ -410,7 +409,6 @@ class Patches:
     given: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def closed(self) -> Closed:
-        """Returns what they close."""
         lines = {unit: tuple((first, last) for first, last, _ in some) for unit, some in self.by_lines.items()}
         return Closed(frozenset(self.by_unit), lines, frozenset(self.given))
 

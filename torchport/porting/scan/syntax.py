@@ -34,8 +34,6 @@ _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 class Act(enum.IntEnum):
-    """What an event is."""
-
     CALL = enum.auto()
     CHAIN = enum.auto()
     """A name, or names with points between them, that are read and not called."""
@@ -178,18 +176,15 @@ class _Walk:
         self._events.append(Event(act, node, self.guards, self._loop, value, loops_over))
 
     def decorators(self, node: Function | ast.ClassDef) -> None:
-        """Notes the decorators of a definition."""
         for decorator in node.decorator_list:
             self._note(Act.DECORATOR, decorator)
             self.expression(decorator)
 
     def function(self, node: Function) -> None:
-        """Notes all of a function."""
         self.head_of_function(node)
         self.block(node.body)
 
     def head_of_function(self, node: Function) -> None:
-        """Notes the decorators and defaults of a function."""
         self.decorators(node)
         for default in (*node.args.defaults, *node.args.kw_defaults):
             self.expression(default)
@@ -222,7 +217,6 @@ class _Walk:
         return []
 
     def statement(self, node: ast.stmt) -> None:
-        """Notes one statement."""
         if isinstance(node, (ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar)):
             outer = self.guards
             for block, conditions in self.head(node):
@@ -285,7 +279,6 @@ class _Walk:
         self._note(Act.ASSIGN, target, value, loops_over)
 
     def test(self, node: ast.expr) -> None:
-        """Notes a condition, and what is in it."""
         self._note(Act.TEST, node)
         self.expression(node)
 
@@ -395,7 +388,6 @@ def _names_cuda(node: ast.Compare) -> bool:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Returns the names and attributes in an expression."""
     names: set[str] = set()
     pending = [node]
     while pending:

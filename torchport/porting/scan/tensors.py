@@ -18,8 +18,6 @@ from torchport.source.parameters import STARRED, Function, parameters
 
 
 class Kind(enum.Enum):
-    """What an expression is."""
-
     UNKNOWN = enum.auto()
     TENSOR = enum.auto()
     MASK = enum.auto()

@@ -242,7 +242,6 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Returns the stand-in."""
         return Anything(spec.name, self.notes)
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -29,8 +29,6 @@ Calls = Mapping[str, Sequence[recorder.NetworkCall]]
 
 @dataclasses.dataclass
 class TraceReport:
-    """What a trace found."""
-
     #: Each place that stops it, in the order in which they were met.
     stoppers: list[Stopper]
     constants: list[Constant]  #: The constants of its programs.
