@@ -262,10 +262,6 @@ def require_applied(
             raise UnsupportedError(finding.place, fact, remedy, patch=finding.patch)
 
 
-def _ended(name: str, end: child.Ended) -> PatchError:
-    return PatchError(name, f"The process that checks '{name}' {end}", "Mend what ends it while it is imported")
-
-
 def _in_fresh_process(
     folders: patch.Folders, groups: Sequence[CheckProcess], mode: str, upstream_path: Path | None
 ) -> tuple[Report, bool]:
@@ -274,7 +270,9 @@ def _in_fresh_process(
 
     def refusal(end: child.Ended) -> PatchError:
         ends.append(end)
-        return _ended(", ".join(name for group in groups for name in group.names), end)
+        names = ", ".join(name for group in groups for name in group.names)
+        fact = f"The process that checks '{names}' {end}"
+        return PatchError(names, fact, "Mend what ends it while it is imported")
 
     try:
         report: Report = child.call(

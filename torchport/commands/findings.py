@@ -131,7 +131,8 @@ def _escaped(value: str, more: str = "") -> str:
 def as_sarif(report: Report) -> str:
     """Returns the findings as SARIF 2.1.0, with files relative to the repository that the current folder is in."""
     ids = sorted({finding.id for finding in report.findings})
-    root = _repository(Path.cwd())
+    here = Path.cwd()
+    root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
     results = [
         {
             "ruleId": finding.id,
@@ -167,11 +168,6 @@ def _rule_of(id: str, name: str, title: str, page: str) -> dict[str, Any]:
         "help": {"text": f"{page}\n\nSee: torchport explain {id}"},
         "defaultConfiguration": {"level": "error"},
     }
-
-
-def _repository(here: Path) -> Path:
-    """Returns the root of the repository that a folder is in; the folder itself if it is in none."""
-    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
 
 
 def _location(place: str, root: Path) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Stacked(torch.nn.Module):
         written: set[int] = set()
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
-            arguments = _merge(fixed, static) | dict(zip(self.carries, carry, strict=True))
+            arguments = {**fixed, **static} | dict(zip(self.carries, carry, strict=True))
             engine.freeze((layer, fixed), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
@@ -323,7 +323,3 @@ def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
-
-
-def _merge(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> dict[str, Any]:
-    return {**tensors, **static}

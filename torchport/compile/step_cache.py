@@ -155,7 +155,7 @@ class StepCached:
         if self.step in self.full or not slot.differences:
             return self._computed(slot, inputs)
         if self.cache.differences:
-            reused = _extrapolated(slot.differences, float(self.step - slot.step))
+            reused = _SERIES(slot.differences, float(self.step - slot.step))
             return self.compiled(**inputs, **{MODE: "reuse", KEPT: reused})[0]
         output, slot.differences[0] = self.compiled(**inputs, **{MODE: "reuse", KEPT: slot.differences[0]})
         return output
@@ -167,7 +167,8 @@ class StepCached:
         output, kept = self.compiled(**inputs, **{MODE: "full"})
         if isinstance(self.cache, Calibrate):
             self._ratios.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
-        slot.differences = _differences(kept, before[: self.cache.differences], float(self.step - slot.step))
+        before = before[: self.cache.differences]
+        slot.differences = [kept, *(_DIVIDED(kept, before, float(self.step - slot.step)) if before else [])]
         slot.step = self.step
         return output
 
@@ -225,16 +226,6 @@ def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
     for old in before:
         rows.append(jax.tree.map(lambda new, one: ((new - one) / interval).astype(one.dtype), rows[-1], old))
     return rows[1:]
-
-
-def _differences(kept: Any, before: list[Any], interval: float) -> list[Any]:
-    """Returns what a whole step kept, and its divided differences to what is known of those before."""
-    return [kept, *(_DIVIDED(kept, before, interval) if before else [])]
-
-
-def _extrapolated(differences: list[Any], distance: Any) -> Any:
-    """Returns a Taylor series of what whole steps kept, as many steps after the last of them."""
-    return _SERIES(differences, distance)
 
 
 def _series(differences: list[Any], distance: Any) -> Any:

@@ -102,7 +102,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 def _check_above(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (0, os.geteuid()):
         fact = f"User {status.st_uid} owns it, who could put another cache there; what is loaded from it is run"
-        raise BadValueError(str(path), fact, _upper(INSTEAD), owner=status.st_uid)
+        raise BadValueError(str(path), fact, INSTEAD[0].upper() + INSTEAD[1:], owner=status.st_uid)
     if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:
         return
     if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)):
@@ -125,10 +125,6 @@ def _is_private(group: int) -> bool:
     except KeyError:
         return False  # unknown to this system, as in a container
     return entry.gr_name == user.pw_name and entry.gr_gid == user.pw_gid and set(entry.gr_mem) <= {user.pw_name}
-
-
-def _upper(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def _ancestors(path: Path) -> Iterator[Path]:

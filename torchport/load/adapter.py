@@ -72,7 +72,8 @@ class Adapter:
 
     def scale(self, alpha: float, rank: int) -> float:
         """Returns the factor of a pair's product. `alpha / sqrt(rank)` is rank-stabilised LoRA, arXiv:2312.03732."""
-        is_stabilised = any(_is_set(source.values.get("use_rslora")) for source in self._sources)
+        values = (str(source.values.get("use_rslora")).lower() for source in self._sources)
+        is_stabilised = any(value in ("true", "1") for value in values)
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     def alpha(self, names: Sequence[str], rank: int) -> float:
@@ -213,10 +214,6 @@ def config_beside(file: Path) -> Path | None:
     """Returns PEFT's configuration beside a LoRA file, if there is one."""
     config = file.parent / CONFIG_FILE
     return config if config.is_file() else None
-
-
-def _is_set(value: Any) -> bool:
-    return str(value).lower() in ("true", "1")
 
 
 def _is_unset(value: Any) -> bool:

@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +174,6 @@ def _cure(state: dict[Any, Any]) -> str:
     """Returns what to do about a mapping that holds what is no tensor."""
     inner = [str(name) for name, value in state.items() if isinstance(value, dict)]
     if inner:
-        return f"Name what holds the tensors as the component's 'key': {_either(inner)}"
+        names = " or ".join(f"'{name}'" for name in sorted(inner)[:6])
+        return f"Name what holds the tensors as the component's 'key': {names}"
     return "Add what the module does not use to the component's 'unread'"
-
-
-def _either(words: Collection[str]) -> str:
-    return " or ".join(f"'{word}'" for word in sorted(words)[:6])

@@ -111,14 +111,10 @@ def give_back(changes: Sequence[Placed]) -> None:
     to it weakly keeps it as well.
     """
     pairs = [pair for change in changes for pair in _both(None, change.value, change.slot.raw)]
-    for audit in _audits([pair for pair in pairs if _is_held(pair)]):
+    # The change (or the descriptor around it) and the pair hold a replacement always.
+    for audit in _audits([pair for pair in pairs if sys.getrefcount(pair.old) > 3]):
         _rebind(audit)
     registry.kept += [pair.old for pair in pairs if weak_references(pair.old)]
-
-
-def _is_held(pair: _Pair) -> bool:
-    """Returns whether anybody but the change (or the descriptor around it) and the pair holds a replacement."""
-    return sys.getrefcount(pair.old) > 3
 
 
 def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:

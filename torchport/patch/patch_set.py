@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.config.card import STAGES
@@ -233,22 +233,14 @@ def _leave(patches: _PatchSet) -> None:
 
 def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> _PatchSet:
     """Returns a set that can be entered. Nothing of upstream has been imported or changed by then."""
-    in_force = _records_in_force()
-    fresh = _entries_not_in_force(entries, in_force)
+    in_force = {record.entry.id: record for patches in registry.sets for record in patches.records}
+    fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
     check_claims([record.entry for record in in_force.values()], fresh)
     records = _records_by_versions(fresh)
     _load_and_check(records.values())
     _check_drift(records.values(), accept_drift)
     ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
     return _PatchSet(list(records.values()), ledger)
-
-
-def _records_in_force() -> dict[str, Record]:
-    return {record.entry.id: record for patches in registry.sets for record in patches.records}
-
-
-def _entries_not_in_force(entries: Sequence[Entry], in_force: Mapping[str, Record]) -> list[Entry]:
-    return [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
 
 
 def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:

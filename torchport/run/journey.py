@@ -446,7 +446,8 @@ class Profile:
                 for number, item in enumerate(items, 1):
                     if number == first:
                         trace.enter_context(_tracing(self.folder))
-                    with _step_mark(done + number) if number >= first else contextlib.nullcontext():
+                    mark = jax.profiler.StepTraceAnnotation("step", step_num=done + number)
+                    with mark if number >= first else contextlib.nullcontext():
                         yield item
                     taken += number >= first
                     if taken == self.count:
@@ -466,11 +467,6 @@ class Profile:
         log.info("profile: steps %d to %d of '%s' are in %s", first, first + taken - 1, self.stage, self.folder)
         log.info("profile: open it with `xprof --logdir %s` (pip install xprof),", self.folder)
         log.info("profile: or %s at https://ui.perfetto.dev", files[-1])
-
-
-def _step_mark(number: int) -> Any:
-    """Marks a step, as xprof groups what it shows."""
-    return jax.profiler.StepTraceAnnotation("step", step_num=number)
 
 
 @contextlib.contextmanager

@@ -215,7 +215,7 @@ class Original:
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
         """Returns what the network returns, and its values at borders."""
-        call = WatchedCall(self.eager.module, paths, {}, _no_cast, Copies())
+        call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
         if call.autocasts:  # which would narrow a yardstick in float32, too
@@ -239,10 +239,6 @@ class Original:
         with call.watching(), computing_in(self.dtype):
             output = self._wide(**widened(dict(inputs), self.dtype))
         return output, call.observed
-
-
-def _no_cast(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _cast(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:

@@ -313,19 +313,16 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
     whole = compiled.lowered(arrays, static)
     text = whole.as_text()
     arguments = {**{f"weight {name}": leaf for name, leaf in compiled.weights.items()}, **leaves(arrays)}
+    modules = dict(compiled.network.module.named_modules())
     constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
     return LoweredProgram(
         {path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
         {name: repr(value) for name, value in static},
         [f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(whole.out_info)],
-        _module_classes(compiled.network.module),
+        {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()},
         dict(constants),
         text,
     )
-
-
-def _module_classes(module: torch.nn.Module) -> dict[str, str]:
-    return {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
 
 
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:

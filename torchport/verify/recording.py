@@ -175,7 +175,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
         folder = checkpoint_folder(task)
         recording = Recording(_encoder_outputs(task, folder))
         for stage in task.denoising:
-            if _is_over(recording, steps, decodes):
+            if not decodes and steps is not None and len(recording.latents) > max(steps):
                 break
             _RecordedLoop(task, stage, folder, recording, steps, decodes).run()
         if decodes:
@@ -186,10 +186,6 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
             recording.likes[network_name] = output if isinstance(output, torch.Tensor) else output[0]
         recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
     return recording
-
-
-def _is_over(recording: Recording, steps: tuple[int, ...] | None, decodes: bool) -> bool:
-    return not decodes and steps is not None and len(recording.latents) > max(steps)
 
 
 class _RecordedLoop:

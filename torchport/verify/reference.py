@@ -253,15 +253,14 @@ def read(folder: Path) -> Recording:
         name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded", "likes")
     }
     loop = LoopRecord(seams["chosen"])
-    loop.steps = [_step(restored(row, tensors)) for row in seams["steps"]]
+    for row in seams["steps"]:
+        fields = restored(row, tensors)
+        fields["calls"] = [ConditionCall(**call) for call in fields["calls"]]
+        loop.steps.append(SchedulerStep(**fields))
     moments = restored(seams["moments"], tensors)
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop)
     return Recording(**parts, calls=[_call(row, tensors) for row in data["calls"]], seams=side)
-
-
-def _step(fields: dict[str, Any]) -> SchedulerStep:
-    return SchedulerStep(**{**fields, "calls": [ConditionCall(**call) for call in fields["calls"]]})
 
 
 def _call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:

@@ -313,7 +313,8 @@ def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) ->
         fact = f"The table has no tile for a head size of {head_size} on {chip}"
         available = f"It has {', '.join(str(row.head_size) for row in of_chip)}"
     else:
-        fact, available = f"The table has no tile for a chip '{chip}'", f"It has {', '.join(_chips(rows))}"
+        chips = list(dict.fromkeys(row.chip for row in rows)) or ["none"]
+        fact, available = f"The table has no tile for a chip '{chip}'", f"It has {', '.join(chips)}"
     raise AttentionError(
         f"attention '{implementation}'",
         fact,
@@ -321,7 +322,3 @@ def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) ->
         chip=chip,
         head_size=head_size,
     )
-
-
-def _chips(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row.chip for row in rows)) or ["none"]

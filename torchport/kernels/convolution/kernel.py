@@ -233,17 +233,14 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
         return pl.BlockSpec((1, width, conv.frames, conv.inputs), row(times))
 
     block = min(conv.block, conv.outputs)
-    weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
+    kept = pl.Buffered(1)
+    weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=kept)
     specs = [line(conv.width // conv.zoom, conv.zoom), *[line(1, conv.zoom)] * 2, *[weights] * conv.parts]
     specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
     specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
     specs += [pl.BlockSpec((1, conv.width, conv.frames, block), made)] if conv.residual else []
     specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2 if conv.scaled else []
     return specs + ([_carry_block(conv)] if conv.carried else [])
-
-
-def _once() -> Any:
-    return pl.Buffered(1)
 
 
 def _carry_block(conv: Conv) -> pl.BlockSpec:

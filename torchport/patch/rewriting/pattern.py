@@ -101,7 +101,7 @@ def _match_run(pattern: Sequence[ast.stmt], statements: Sequence[ast.stmt], capt
 
 def _match(pattern: object, node: object, captured: Captured) -> bool:
     if isinstance(pattern, ast.Name) and pattern.id.startswith(_ONE) and isinstance(node, ast.expr):
-        seen = _shape(node)
+        seen = ast.dump(node).replace("Store()", "Load()")
         return captured.setdefault(pattern.id, seen) == seen
     if isinstance(pattern, ast.AST):
         if type(pattern) is not type(node):
@@ -111,7 +111,7 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
     if isinstance(pattern, list):
         return isinstance(node, list) and _match_list(pattern, node, captured)
     if isinstance(pattern, str):
-        return _without_marks(pattern) == node
+        return pattern.replace(_MANY, "$...").replace(_ONE, "$") == node  # inside strings a `$` is only a `$`
     return type(pattern) is type(node) and pattern == node
 
 
@@ -132,12 +132,3 @@ def _match_whole(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured:
         captured.update(trial)
         return True
     return False
-
-
-def _without_marks(text: str) -> str:
-    """Returns a string of the pattern as it was written: inside strings a `$` is only a `$`."""
-    return text.replace(_MANY, "$...").replace(_ONE, "$")
-
-
-def _shape(node: ast.AST) -> str:
-    return ast.dump(node).replace("Store()", "Load()")

@@ -206,17 +206,15 @@ def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list
     if lost:
         fact = f"'{lost[0]}' is bound in the run of '{entry.id}' and read after it"
         raise _refusal(entry, fact, f"Add '{lost[0]}' to 'gives'")
+    taken = arguments(function) | names_bound(function.body)
+    taken |= set().union(*(reads(statement) for statement in function.body))
     for name in gives:
-        if name not in inside and name in arguments(function) | _names(function):
+        if name not in inside and name in taken:
             fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
             nothing = "It assigns no name: write 'gives: []', also where it changes an object in place"
             remedy = f"Give some of {', '.join(sorted(inside))}, or a new name" if inside else nothing
             raise _refusal(entry, fact, remedy)
     return gives
-
-
-def _names(function: Function) -> set[str]:
-    return names_bound(function.body) | set().union(*(reads(statement) for statement in function.body))
 
 
 def _check_visible(entry: Entry, function: Function, run: Run, parameters: Sequence[str]) -> None:

@@ -151,13 +151,9 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
     return values, [name for name in lacking if name not in values]
 
 
-def _limit(name: str) -> int | None:
-    return next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
-
-
 def _small_value(name: str, default: Any) -> Any:
     """Returns a small value of one argument; None to leave it as it is."""
-    limit = _limit(name)
+    limit = next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None
     if default is None:

@@ -163,17 +163,14 @@ class GoingOn(TorchFunctionMode):
 def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], template: torch.Tensor) -> Any:
     """Returns arguments with zeros of the network in place of the host's tensors."""
     ids = {id(host) for host in hosts}
+    narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
     def replaced(leaf: torch.Tensor) -> torch.Tensor:
         if id(leaf) not in ids:
             return leaf
-        return template.new_zeros(tuple(leaf.shape), dtype=_narrow(leaf.dtype))
+        return template.new_zeros(tuple(leaf.shape), dtype=narrow.get(leaf.dtype, leaf.dtype))
 
     return pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
-
-
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    return {torch.float64: torch.float32, torch.complex128: torch.complex64}.get(dtype, dtype)
 
 
 def _first_network(args: Any, kwargs: Any) -> torch.Tensor:

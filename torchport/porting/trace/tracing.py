@@ -80,13 +80,9 @@ def called(request: Request) -> Calls:
                 parts = network.as_shapes(task, stage)
                 module, how = network.module_of(stage, parts), network.how(stage, task)
                 found = recorder.network_calls(stage, parts, module, how, task.settings, count=False)
-                result[stage.name] = [_without_output(call) for call in found]
+                # Without what `pickle` cannot carry.
+                result[stage.name] = [dataclasses.replace(call, output=None, kept={}) for call in found]
     return result
-
-
-def _without_output(call: recorder.NetworkCall) -> recorder.NetworkCall:
-    """Returns a call that `pickle` can carry."""
-    return dataclasses.replace(call, output=None, kept={})
 
 
 def traced(request: Request, calls: Calls | None) -> TraceReport:
