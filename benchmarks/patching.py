@@ -23,8 +23,7 @@ from pathlib import Path
 
 from torchport import patch
 from torchport.patch.live import holders
-from torchport.patch.live.counted import Calls, wrapping
-from torchport.patch.live.proxy import proxy
+from torchport.patch.live.counted import Calls, proxy, wrapping
 
 _TAIL = """\
   why: A benchmark.

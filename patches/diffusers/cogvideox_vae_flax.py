@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from torchport import engine
 from torchport.errors import AbsentPackageError, BadValueError, CheckpointForeignError, UnfilledWeightError, nearest
-from torchport.kernels.convolution import halo
+from torchport.kernels.convolution import forms
 
 try:
     from flax import nnx
@@ -140,7 +140,7 @@ def on_parts(conv, x_BTHWC, spec):
     def local(state, x):
         for dim, axes in enumerate(spec):
             if axes:
-                before, after = halo.sides(x, dim, axes, edges=False)
+                before, after = forms.sides(x, dim, axes, edges=False)
                 x = jnp.concatenate([before, x, after], dim)
         return nnx.merge(graph, state)(x)
 

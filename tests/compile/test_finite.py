@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from torchport import compile, patch, shard
-from torchport.compile import memory, network
+from torchport.compile import network
 from torchport.compile.finite import FirstNotFinite
 from torchport.config.strategy import Rule
 from torchport.errors import NotFiniteError
+from torchport.run import journey
 
 EVERYWHERE = Rule(match=".*", spec="replicate")
 
@@ -111,7 +112,7 @@ def test_an_error_about_nan_gets_the_module_as_a_line_of_its_own():
 def test_memory_says_that_nothing_was_compiled_and_what_a_cpu_does_not_count(mesh8):
     call = op_by_op(layers())
     call(x=torch.ones(2, 4))
-    assert memory.lines(call, list(mesh8.devices.flat)) == [
+    assert journey.memory_lines(call, list(mesh8.devices.flat)) == [
         "'net' ran op by op: no program was compiled",
         "the backend 'cpu' does not count what its devices hold",
     ]

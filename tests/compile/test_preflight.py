@@ -164,7 +164,7 @@ def test_the_shipped_rules_pass(port):
 def test_an_input_rule_that_matches_nothing_is_refused_with_its_line(port, monkeypatch):
     task = port()
     rules = [Rule(match="hiden_states", spec=["dp"]), *task.card.strategies["tp"].inputs["transformer"]]
-    monkeypatch.setattr("torchport.task.task.Task.rule_places", lambda self, kind, name: ["card.yaml:7", "card.yaml:8"])
+    monkeypatch.setattr("torchport.task.Task.rule_places", lambda self, kind, name: ["card.yaml:7", "card.yaml:8"])
     assert refusals(with_rules(task, inputs=rules), monkeypatch, DeadRuleError) == (
         "card.yaml:7: Rule 1, 'hiden_states', matches none of 7 tensors. "
         "Remove it or mend it. Did you mean 'hidden_states'? Known: encoder_attention_mask, encoder_attention_mask_2, "

@@ -293,7 +293,7 @@ def test_each_device_receives_its_own_part(mesh8):
 def test_an_array_that_lies_elsewhere_than_its_rule_says_is_refused(mesh8, monkeypatch):
     replicated = shard.sharding(rule("a"), mesh8)
     honest = shard.to_jax
-    monkeypatch.setattr("torchport.shard.placement.to_jax", lambda tensor, where: honest(tensor, replicated))
+    monkeypatch.setattr("torchport.shard.to_jax", lambda tensor, where: honest(tensor, replicated))
     with pytest.raises(PlacementError) as caught:
         shard.place([("some.weight", torch.zeros(8))], {"some.weight": rule("a", ["tp"])}, mesh8)
     text = str(caught.value)

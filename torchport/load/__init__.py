@@ -1,13 +1,23 @@
 """Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo."""
 
-from torchport.load.component import account_component, check_init, is_built_here, reads_config
+import inspect
+from pathlib import Path
+
+import torch
+
+from torchport.config.card import Card, Component
+from torchport.errors import BadValueError, CheckpointForeignError
+from torchport.load import checkpoint, pretrained
+from torchport.load.foreign import check_values
 from torchport.load.layout import Layout, layout_of
 from torchport.load.lora import Lora, Loras
 from torchport.load.module import (
     Builder,
     Maker,
     Recipe,
+    account,
     build,
+    check_dtype,
     class_of,
     configuration,
     default_dtype,
@@ -41,3 +51,75 @@ __all__ = [
     "tensors",
     "text_encoder",
 ]
+
+
+def is_built_here(component: Component) -> bool:
+    """Whether torchport builds and fills the module; all else is loaded by upstream's own `from_pretrained`."""
+    cls = class_of(component.class_)
+    if component.build is not None:
+        return True
+    # Only transformers knows how its classes take the names in their files.
+    return issubclass(cls, torch.nn.Module) and (hasattr(cls, "from_config") or not hasattr(cls, "config_class"))
+
+
+def reads_config(component: Component) -> bool:
+    """Whether a module that is built here has its configuration in `config.json`, and not in the card."""
+    in_card = component.build is not None or component.file is not None
+    return not in_card and hasattr(class_of(component.class_), "from_config")
+
+
+def account_component(
+    component: Component, folder: Path, layout: Layout | None = None, recipe: Recipe | None = None
+) -> None:
+    """Refuses a component that is not whole, or not the card's, before any of it is read; all components pass here.
+
+    Args:
+        component: As the card has it.
+        layout: How its tensors lie there; by default as the card has it without a variant.
+        recipe: How it is built, where the card says so; by default from its `config.json`.
+    """
+    layout = layout or layout_of(component, component.file, [])
+    if is_built_here(component):
+        module = published(*(recipe or _recorded(component, folder)))
+        layout.additions(module.state_dict(), account(module, folder, layout)).check()
+    elif component.rename:
+        fact = f"'rename' is for modules that torchport fills, and upstream loads {component.class_}"
+        raise BadValueError(layout.places[0] if layout.places else str(folder), fact, "Remove it, or add 'build'")
+    elif component.file is not None:
+        # Upstream loads the file strictly, so it refuses wrong keys and shapes.
+        for stored in layout.held(folder).values():
+            check_dtype(stored.file, stored.name, stored.dtype, torch.float32)
+    elif issubclass(class_of(component.class_), torch.nn.Module):
+        pretrained.account(component, folder)
+    else:
+        pretrained.check_part(component.class_, folder)
+
+
+def check_init(card: Card, folder: Path) -> None:
+    """Refuses a checkpoint whose pipeline is made with other arguments than the card's, or than upstream's defaults.
+
+    No value is as null or false.
+
+    Args:
+        card: One with `call`.
+    """
+    assert card.call is not None
+    file, defaults = folder / "model_index.json", inspect.signature(class_of(str(card.pipeline)).__init__).parameters
+    init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
+    index = checkpoint.read_json(file)
+    values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
+    for name in sorted(values | set(card.call.init)):
+        if (index.get(name) or None) != (init.get(name) or None):
+            fact = f"'{name}' is {index.get(name)!r}"
+            remedy = (
+                f"The card '{card.model}' has {init.get(name)!r} under 'call.init': name a checkpoint of that model"
+            )
+            raise CheckpointForeignError(str(file), fact, remedy, name=name)
+
+
+def _recorded(component: Component, folder: Path) -> Recipe:
+    """Returns how a component is built that has a `config.json`, whose values are checked."""
+    file = folder / "config.json"
+    config = checkpoint.read_json(file)
+    check_values(class_of(component.class_), file, config)
+    return Recipe(component.class_, config, str(file))

@@ -5,25 +5,28 @@ A function's reference count says in a microsecond whether anybody else holds it
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import gc
+import re
 import sys
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from torchport.errors import AliasError, PatchError, TooLateError
+from torchport.errors import AliasError, PatchError, TooLateError, UnreadableError
 from torchport.patch.declared.entry import Entry
 from torchport.patch.ledger import Op, Record
 from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_stand_ins
 from torchport.patch.live.holders import Holder, Referrers, names_of, weak_references
-from torchport.patch.live.naming import expression
 from torchport.patch.live.places import Place
 from torchport.patch.live.registry import registry
 from torchport.patch.live.target import Slot, function_in
-from torchport.patch.source import capture
+from torchport.source.modules import SourceFile, read_source, shown
 
 
 @dataclasses.dataclass(slots=True)
@@ -88,7 +91,7 @@ def _check_rebound(audit: _Audit) -> None:
         if holder.place is None:
             raise _refusal(record, _in_words(holder, record.entry))
     if audit.unknown > 0:
-        variable = capture.local_variable(audit.pair.old)
+        variable = local_variable(audit.pair.old)
         raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
 
 
@@ -166,7 +169,7 @@ def _audits(pairs: list[_Pair]) -> list[_Audit]:
 
 def _in_words(holder: Holder, entry: Entry) -> str:
     """Returns a holder in words: the expression that leads to it, its kind, and its line."""
-    line = capture.line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
+    line = line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
     name = None if holder.container is None else expression(holder.container)
     if name is not None or isinstance(holder.container, weakref.ref):
@@ -179,7 +182,162 @@ def _refusal(record: Record, holder: str) -> PatchError:
     fact = f"{entry.target} is still held by {holder}"
     if not record.late:
         return AliasError(entry.place, fact, "Patch that holder instead", patch=entry.id, target=entry.target)
-    importer = capture.importer(entry.module)
-    fact = f"{entry.module} was imported before its patch{f' ({importer})' if importer else ''}, and {fact}"
+    line = importer(entry.module)
+    fact = f"{entry.module} was imported before its patch{f' ({line})' if line else ''}, and {fact}"
     remedy = "Import it inside 'with patch.applied(...)'"
     return TooLateError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+_namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
+_attributes = type.__dict__["__dict__"].__get__
+_HEIGHT = 5
+
+
+def expression(thing: Any) -> str | None:
+    """Returns the shortest expression that leads to an object. None if no module or class leads to it in five steps.
+
+    Names are read from `__dict__`s, so that no lazy package is woken.
+    """
+    homes = {id(_namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
+    level: list[tuple[Any, str]] = [(thing, "")]
+    seen = {id(thing), id(level)}
+    for _ in range(_HEIGHT):
+        above: list[tuple[Any, str]] = []
+        seen.add(id(above))
+        for held, steps in level:
+            for referrer in gc.get_referrers(held):
+                name = _of_home(referrer, held, homes)
+                if name is not None:
+                    return f"{name}{steps}"
+                if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
+                    seen.add(id(referrer))
+                    above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, held)]
+        level = above
+    return None
+
+
+def _of_home(referrer: Any, held: Any, homes: dict[int, str]) -> str | None:
+    """Returns `module.name`, or `module.Class.name`, where a referrer is the namespace of a module or class."""
+    if id(referrer) in homes:
+        keys = (key for key, value in list(referrer.items()) if value is held)
+        return next((f"{homes[id(referrer)]}.{key}" for key in keys), None)
+    if isinstance(referrer, type):
+        keys = (key for key, value in list(_attributes(referrer).items()) if value is held)
+        return next((f"{referrer.__module__}.{referrer.__qualname__}.{key}" for key in keys), None)
+    if isinstance(referrer, dict):
+        owners = (owner for owner in gc.get_referrers(referrer) if isinstance(owner, type))
+        return next(filter(None, (_of_home(owner, held, homes) for owner in owners)), None)
+    return None
+
+
+def _steps(referrer: Any, held: Any) -> Iterator[tuple[Any, str]]:
+    """Yields the objects of which the source could name what a referrer holds, with the step from each."""
+    if isinstance(referrer, dict):
+        if any(key is held for key in list(dict.keys(referrer))):
+            yield referrer, ""
+        for key in [key for key, value in list(dict.items(referrer)) if value is held]:
+            owners = [owner for owner in gc.get_referrers(referrer) if _attributes_of(owner) is referrer]
+            yield from ((owner, f".{key}") for owner in owners)
+            if not owners:
+                yield referrer, f"[{key!r}]"
+    elif isinstance(referrer, (set, frozenset)):
+        yield referrer, ""  # a member has no name, and neither has a key
+    elif isinstance(referrer, (types.FunctionType, functools.partial)) and type(held) is tuple:
+        fields = ("__closure__", "__defaults__", "args")
+        yield from ((referrer, f".{field}") for field in fields if getattr(referrer, field, None) is held)
+    elif isinstance(referrer, (list, tuple)):
+        yield from ((referrer, f"[{index}]") for index, value in enumerate(referrer) if value is held)
+    else:
+        names = _attributes_of(referrer)
+        yield from ((referrer, f".{key}") for key, value in list((names or {}).items()) if value is held)
+
+
+def _attributes_of(owner: Any) -> dict[str, Any] | None:
+    """Returns an object's attributes. None for a module, whose names are its home's, and for what has none."""
+    if isinstance(owner, (types.ModuleType, type, dict)):
+        return None
+    names = getattr(owner, "__dict__", None)
+    return names if isinstance(names, dict) else None
+
+
+def line_of(module: str, name: str | None, original: str) -> str | None:
+    """Returns `file:line` of the statement by which a module took a name.
+
+    Args:
+        name: The name that it has there, or None if it is not a name of the module.
+        original: The name that it has at home.
+    """
+    source = source_of_module(module)
+    if source is None:
+        return None
+    wanted = {name, original} - {None}
+    for node in _statements(source.tree):
+        if wanted & set(_names_in(node)):
+            return f"{source.shown}:{node.lineno}"
+    return None
+
+
+def importer(module: str) -> str | None:
+    """Returns `file:line` of a statement that imports a module, the running program's first."""
+    parent, _, leaf = module.rpartition(".")
+    absolute = rf"^\s*(?:import {re.escape(module)}\b|from {re.escape(module)} |from {re.escape(parent)} import\b)"
+    for name in ("__main__", *reversed(list(sys.modules))):
+        if name != module and isinstance(sys.modules.get(name), types.ModuleType):
+            near = name.partition(".")[0] == module.partition(".")[0]
+            source = source_of_module(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
+            for node in ast.walk(source.tree) if source else ():
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and source and module in _imports(node, source):
+                    return f"{source.shown}:{node.lineno}"
+    return None
+
+
+def local_variable(thing: Any) -> str | None:
+    """Returns the local variable of a running function that holds an object."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
+            for name, value in frame.f_locals.items():
+                if value is thing:
+                    code = frame.f_code
+                    where = f"{shown(code.co_filename)}:{frame.f_lineno}"
+                    return f"the variable '{name}' of {code.co_name} ({where})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
+    """Returns a loaded module's source. With a needle, only if the text matches that before it is parsed."""
+    live = sys.modules.get(module)
+    file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return None
+    try:
+        text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
+        if needle is not None and not re.search(needle, text, re.MULTILINE):
+            return None
+        source = SourceFile(module, file, text) if module == "__main__" else read_source(module)
+        return source if source is None or source.tree else None
+    except (OSError, ImportError, UnreadableError):
+        return None  # only a message is poorer for it
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    yield from imports
+    yield from (node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)))
+    yield from (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+
+
+def _names_in(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [name for alias in node.names for name in (alias.name, alias.asname) if name]
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def _imports(node: ast.Import | ast.ImportFrom, source: SourceFile) -> set[str]:
+    """Returns the modules that a statement may import."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    home = source.imported_from(node)
+    return {home, *(f"{home}.{alias.name}" for alias in node.names)}

@@ -17,7 +17,8 @@ import jax
 import torch
 
 from torchport import compile, patch, save
-from torchport.compile import memory, network
+from torchport.compile import network
+from torchport.compile.program import Compiled
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES, StageName
@@ -27,7 +28,7 @@ from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
-from torchport.progress import log, track
+from torchport.progress import log, size_text, track
 from torchport.run import resume
 from torchport.save import artefact
 from torchport.save.manifest import SCHEMA, Manifest, versions
@@ -210,7 +211,7 @@ class Journey:
         self._programs[stage.name] = compiled.rows() if isinstance(compiled, compile.Compiled) else []
         if isinstance(compiled, compile.Compiled) and compiled.jit:
             self.operators[stage.name] = compiled.called()
-        for line in memory.lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
+        for line in memory_lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
             log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
@@ -493,3 +494,44 @@ def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
     reason = " ".join(str(error).split())[:200].rstrip(".")
     remedy = "Free some space, or choose another folder with --out"
     return OutputError(str(folder), f"The trace cannot be written: {reason}", remedy)
+
+
+def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
+    """Returns the memory of a stage whose steps are done, as lines of text.
+
+    Args:
+        call: The stage's network; anything else runs on the host.
+        devices: Those of the mesh.
+    """
+    if not isinstance(call, Compiled):
+        return ["it runs on the host, and takes no memory of a device"]
+    planned = [_planned(call.network.name, program) for program in call.programs.values()]
+    if not call.jit:
+        planned = [f"'{call.network.name}' ran op by op: no program was compiled"]
+    return [*planned, _counted([device for device in devices if device.process_index == jax.process_index()])]
+
+
+def _planned(name: str, program: Any) -> str:
+    """Returns what the compiler planned for a program, on each device."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return f"'{name}': this backend's compiler does not say what a program takes"
+    sizes = {
+        "weights and inputs": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "intermediate": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    parts = ", ".join(f"{size_text(size)} {what}" for what, size in sizes.items())
+    return f"'{name}', as compiled, on each device: {size_text(sum(sizes.values()))} ({parts})"
+
+
+def _counted(devices: Sequence[jax.Device]) -> str:
+    """Returns what the devices count, the fullest of this process's."""
+    stats = [stats for device in devices if (stats := device.memory_stats())]
+    if not stats:
+        return f"the backend '{devices[0].platform}' does not count what its devices hold"
+    most = max(stats, key=lambda one: one.get("peak_bytes_in_use", 0))
+    held, peak = (size_text(most.get(key, 0)) for key in ("bytes_in_use", "peak_bytes_in_use"))
+    limit = f" of {size_text(most['bytes_limit'])}" if "bytes_limit" in most else ""
+    return f"on the fullest device: {held} in use, {peak} at most since the run began{limit}"

@@ -44,8 +44,7 @@ from torchport.run.journey import Journey
 from torchport.run.path import output_folder
 from torchport.save.manifest import versions
 from torchport.stages import family, picture
-from torchport.task import Request, Task, accept
-from torchport.task.task import accept_like
+from torchport.task import Request, Task, accept, accept_like
 
 LONGEST_NAME = 255
 """Bytes of a folder's name, on common file systems."""

@@ -1,55 +1,376 @@
-"""Where weights, inputs and activations lie on a mesh, and which devices of a slice are neighbours."""
+"""Where weights, inputs and activations lie on a mesh: makes it, matches rules to tensors, and places these.
 
-from torchport.shard.placement import (
-    AXES,
-    KINDS,
-    RuleT,
-    abstract_mesh,
-    check_alive,
-    check_axes,
-    check_divides,
-    check_mesh,
-    check_used,
-    device_bytes,
-    firsts,
-    gathered,
-    input_rule,
-    make_mesh,
-    match,
-    matches,
-    named_shapes,
-    place,
-    shape,
-    sharding,
-    to_host,
-    to_jax,
-    to_torch,
-    with_mesh,
-)
+Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, several, or none, for each
+dim of a tensor, from the first on; `replicate` is written out, never implied.
+"""
 
-__all__ = [
-    "AXES",
-    "KINDS",
-    "RuleT",
-    "abstract_mesh",
-    "check_alive",
-    "check_axes",
-    "check_divides",
-    "check_mesh",
-    "check_used",
-    "device_bytes",
-    "firsts",
-    "gathered",
-    "input_rule",
-    "make_mesh",
-    "match",
-    "matches",
-    "named_shapes",
-    "place",
-    "shape",
-    "sharding",
-    "to_host",
-    "to_jax",
-    "to_torch",
-    "with_mesh",
-]
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import ml_dtypes
+import numpy
+import torch
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torchport.config import Document
+from torchport.config.card import DTYPES, Job
+from torchport.config.machine import Machine
+from torchport.config.strategy import ActivationRule, Axis, Rule, Spec, Strategy, WeightRule, dims_of
+from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
+from torchport.shard import grid
+
+AXES: tuple[Axis, ...] = ("dp", "sp", "tp")
+Shape = tuple[int, ...]
+RuleT = TypeVar("RuleT", bound=Rule)
+
+
+def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str) -> None:
+    """Refuses a mesh that does not use every device of the machine exactly once."""
+    product = math.prod(mesh.values())
+    if product != devices:
+        axes = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
+        raise MeshError(
+            place,
+            f"The mesh {axes} takes {product} device(s), and {machine} has {devices}",
+            f"The axes' product must be {devices}",
+            mesh=dict(mesh),
+            devices=devices,
+        )
+
+
+def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
+    """Returns a job with a mesh: its own, or its strategy's where it has none or only its strategy was exchanged."""
+    exchanged = ("strategy",) in document.flags and not any(path[0] == "mesh" for path in document.flags)
+    return job.model_copy(update={"mesh": strategy.mesh}) if exchanged or "mesh" not in document.data else job
+
+
+def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: Document) -> None:
+    """Refuses an axis of the mesh that no rule of these networks names: its devices would repeat the same work."""
+    if networks:
+        rules = [rules for name in networks for rules in (strategy.weights[name], strategy.inputs[name])]
+        activations = [rule for name in networks for rule in strategy.activations.get(name, [])]
+        name = f"the strategy '{job.strategy}'"
+        check_used(job.mesh, rules, activations, lambda axis: document.place(["mesh", axis]), name)
+
+
+def check_used(
+    mesh: Mapping[Axis, int],
+    rules: Sequence[Sequence[Rule]],
+    activations: Sequence[ActivationRule],
+    place: Callable[[Axis], str],
+    what: str,
+) -> None:
+    """Refuses an axis of a mesh that no rule names: its devices would repeat the same work.
+
+    Args:
+        mesh: Sizes of the axes.
+        rules: For weights and inputs.
+        activations: For what modules return.
+        place: Returns where an axis is written.
+    """
+    specs: list[Spec | None] = [spec for kind in rules for rule in kind for spec in (rule.spec, *rule.otherwise)]
+    specs += [spec for rule in activations for spec in rule.outputs]
+    used = {axis for spec in specs for axes in dims_of(spec) for axis in axes}
+    for axis, size in mesh.items():
+        if size > 1 and axis not in used:
+            raise MeshError(
+                place(axis),
+                f"{axis}={size} splits nothing: no rule of {what} names it",
+                f"Use the axes {', '.join(sorted(used))}" if used else "Leave it out: no rule names an axis",
+                axis=axis,
+            )
+
+
+def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:
+    """Refuses an axis that does not divide what it splits (heads, the batch)."""
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise MeshError(
+            place,
+            f"{axis}={size} does not divide {what}, which is {count}",
+            f"{axis} must be {'one of ' if count > 1 else ''}{divisors}",
+            axis=axis,
+            size=size,
+            count=count,
+        )
+
+
+def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """Returns JAX's mesh of these devices, all three axes named, those the job leaves out with size 1.
+
+    The devices of a group are neighbours, those of the innermost axes first: see `grid.order`.
+    """
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
+    where = grid.spots(devices)
+    chosen = grid.order(sizes, where, _jax_orders(sizes, devices, where))
+    arranged = numpy.empty(len(devices), dtype=object)
+    arranged[:] = [devices[number] for number in chosen]
+    return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
+
+
+def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.AbstractMesh:
+    """Returns the mesh without its devices, which need not be there: what attention and layouts depend on."""
+    device = jax.sharding.AbstractDevice(
+        device_kind=machine.kinds[0] if machine.kinds else machine.platform,
+        num_cores=None if machine.chip is None else machine.chip.cores,
+        platform=machine.platform,
+    )
+    sizes, types = tuple(mesh.get(axis, 1) for axis in AXES), (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.sharding.AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
+
+
+def _jax_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
+    """Returns JAX's own order, which uses the rings of some slices; none if JAX cannot split a line of chips."""
+    if len({spot.island for spot in where}) > 1:
+        return [list(range(len(devices)))]  # JAX's is for one slice
+    try:
+        jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:
+        return []
+    number = {device.id: n for n, device in enumerate(devices)}
+    return [[number[device.id] for device in jax_mesh.flat]]
+
+
+def match(
+    rules: Sequence[RuleT],
+    shapes: Mapping[str, Shape],
+    mesh: Mapping[Axis, int],
+    place: str,
+    places: Sequence[str] = (),
+) -> dict[str, RuleT]:
+    """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
+
+    Args:
+        rules: The rules, first match first.
+        shapes: Shape of every tensor, by name.
+        mesh: Sizes of the axes.
+        place: Where the rules are written, `file:line` of the list.
+        places: Where each rule is written; by default where the list is.
+    """
+    rule_of: dict[str, RuleT] = {}
+    for name in shapes:
+        rule = next((rule for rule in rules if matches(rule, name)), None)
+        if rule is None:
+            size = math.prod(shapes[name])
+            raise UnmatchedError(
+                place,
+                f"No rule matches '{name}' {list(shapes[name])} ({size} elements)",
+                "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+                name=name,
+            )
+        rule_of[name] = rule
+    check_alive(rules, list(shapes), place, places)
+    return {name: _with_fitting_spec(name, shapes[name], rule, mesh, place) for name, rule in rule_of.items()}
+
+
+def firsts(rules: Sequence[Rule], names: Iterable[str]) -> set[int | None]:
+    """Returns the numbers of the rules that are the first match of a name; None if a name has none."""
+    return {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
+
+
+def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
+    """Refuses a rule that is the first match of no name; see `match` for the arguments."""
+    used = firsts(rules, names)
+    for number, rule in enumerate(rules):
+        if number not in used and not rule.is_shared:
+            raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)
+
+
+def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
+    """Returns the rule of one input of a network, with the spec that fits its shape.
+
+    Args:
+        rules: Those for the network's inputs, first match first.
+        mesh: Sizes of the axes.
+    """
+    rule = next((rule for rule in rules if matches(rule, name)), None)
+    if rule is None:
+        raise UnmatchedError(
+            place,
+            f"No rule matches the input '{name}' {list(shape)} of {what}",
+            "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+            name=name,
+        )
+    try:
+        return _with_fitting_spec(name, shape, rule, mesh, place)
+    except MeshError as error:
+        raise MeshError(place, f"{error.fact}, an input of {what}", error.remedy, name=name) from error
+
+
+def matches(rule: Rule, name: str) -> bool:
+    """Whether a rule's pattern is the whole of a name."""
+    return re.fullmatch(rule.match, name) is not None
+
+
+def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleError:
+    covered = any(re.fullmatch(rule.match, name) for name in names)
+    fact = f"Rule {number}, '{rule.match}', " + (
+        "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
+    )
+    plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+    return DeadRuleError(
+        place,
+        fact,
+        "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
+        rule=rule.match,
+    )
+
+
+def _some(plain: str, names: list[str]) -> list[str]:
+    """Returns the few names closest to a pattern, since a network may have thousands."""
+    import difflib
+
+    return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+
+
+def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
+    """Returns the rule with its first spec whose axes divide the shape."""
+    for spec in (rule.spec, *rule.otherwise):
+        if spec == "replicate":
+            return rule.model_copy(update={"spec": spec})
+        if len(spec) > len(shape) and rule.is_shared:
+            continue
+        if len(spec) > len(shape):
+            raise MeshError(
+                place,
+                f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}",
+                "Shorten the spec, or narrow the rule",
+                name=name,
+            )
+        if not _uneven_dims(shape, spec, mesh):
+            return rule.model_copy(update={"spec": spec})
+    dim, axes = next(uneven for spec in (rule.spec, *rule.otherwise) for uneven in _uneven_dims(shape, spec, mesh))
+    raise MeshError(
+        place,
+        f"{_axes_text(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
+        name=name,
+        axis=axes[0],
+    )
+
+
+def _uneven_dims(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
+    """Returns the dims that their axes do not divide."""
+    pairs = zip(shape, dims_of(spec), strict=False)
+    return [(dim, axes) for dim, (size, axes) in enumerate(pairs) if size % _parts(axes, mesh)]
+
+
+def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
+    """Returns into how many parts axes split a dim."""
+    return math.prod(mesh.get(axis, 1) for axis in axes)
+
+
+def _axes_text(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
+    """Returns axes with their sizes as text for errors: `dp=2 x tp=4`."""
+    return " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
+
+
+def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:
+    """Returns the bytes that the tensors take on each device under their rules: exact, from shapes alone."""
+    total = 0
+    for name, shape in shapes.items():
+        split = math.prod(_parts(axes, mesh) for axes in dims_of(rules[name].spec))
+        total += math.prod(shape) * DTYPES[dtype] // split
+    return total
+
+
+def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(rule.spec))))
+
+
+def gathered(rules: Mapping[str, WeightRule]) -> frozenset[str]:
+    """Returns the names of the weights that are split, and made whole where they are used."""
+    return frozenset(name for name, rule in rules.items() if rule.gather and any(dims_of(rule.spec)))
+
+
+def place(
+    tensors: Iterable[tuple[str, torch.Tensor]], rules: Mapping[str, Rule], mesh: jax.sharding.Mesh
+) -> dict[str, jax.Array]:
+    """Returns the tensors as JAX arrays, each where its rule puts it, as read back from the devices.
+
+    Args:
+        tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
+    """
+    placed: dict[str, jax.Array] = {}
+    for name, tensor in tensors:
+        target = sharding(rules[name], mesh)
+        array = to_jax(tensor, target)
+        if not array.sharding.is_equivalent_to(target, array.ndim) or array.shape != tuple(tensor.shape):
+            raise PlacementError(
+                name,
+                f"It lies as {array.sharding} with shape {array.shape}",
+                f"Its rule puts it as {target}",
+                name=name,
+            )
+        placed[name] = array
+    return placed
+
+
+KINDS = {
+    torch.bfloat16: ml_dtypes.bfloat16,
+    torch.float32: numpy.float32,
+    torch.float16: numpy.float16,
+    torch.int64: numpy.int64,
+    torch.float64: numpy.float64,
+    torch.complex128: numpy.complex128,
+    torch.complex64: numpy.complex64,
+    torch.int32: numpy.int32,
+    torch.bool: numpy.bool_,
+}
+"""What `to_jax` makes of torch's dtypes."""
+
+
+def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns what `to_jax` would make of a tensor, as shape, dtype and placement alone."""
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), KINDS[tensor.dtype], sharding=where)
+
+
+def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
+    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
+
+    Its dtype stays: JAX has 64-bit types where it is asked for them.
+    """
+    array = _to_numpy(tensor)
+    with jax.enable_x64(True):
+        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit.
+
+    Where several processes run together, all of them must call this, and all get the whole.
+    """
+    host = to_host(array)
+    if host.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(host.view(numpy.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(host.copy())
+
+
+def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
+    """Returns a JAX array in host memory, gathered from all hosts; see `to_torch`."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return numpy.asarray(array)
+    return numpy.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        raise PlacementError(kind, "NumPy has no such numbers", "Cast it where that is meant") from error
+
+
+def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """Returns the shapes of tensors by name; meta tensors have shapes too."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

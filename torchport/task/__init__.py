@@ -1,6 +1,483 @@
 """A request, and the task that it becomes once all that it names is read and checked."""
 
-from torchport.task.execution import Execution
-from torchport.task.task import Request, Task, accept, check_tiling
+from __future__ import annotations
 
-__all__ = ["Execution", "Request", "Task", "accept", "check_tiling"]
+import dataclasses
+import datetime
+import functools
+import hashlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from torchport import patch, save, shard
+from torchport.config import Document, checkout, machine
+from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
+from torchport.config.pack import Pack, find_pack
+from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameError, nearest
+from torchport.files.folder import expand_home, has_file
+from torchport.load import checkpoint
+from torchport.load.adapter import config_beside
+from torchport.load.lora import check_format
+from torchport.patch.ledger import digest as patch_digest
+from torchport.stages import family as families
+from torchport.stages import picture
+from torchport.task.execution import COMPILED, check
+from torchport.task.execution import Execution as Execution
+from torchport.task.family_file import family as load_family
+
+Backend = Literal["torchax", "original"]
+DEFAULT_SEED = 42
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to run, as given on the command line or from Python."""
+
+    model: str  #: Name of a model card.
+    config: str  #: A config: a path, or a name in `configs/`.
+    #: What to show; may be left out where no prompt is encoded.
+    prompt: str | None = None
+    negative_prompt: str | None = None  #: What to avoid; by default nothing.
+    seed: int | None = None  #: Of the noise; by default 42.
+    #: A folder, `repo@revision`, `tiny` or `tiny:random`; by default the config's, else the card's.
+    checkpoint: str | None = None
+    #: The output folder; by default a new one under `outputs/`.
+    out: Path | None = None
+    #: Where earlier stages' artefacts are read; by default `out`.
+    inputs: Path | None = None
+    stage: str = "all"  #: One stage, or `all`.
+    #: `torchax`, or `original`: upstream, eager, in PyTorch.
+    backend: Backend = "torchax"
+    overrides: tuple[str, ...] = ()  #: `path.to.field=value`, into the config.
+    #: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
+    paths: tuple[str, ...] = ()
+    #: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
+    noise: torch.Tensor | None = None
+    image: Path | None = None  #: A file with the first frame, for image-to-video.
+    #: The checkout of an upstream that is no installed package.
+    upstream_path: str | None = None
+    #: Whether JAX keeps compiled programs on disk, and loads them again.
+    cache: bool = True
+    execution: Execution = COMPILED  #: How it is executed, and what is shown of that.
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A request with all that it names, read and checked."""
+
+    request: Request  #: The request.
+    pack: Pack  #: The packs that its data lies in.
+    card: Card  #: The model card.
+    job: Job  #: The config, overrides applied.
+    card_document: Document  #: The card's lines, for errors.
+    job_document: Document  #: The config's lines, for errors.
+    machine: machine.Machine  #: What the config names.
+    family: ModuleType  #: The module of the model's verbs.
+    settings: families.Settings  #: What the stages make.
+    folder: Path  #: The output folder.
+    upstream: Path | None  #: The upstream's checkout, where it is one.
+    #: Components as shapes, each built once; see `network.published`.
+    shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def original(self) -> bool:
+        """Whether upstream runs as it is, in PyTorch."""
+        return self.request.backend == "original"
+
+    @property
+    def inputs(self) -> Path:
+        """Where earlier stages' artefacts are read."""
+        return self.request.inputs or self.folder
+
+    @property
+    def stages(self) -> list[families.Stage]:
+        return [stage for stage in self.family.STAGES if self.request.stage in (stage.name, "all")]
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint's name: the flag's, else the config's, else the card's."""
+        return _checkpoint(self.request, self.job, self.card)
+
+    @property
+    def result(self) -> Path:
+        """The file that a whole run makes: a video, or a picture."""
+        return self.folder / (save.PICTURE if self.card.makes_pictures else save.VIDEO)
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether that is the card's own tiny checkpoint."""
+        return is_tiny(self.checkpoint)
+
+    def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
+        """Returns the patches of some stages.
+
+        Every stage that goes through torchax also gets the patches of torchax. For the original, this returns only the
+        patches without which upstream cannot start: plumbing, and those that the card names.
+        """
+        names: dict[str, None] = {}
+        for stage in stages:
+            names |= dict.fromkeys(["torchax"] if stage.network is not None and not self.original else [])
+            names |= dict.fromkeys(self.card.patch_names(stage.name, self.job.implementations))
+        home = self.pack.home(self.card.model).patches
+        entries = patch.read(self.pack.folders, list(names), home)
+        if not self.original:
+            return entries
+        needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}
+        return [entry for entry in entries if entry.plumbing or entry.id in needed]
+
+    @property
+    def denoising(self) -> list[families.Stage]:
+        """The family's stages that take denoising steps, in order; the first one begins with the noise."""
+        return [stage for stage in self.family.STAGES if stage.name in DENOISING]
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether any of the stages to run takes denoising steps."""
+        return any(stage.name in DENOISING for stage in self.stages)
+
+    def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
+        """Returns the noise that the caller has for a stage, by its name among the stage's inputs."""
+        noise = self.request.noise
+        return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
+
+    def component_folder(self, weights: Path, component: str) -> Path:
+        """Returns where a component lies in the checkpoint."""
+        return weights / self.card.folder(component, self.settings.variant)
+
+    def dtype(self, component: str) -> str:
+        return str(self.settings.dtypes[component]).removeprefix("torch.")
+
+    def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
+        """Returns where the sharding rules of a component are written, `file:line`."""
+        return self.card_document.place(["strategies", self.job.strategy, kind, self.card.written(component)])
+
+    def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
+        """Returns where each sharding rule of a component is written, `file:line`."""
+        strategy = self.card.strategies[self.job.strategy]
+        rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
+        path = ["strategies", self.job.strategy, kind, self.card.written(component)]
+        return [self.card_document.place([*path, number]) for number in range(len(rules))]
+
+    def program_place(self, component: str, what: str) -> str:
+        """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
+        if what == "activations":
+            return self.rules_place("activations", component)
+        return self.card_document.place(["stacks", self.card.written(component), what.removeprefix("stacks.")])
+
+    def identity(self, stage: StageName) -> dict[str, Any]:
+        """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree."""
+        identity: dict[str, Any] = {"model": self.card.artefacts}
+        if stage == "encode":
+            return identity | {"guidance": self.settings.guidance_scale != 1.0}
+        if self.card.call is not None and stage != "encode_image":  # latents are replayed in the call that made them
+            identity["call"] = {**self.card.call.constants, **self.settings.call}
+        if stage == "denoise_first":  # the same loop goes on
+            identity |= {"steps": self.settings.steps, "guidance_scale": self.settings.guidance_scale}
+            identity["lora"] = self.loras
+        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
+
+    @functools.cached_property
+    def loras(self) -> list[dict[str, Any]]:
+        """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
+        return _lora_rows(self.job)
+
+    def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
+        """Returns the settings that a stage uses, as its manifest keeps them."""
+        settings = dataclasses.asdict(self.settings)
+        settings["image"] = str(self.settings.image) if self.settings.image else None
+        settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
+        manifest_settings = {key: settings[key] for key in stage.uses}
+        if "dtypes" in manifest_settings:
+            manifest_settings["precision"] = {
+                name: self.card.components[name].precision for name in self.settings.dtypes
+            }
+        if "image" in manifest_settings and self.settings.image is not None:
+            manifest_settings["image_digest"] = hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
+        if stage.name in DENOISING:
+            manifest_settings["lora"] = self.loras
+        if "seed" in manifest_settings:
+            manifest_settings["noise"] = _digest(self.request.noise)
+        return manifest_settings
+
+    def code(self, stage: families.Stage) -> str:
+        """Returns a hash of the code that a stage runs beside upstream: card, family, patches and their functions."""
+        files = self.card.code(Path(str(self.family.__file__)))
+        parts = [self.card.model_dump_json().encode(), *(file.read_bytes() for file in files)]
+        parts += [patch_digest(entry).encode() for entry in self.patches([stage])]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+    def shared_code(self, stage: families.Stage) -> str:
+        """Returns the hash that `code` is with `--backend original`, where fewer patches are in force."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, backend="original")).code(stage)
+
+    def flag_settings(self) -> dict[str, Any]:
+        """Returns the settings that a flag sets, without those of a config or a default."""
+        keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
+        flag_settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
+        flags = {key: getattr(self.request, key) for key in ("prompt", "negative_prompt", "seed")}
+        flags["image"] = None if self.request.image is None else str(self.request.image)
+        flags["lora"] = self.loras if "lora" in keys else None
+        return flag_settings | {key: value for key, value in flags.items() if value is not None}
+
+    def command(self, stage: StageName, folder: Path) -> str:
+        """Returns the command that makes a stage's artefact in a folder, for this task."""
+        request = self.request
+        words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
+        if stage == "encode":
+            words += ["--prompt", request.prompt or "..."]
+        if self.family.TAKES_IMAGE == families.ALWAYS and stage in families.with_image(self.family.STAGES):
+            words += ["--image", "FILE"]
+        flags = {"--checkpoint": request.checkpoint, "--upstream-path": request.upstream_path}
+        for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
+            words += [flag, value] if value is not None else []
+        words += ["--backend", "original"] if self.original else []
+        for override in request.overrides:
+            words += ["--set", override]
+        return shlex.join([*words, "--out", str(folder)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns how a process of ours gets the same task: the family by its name, and no shapes."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("family", "shapes")]
+        fields = {name: getattr(self, name) for name in names}
+        return _with_family, (fields,)
+
+
+def _with_family(fields: dict[str, Any]) -> Task:
+    card, document = fields["card"], fields["card_document"]
+    return Task(**fields, family=load_family(fields["pack"], card, document))
+
+
+def _checkpoint(request: Request, job: Job, card: Card) -> str:
+    return request.checkpoint or job.checkpoint or card.checkpoint
+
+
+def _digest(noise: torch.Tensor | None) -> str | None:
+    """Returns a hash of the caller's noise, for the manifest; None for noise from the seed."""
+    if noise is None:
+        return None
+    raw = noise.detach().to(torch.float32).contiguous().numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _lora_rows(job: Job) -> list[dict[str, Any]]:
+    """Returns a job's LoRA files as manifests list them: by their bytes, wherever they lie."""
+    listed: list[dict[str, Any]] = []
+    for lora in job.lora:
+        file = expand_home(lora.path)
+        row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
+        beside = config_beside(file)
+        listed.append({**row, "config": _sha256(beside)} if beside else row)
+    return listed
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> Task:
+    """Returns the task of a request, after reading and checking all that it names.
+
+    Args:
+        dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
+        reads_picture: Whether the image is read. A series reads those of its videos itself.
+    """
+    pack = find_pack(request.paths)
+    card, card_document = pack.card(request.model)
+    job, job_document = pack.job(request.config, request.overrides)
+    _check_request(request, dry)
+    check_job(job, card, job_document, pack.cards())
+    job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
+    slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
+    family = load_family(pack, card, card_document)
+    _check_stage(request, family)
+    _check_lora_components(card, job, family, job_document)
+    stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
+    check(request.execution, stages, request.backend == "original", job, slice_)
+    check_step_cache(card, job, stages, request.backend == "original", job_document)
+    check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
+    if request.backend == "torchax":
+        mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
+        shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
+        shard.check_divides(
+            "dp",
+            job.mesh.get("dp", 1),
+            f"the batch of guidance_scale {job.guidance_scale}",
+            family.batch(job.guidance_scale),
+            job_document.place(["mesh", "dp"]),
+        )
+        networks = [stage.network for stage in stages if stage.network]
+        shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
+    if not dry:
+        _check_lora_files(job, request.stage, request.overrides, job_document)
+    checkpoint.check_name(_checkpoint(request, job, card))
+    card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
+    upstream = checkout.find(card.checkout, request.upstream_path)
+    _check_image(request, family, dry, reads_picture)
+    if request.backend == "torchax":
+        check_tiling(card, job, stages, job_document)
+    _check_variant(request, card, job, family, job_document if job.variant else card_document)
+    folder, settings = request.out or _new_folder(request), _settings(request, card, job)
+    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
+
+
+def accept_like(task: Task, request: Request) -> Task:
+    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone.
+
+    What both name is not read again. The image is not read at all, as by a series.
+    """
+    _check_request(request, dry=False)
+    _check_image(request, task.family, dry=False, reads_picture=False)
+    folder, settings = request.out or _new_folder(request), _settings(request, task.card, task.job)
+    return dataclasses.replace(task, request=request, settings=settings, folder=folder)
+
+
+def _check_stage(request: Request, family: ModuleType) -> None:
+    names = [*(stage.name for stage in family.STAGES), "all"]
+    if request.stage not in names:
+        raise UnknownNameError(f"--stage {request.stage}", "There is no such stage", nearest(request.stage, names))
+    denoising = [name for name in names if name in DENOISING]
+    if request.noise is not None and request.stage in denoising[1:]:
+        fact = f"'{request.stage}' goes on from what '{denoising[0]}' left, and takes no noise"
+        raise BadValueError("noise", fact, f"Give it to the stage '{denoising[0]}'")
+
+
+def _check_request(request: Request, dry: bool) -> None:
+    if request.prompt is None and request.stage in ("encode", "all") and not dry:
+        raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
+    for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
+        try:
+            (text or "").encode("utf-8")
+        except UnicodeEncodeError as error:
+            fact = f"Character {error.start + 1} is not Unicode text"
+            raise BadValueError(flag, fact, "Write it as UTF-8") from error
+    if request.checkpoint == "":
+        raise BadValueError("--checkpoint ''", "It is empty", "Write a value, or leave the flag out")
+    if request.out is not None and request.out == Path():
+        raise BadValueError("--out", "It is empty, or the current folder", "Name a folder of its own")
+    if request.stage == "all" and request.inputs is not None:
+        fact = "All stages are run here, and none is read"
+        raise BadValueError(f"--inputs {request.inputs}", fact, "Leave it out, or name a --stage")
+
+
+def _check_lora_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses a LoRA of what the loop does not call."""
+    names = [str(stage.network) for stage in family.STAGES if stage.name in DENOISING]
+    for number, lora in enumerate(job.lora):
+        if lora.component not in names:
+            fact = f"'{card.model}' takes no steps with a network '{lora.component}'"
+            place = document.place(["lora", number, "component"])
+            raise UnknownNameError(place, fact, nearest(lora.component, names), name=lora.component)
+
+
+def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
+    """Refuses a LoRA that is not there, or that is a pickle.
+
+    A plan, which is made without the checkpoint's files too, needs none, and checks those that are here itself. Nor
+    does a stage that takes no steps, unless a flag names the file: it is compared with what the steps were taken with.
+    """
+    if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
+        return
+    for number, lora in enumerate(job.lora):
+        place, file = document.place(["lora", number, "path"]), expand_home(lora.path)
+        if not has_file(file):
+            raise CheckpointMissingError(place, f"There is no file '{lora.path}'", "Name a LoRA in safetensors")
+        check_format(file)
+
+
+def check_step_cache(
+    card: Card, job: Job, stages: Sequence[families.Stage], original: bool, document: Document
+) -> None:
+    """Refuses a step cache that a loop cannot have; a run without denoising steps reads none."""
+    loops = [stage for stage in stages if stage.name in DENOISING]
+    if job.cache is None or not loops:
+        return
+    place = document.place(["cache"])
+    if original:
+        fact = "'cache' is for compiled programs, and --backend original computes every step in PyTorch"
+        raise BadValueError(place, fact, "Remove it, --set cache=null, or leave out --backend original")
+    for stage in loops:
+        if stage.outputs:
+            fact = f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache keeps what one output is of"
+            raise BadValueError(place, fact, "Remove it, or --set cache=null")
+        if not card.stacks.get(str(stage.network)):
+            fact = (
+                f"A step cache reuses what stacked blocks compute, and the card '{card.model}' names none of "
+                f"'{stage.network}'"
+            )
+            raise BadValueError(place, fact, "Name them in the card's 'stacks' (docs/cards.md), or --set cache=null")
+
+
+def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture: bool) -> None:
+    if request.image is None:
+        if (
+            family.TAKES_IMAGE == families.ALWAYS
+            and request.stage in (*families.with_image(family.STAGES), "all")
+            and not dry
+        ):
+            fact = f"It is missing, and '{request.model}' makes videos from a first frame"
+            raise BadValueError("--image", fact, "Add --image FILE")
+        return
+    if not family.TAKES_IMAGE:
+        fact = f"'{request.model}' makes videos from text alone"
+        raise BadValueError(f"--image {request.image}", fact, "Leave the flag out")
+    if not request.image.is_file():
+        raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
+    if reads_picture:
+        picture.read(request.image)
+
+
+def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:
+    """Refuses tiles of a VAE that one of the stages compiles whole: they are another function, unrolled into one."""
+    if card.call is None or not job.vae_tiling:
+        return
+    if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):
+        fact = f"'vae_tiling' is true, and the VAE of '{card.model}' is compiled whole and split over the mesh"
+        raise BadValueError(document.place(["vae_tiling"]), fact, "Leave it out: --backend original decodes in tiles")
+
+
+def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses a variant that the family does not have, or that is for another task; upstream would notice late."""
+    variant, place = job.variant or card.variant, document.place(["variant"])
+    if variant is None:
+        return
+    if variant not in family.VARIANTS:
+        raise UnknownNameError(place, f"'{card.model}' has no variant '{variant}'", nearest(variant, family.VARIANTS))
+    made_for, task = family.task(variant), "t2v" if request.image is None else "i2v"
+    if request.stage in ("encode", "all") and made_for != task:
+        remedy = "Add --image FILE" if task == "t2v" else "Leave --image out"
+        other = f"--set variant={variant.replace(made_for, task)}"
+        raise BadValueError(place, f"'{variant}' is made for {made_for}, and this is {task}", f"{remedy}, or {other}")
+
+
+def _new_folder(request: Request) -> Path:
+    moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
+    stem = Path("outputs") / f"{request.model}-{config}-{moment}"
+    return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
+
+
+def _settings(request: Request, card: Card, job: Job) -> families.Settings:
+    dtypes = {name: job.dtypes.get(name, component.dtype) for name, component in card.components.items()}
+    return families.Settings(
+        prompt=request.prompt or "",
+        negative_prompt=request.negative_prompt or "",
+        seed=DEFAULT_SEED if request.seed is None else request.seed,
+        height=job.height,
+        width=job.width,
+        frames=job.frames,
+        steps=job.steps,
+        guidance_scale=job.guidance_scale,
+        dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype},
+        vae_tiling=job.vae_tiling,
+        text_bucket=job.text_bucket,
+        variant=job.variant or card.variant,
+        image=request.image,
+        call=job.call,
+        guider=job.guider,
+    )

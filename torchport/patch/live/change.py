@@ -25,7 +25,7 @@ from torchport.patch.live.target import (
     locate,
     shaped_as,
 )
-from torchport.patch.rewriting import recompile, rewrite
+from torchport.patch.rewriting import rewrite
 from torchport.patch.source import signature
 from torchport.patch.source.checks import source_of
 
@@ -170,13 +170,13 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     check_scope(entry, slot)
     check_function(entry, function)
     old = function.__code__
-    text = recompile.source_text(entry, function)
+    text = rewrite.source_text(entry, function)
     parameters = rewrite.parameters(entry, loaded)
-    edit = rewrite.edit(entry, text, old.co_firstlineno, recompile.finder(entry, old), parameters)
+    edit = rewrite.edit(entry, text, old.co_firstlineno, rewrite.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
     filename = _filename(entry, old.co_filename)
-    new = recompile.code(entry, edit.part, old, filename)
-    recompile.remember(filename, edit.text, old.co_filename)
+    new = rewrite.code(entry, edit.part, old, filename)
+    rewrite.remember(filename, edit.text, old.co_filename)
     put, _ = counting(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new

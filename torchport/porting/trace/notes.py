@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torchport.compile.failure import MOST_FRAMES
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.explained import MOST_FRAMES
 from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live
 from torchport.errors import HostTensorError, TorchportError
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from torchport import compile, patch, shard
-from torchport.compile import memory
 from torchport.config.machine import GIB
 from torchport.config.strategy import Rule
+from torchport.run import journey
 
 EVERYWHERE = Rule(match=".*", spec="replicate")
 
@@ -28,7 +28,7 @@ def call(pack):
 
 
 def test_the_compilers_figures_are_of_each_program_and_a_cpu_counts_nothing(call):
-    planned, counted = memory.lines(call, jax.devices()[:1])
+    planned, counted = journey.memory_lines(call, jax.devices()[:1])
     assert planned.startswith("'net', as compiled, on each device: 260.0 KiB (")  # weights are 256 x 256 x 4 bytes
     assert "258.0 KiB weights and inputs, 1.0 KiB outputs, " in planned
     assert counted == "the backend 'cpu' does not count what its devices hold"
@@ -42,9 +42,9 @@ def test_devices_that_count_are_shown_by_the_fullest(limit, text):
         stats = {"bytes_in_use": GIB, "peak_bytes_in_use": peak, **limit}
         return types.SimpleNamespace(process_index=0, platform="tpu", memory_stats=lambda: stats)
 
-    line = memory._counted([device(2 * GIB), device(3 * GIB)])
+    line = journey._counted([device(2 * GIB), device(3 * GIB)])
     assert line == f"on the fullest device: 1.0 GiB in use, 3.0 GiB at most since the run began{text}"
 
 
 def test_a_stage_of_the_host_says_so():
-    assert memory.lines(None, []) == ["it runs on the host, and takes no memory of a device"]
+    assert journey.memory_lines(None, []) == ["it runs on the host, and takes no memory of a device"]
