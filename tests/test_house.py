@@ -149,7 +149,7 @@ VIOLATIONS = {
     ),
     "inside a function": (
         "shard/grid.py",
-        "def f():\n    from torchport.task import task",
+        "def f():\n    from torchport.task import Task",
         "lint-imports",
         "torchport.shard is not allowed",
     ),

@@ -1,6 +1,7 @@
 """Requests: everything that is written is read and checked before anything is loaded; what the machine must carry."""
 
 import dataclasses
+import datetime
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +21,7 @@ from torchport.errors import (
     UpstreamError,
     WrongTypeError,
 )
-from torchport.task import accept, task
+from torchport.task import Request, accept
 
 GIB = 2**30
 
@@ -214,12 +215,12 @@ def test_two_runs_in_one_second_get_two_folders(request_for, monkeypatch, tmp_pa
     first = accept(request_for(out=None)).folder
     assert first.parent.name == "outputs" and first.name.startswith("hunyuan-demo-")
 
-    class Clock(task.datetime.datetime):
+    class Clock(datetime.datetime):
         @classmethod
         def now(cls):
             return cls(2026, 11, 20, 21, 0, 0)
 
-    monkeypatch.setattr(task.datetime, "datetime", Clock)
+    monkeypatch.setattr(datetime, "datetime", Clock)
     names = []
     for _ in range(3):
         folder = accept(request_for(out=None)).folder
@@ -242,7 +243,7 @@ def test_the_original_takes_the_plumbing_alone_and_the_port_all_patches(asked):
 def test_a_stage_has_the_patches_of_the_implementation_that_the_config_names(root):
     def request(*overrides):
         config = "configs/cogvideox_demo.yaml"
-        return accept(task.Request("cogvideox", config, "A cat", overrides=overrides, paths=(str(root),)), dry=True)
+        return accept(Request("cogvideox", config, "A cat", overrides=overrides, paths=(str(root),)), dry=True)
 
     default, flax = request(), request("vae.implementation=flax")
     decode, ids = default.stages[-1], {}
