@@ -131,10 +131,12 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(comparison: Comparison) -> list[str]:
-    text = [*_other_video(comparison), f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
+    other = comparison.other_video
+    text = [f"A and B are two different videos: {_rows(other)}"] if other else []
+    text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
         text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {_rows(comparison.floor.differences)}")
-    rows = [row for row in comparison.b.differences if row not in comparison.other_video]
+    rows = [row for row in comparison.b.differences if row not in other]
     text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)] if rows else []
     text += [f"warning: {comparison.b.warning}"] if comparison.b.warning else []
     if comparison.is_same:
@@ -142,11 +144,6 @@ def lines(comparison: Comparison) -> list[str]:
     if not comparison.is_same or comparison.floor is not None:
         text += ["", *_frame_lines(comparison), "", *_latent_lines(comparison)]
     return [*text, *dict.fromkeys(f"{each.unkept}." for each in comparison.distances if each.unkept)]
-
-
-def _other_video(comparison: Comparison) -> list[str]:
-    rows = comparison.other_video
-    return [f"A and B are two different videos: {_rows(rows)}"] if rows else []
 
 
 def _rows(rows: Sequence[Difference]) -> str:

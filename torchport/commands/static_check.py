@@ -183,7 +183,8 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
     """
     report.try_entry(entry, "targets")
-    for draft in _unfilled_entry(entry, _tree(entry)):
+    tree = tree_of(file_of(entry, entry.reference)) if entry.reference else None
+    for draft in _unfilled_entry(entry, tree):
         report.add(draft, "targets", entry.id)
     if not entry.edits:
         return True
@@ -196,13 +197,6 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report.add(error, "targets", entry.id)
         return False
     return True
-
-
-def _tree(entry: patch.Entry) -> ast.Module | None:
-    """Returns the file of an entry's function, which can be read: it has been; None for an entry without one."""
-    if not entry.reference:
-        return None
-    return tree_of(file_of(entry, entry.reference))
 
 
 def _unlocked(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
@@ -289,17 +283,11 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
         if networks is not None:
             check_names(card, networks, document)
         yield from _absent_builders(pack, card, document)
-        yield from _draft(pack, card, document)
+        if card.call is None:
+            place = document.place(["family"])
+            yield from _unfilled_family(pack.family_file(card, place), place)
     except TorchportError as error:
         yield error
-
-
-def _draft(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields the refusal of a family that is not filled in."""
-    if card.call is None:
-        place = document.place(["family"])
-        file = pack.family_file(card, place)
-        yield from _unfilled_family(file, tree_of(file), place)
 
 
 def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
@@ -453,9 +441,9 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
         yield ReplacementError(entry.place, fact, "Fill it in" if len(open_) == 1 else "Fill them in", patch=entry.id)
 
 
-def _unfilled_family(file: Path, tree: ast.Module, place: str) -> Iterator[ReplacementError]:
+def _unfilled_family(file: Path, place: str) -> Iterator[ReplacementError]:
     """Yields the refusal of a family whose functions are drafts."""
-    names = sorted(_unwritten(tree))
+    names = sorted(_unwritten(tree_of(file)))
     if names:
         yield ReplacementError(place, f"'{as_named(file)}' is a draft: {', '.join(names)}", "Fill them in")
 

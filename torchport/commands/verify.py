@@ -99,7 +99,8 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
     steps = None if flags.steps is None else _steps(flags.steps)
     wanted = Options(steps, flags.decode, flags.floor, _reference(flags.against))
     if flags.capture is not None:
-        _make_folder(flags.capture)
+        with _named(f"--capture {flags.capture}"):
+            atomic.make_folder(flags.capture)
         limit = reference.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
         words = capture_original(request, wanted, flags.capture, limit)
         lines = [f"captured in {flags.capture}: {words}"]
@@ -112,12 +113,6 @@ def write_report(file: Path, verification: Verification) -> None:
     """Writes the report of a verification, in the format that the file's name ends with."""
     with _named(f"--report {file}"):
         WRITERS[file.suffix](file, verification)
-
-
-def _make_folder(path: Path) -> None:
-    """Makes a capture's folder, before the original runs."""
-    with _named(f"--capture {path}"):
-        atomic.make_folder(path)
 
 
 @contextlib.contextmanager

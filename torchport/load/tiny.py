@@ -151,16 +151,11 @@ class _Writing:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
         elif isinstance(error, SafetensorError) or kind is Exception:  # which is what tokenizers raises
-            reason = _os_error(str(error))
+            match = re.search(r"([^:]*) \(os error \d+\)", str(error))  # as Rust's standard library writes it
+            reason = match[1].strip() if match else None
         if reason is not None:
             remedy = f"Free some space there, or name another folder with {cache.VARIABLE}"
             raise OutputError(str(self.folder), f"The cache folder cannot be written: {reason}", remedy) from error
-
-
-def _os_error(text: str) -> str | None:
-    """Returns the system's reason in an error of Rust's standard library; None for any other error."""
-    match = re.search(r"([^:]*) \(os error \d+\)", text)
-    return match[1].strip() if match else None
 
 
 def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:

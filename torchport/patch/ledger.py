@@ -155,13 +155,15 @@ class Ledger:
         return [self._row(record) for record in self.records]
 
     def _row(self, record: Record) -> dict[str, Any]:
-        entry = record.entry
+        entry, state = record.entry, record.state()
+        if state in ("armed", "applied") and self._traced.get(entry.id):
+            state = "used"  # by a credited trace, though it was not called here
         return {
             "id": entry.id,
             "target": entry.target,
             "kind": entry.kind,
             "equivalence": entry.equivalence.written(),
-            "state": self._state(record),
+            "state": state,
             "calls": self.calls(record) if entry.counted else None,
             "plumbing": entry.plumbing,
             "late": record.late,
@@ -170,11 +172,6 @@ class Ledger:
             "why": " ".join(entry.why.split()),
             "place": entry.place,
         }
-
-    def _state(self, record: Record) -> str:
-        """Returns the record's state. What a credited trace has called is used, though it was not called here."""
-        state = record.state()
-        return "used" if state in ("armed", "applied") and self._traced.get(record.entry.id) else state
 
     def ops(self) -> list[Op]:
         """Returns the `op` entries with their functions. They are the same objects each time."""

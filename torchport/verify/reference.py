@@ -6,7 +6,6 @@ blocks are left out, evenly over the depth, and the file says which.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -162,14 +161,9 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
         "seams": {
             "moments": table.add(original.seams.moments),
             "chosen": sorted(loop.chosen),
-            "steps": [table.add(_fields(step)) for step in loop.steps],
+            "steps": [table.add({**vars(step), "calls": list(map(vars, step.calls))}) for step in loop.steps],
         },
     }
-
-
-def _fields(step: SchedulerStep) -> dict[str, Any]:
-    rows = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    return {**rows, "calls": [dict(vars(call)) for call in step.calls]}
 
 
 def _calls(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:

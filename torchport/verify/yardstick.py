@@ -62,7 +62,8 @@ class Wide(TorchFunctionMode):
             return function(*args, **kwargs)
         if function is torch.Tensor.float:
             return args[0].double()
-        args, kwargs = pytree.tree_map(_as_float64, (args, kwargs))
+        wide = {torch.float32: torch.float64}
+        args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: wide.get(dtype, dtype), (args, kwargs))
         return function(*args, **kwargs)
 
 
@@ -74,10 +75,6 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """
     with torch.compiler.set_stance("force_eager"), Wide(dtype):
         yield
-
-
-def _as_float64(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 def distance(a: Any, b: Any) -> float | None:

@@ -198,7 +198,8 @@ def _local(
 
         def placed(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:
             x = norm_rotary(x_BSF, norm, cos_SD, sin_SD, lie, interpret, samples)
-            return _tokens(_all_to_all(x, groups))
+            x_BNSF = _all_to_all(x, groups)  # the tokens that came from each device, which become one sequence
+            return x_BNSF.reshape(x_BNSF.shape[0], -1, x_BNSF.shape[3])
 
         queries, keys = placed(q, tokens.norm_q), placed(k, tokens.norm_k)
         batch, local, features = v[here].shape
@@ -256,12 +257,6 @@ def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> To
 def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
     """Returns part n of every device of `sp` on device n, in the devices' order."""
     return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
-
-
-def _tokens(x_BNSF: jax.Array) -> jax.Array:
-    """Returns the tokens that came from each device as one sequence."""
-    batch, groups, local, part = x_BNSF.shape
-    return x_BNSF.reshape(batch, groups * local, part)
 
 
 def _local_heads(x_BTF: jax.Array, groups: int) -> jax.Array:

@@ -78,12 +78,6 @@ def convolved(
     return made
 
 
-def _takes(x_BCTHW: jax.Array, weight_DCTHW: jax.Array) -> bool:
-    """Returns whether the kernel takes a convolution."""
-    in_types = x_BCTHW.dtype in (jnp.float32, jnp.bfloat16)
-    return uses_kernel() and in_types and x_BCTHW.shape[2] % 8 == 0 and weight_DCTHW.shape[3:] == (3, 3)
-
-
 def _local(
     request: ConvolutionRequest,
     form: Canvas,
@@ -95,7 +89,9 @@ def _local(
     """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
     height = x_BCTHW.shape[3] * _ways(form.rows)
     width = x_BCTHW.shape[4] * _ways(form.columns)
-    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else by_xla.convolved
+    fits = x_BCTHW.shape[2] % 8 == 0 and weight_DCTHW.shape[3:] == (3, 3)
+    is_kernels = uses_kernel() and fits and x_BCTHW.dtype in (jnp.float32, jnp.bfloat16)
+    run = _by_kernel if is_kernels else by_xla.convolved
     outs, carries = [], []
     for n in range(x_BCTHW.shape[0]):
         x = x_BCTHW[n].transpose(2, 3, 1, 0)

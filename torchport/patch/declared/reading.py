@@ -211,7 +211,9 @@ def _items(document: Document) -> list[Document]:
 
 
 def _entry(document: Document, folder: Path) -> Entry:
-    _check_removed(document)
+    for key in document.data if isinstance(document.data, dict) else ():
+        if key in _REMOVED:
+            raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
     entry = validated(Entry, document)
     first = mistake(entry) or _range_mistake(entry)
     if first:
@@ -220,13 +222,6 @@ def _entry(document: Document, folder: Path) -> Entry:
     entry._place = document.place()
     entry._folder = folder
     return entry
-
-
-def _check_removed(document: Document) -> None:
-    """Refuses a key that entries no longer have."""
-    for key in document.data if isinstance(document.data, dict) else ():
-        if key in _REMOVED:
-            raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
 
 
 def _range_mistake(entry: Entry) -> Any:

@@ -103,7 +103,8 @@ def edit(
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
         ConflictError: The run contains what another patch put there.
     """
-    rewrite, lines = _rewrite(entry), text.encode().splitlines(keepends=True)
+    rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
+    assert rewrite is not None
     start, end, part = _part(lines, spans(text if home is None else home), line)
     tree = ast.parse(part)
     function = find(tree)
@@ -133,12 +134,6 @@ def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, st
     if not same:
         fact = f"'{entry.id}' cannot be put into {entry.target} without changing what stands around it"
         raise _refusal(entry, fact, "Match whole lines, or more of them")
-
-
-def _rewrite(entry: Entry) -> Rewrite:
-    if entry.rewrite is None:
-        raise AssertionError(f"{entry.id} is no rewrite")
-    return entry.rewrite
 
 
 def _refusal(entry: Entry, fact: str, remedy: str) -> RewriteError:
@@ -305,8 +300,9 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
     cells = [name for name in old.co_freevars if name != "__class__"]
     tree = ast.Module([_alone(chain, cells)], [])
     flags = old.co_flags & _FUTURE
-    outer = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
-    new = _inner(outer, names)
+    new: types.CodeType = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
+    for name in names:
+        new = next(c for c in new.co_consts if inspect.iscode(c) and c.co_name == name)
     if new.co_freevars != old.co_freevars:
         changed = sorted(set(new.co_freevars) ^ set(old.co_freevars))
         fact = f"'{entry.id}' drops or adds the use of '{changed[0]}', a variable of an enclosing scope"
@@ -328,12 +324,6 @@ def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
             bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
             inner = ast.FunctionDef(name=scope.name, args=bare, body=[*binds, inner], decorator_list=[])
     return inner
-
-
-def _inner(outer: types.CodeType, names: Sequence[str]) -> types.CodeType:
-    for name in names:
-        outer = next(c for c in outer.co_consts if inspect.iscode(c) and c.co_name == name)
-    return outer
 
 
 def remember(filename: str, text: str, home: str) -> None:

@@ -40,8 +40,9 @@ def current_row(entry: Entry) -> LockRow | None:
     if source is None or node is None:
         return None
     with parsing.nesting(source.shown, node.lineno):
+        written = str(signature(node)).replace("=Ellipsis", "=...") if isinstance(node, Function) else None
         return LockRow(
-            signature=_signature(node),
+            signature=written,
             tree=tree_hash(node),
             statements=" ".join(part.key for part in parts(node)),
             relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
@@ -74,12 +75,6 @@ def _flat(row: LockRow) -> dict[str, str]:
     """Returns a row's hashes by `module:path`."""
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": key for module, (path, _, key) in parts}
-
-
-def _signature(node: ast.stmt) -> str | None:
-    if not isinstance(node, Function):
-        return None
-    return str(signature(node)).replace("=Ellipsis", "=...")
 
 
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:

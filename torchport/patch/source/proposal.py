@@ -161,8 +161,10 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
         "why": why,
         "equivalence": PROMISE,
     }
+    local = arguments(spot.function) | names_bound(spot.function.body)
+    parameters = sorted(exposed([spot.statement])[0] & local)
     for change in _changes(spot, f"{file}.py:{name}"):
-        candidate, parameters = {**fields, "rewrite": change}, _parameters(spot)
+        candidate = {**fields, "rewrite": change}
         if _is_possible(candidate, home, text, line, parameters):
             gives = change.get("gives", sorted(names_bound([spot.statement])))
             returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
@@ -262,12 +264,6 @@ def _matches(node: ast.stmt) -> Iterator[str]:
         block[:] = [ast.Expr(ast.Name(f"_torchport_hole_{number}"))]
     if holes:
         yield re.sub(r"_torchport_hole_(\d+)", r"$...block\1", ast.unparse(ast.fix_missing_locations(hollow)))
-
-
-def _parameters(spot: _Spot) -> list[str]:
-    """Returns the names that a statement reads of those that its function has bound before it."""
-    local = arguments(spot.function) | names_bound(spot.function.body)
-    return sorted(exposed([spot.statement])[0] & local)
 
 
 def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, parameters: Sequence[str]) -> bool:

@@ -197,14 +197,10 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield from _factory(context, event, node, name)
     if isinstance(node.func, ast.Attribute):
         yield from _method_calls(context, event, node, node.func)
-    if isinstance(node.func, ast.Name) and not name:
-        yield from _conversions(context, event, node, node.func.id)
-
-
-def _conversions(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
-    numbers = name in ("int", "float", "bool", "range", "round")
-    if numbers and any(context.tensors.kind(argument) in ON_DEVICE for argument in node.args):
-        yield context.site("branch" if name == "bool" else "item", event)
+    called = node.func.id if isinstance(node.func, ast.Name) and not name else ""
+    converts = called in ("int", "float", "bool", "range", "round")
+    if converts and any(context.tensors.kind(argument) in ON_DEVICE for argument in node.args):
+        yield context.site("branch" if called == "bool" else "item", event)
 
 
 def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[Site]:
