@@ -173,12 +173,8 @@ def check(
     """Returns all findings over the patches of the upstreams or files that are named; of all if none is.
 
     Args:
-        folders: The folders of patches, from the top.
-        names: `upstream` or `upstream/file`.
-        upstream_path: Where the upstream stands, if it is not installed.
         called: Runs a model's tiny weights and returns what was not called.
         stages: What stages put in force together. An upstream is tried beside what such a stage needs to import it.
-        chosen: The folders whose patches are tried; all of them if None.
     """
     report = Report()
     groups = _groups(folders, static_check.known_names(folders, names), stages, report)
@@ -248,13 +244,7 @@ def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Pat
 def require_applied(
     folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None, stages: Sequence[StagePatches] = ()
 ) -> None:
-    """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason.
-
-    Args:
-        folders: The folders of patches, from the top.
-        upstream_path: Where the upstream stands, if it is not installed.
-        stages: What stages put in force together.
-    """
+    """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason."""
     for finding in check(folders, names, upstream_path, stages=stages).findings:
         if finding.step != "drift":
             fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
@@ -291,8 +281,6 @@ def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) ->
     """Returns what is found over groups, one after the other in this process, a fresh one.
 
     Args:
-        folders: The folders of patches, from the top.
-        groups: What to try.
         mode: "armed" imports the targets under the patches, "late" before them.
     """
     report = Report()
@@ -444,12 +432,7 @@ def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
 
 
 def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
-    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
-
-    Args:
-        pack: Where the card lies.
-        upstream_path: Where the upstream stands, if it is not installed.
-    """
+    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called."""
     from PIL import Image
 
     from torchport.stages.family import ALWAYS

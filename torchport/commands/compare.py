@@ -69,7 +69,6 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     """Returns how far two runs are from each other.
 
     Args:
-        a: The output folder of the first run.
         floor: Of a run of A's job on another mesh.
     """
     from torchport.verify import runs

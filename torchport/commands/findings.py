@@ -242,11 +242,7 @@ ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
 
 
 def check_report_file(file: Path, formats: Collection[str]) -> None:
-    """Refuses a file that no report can be written to, before minutes are spent on it.
-
-    Args:
-        formats: The formats that the command can write.
-    """
+    """Refuses a file that no report can be written to, before minutes are spent on it."""
     endings = {ending: form for ending, form in ENDINGS.items() if form in formats}
     if file.suffix not in endings:
         known = ", ".join(f"{ending} ({form})" for ending, form in endings.items())

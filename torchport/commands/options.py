@@ -125,11 +125,7 @@ def derived(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def taken(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
-    """Calls a class or a function with those flags that are its parameters, and takes them out.
-
-    Args:
-        given: The values of flags by their names.
-    """
+    """Calls a class or a function with those flags that are its parameters, and takes them out."""
     return kind(**{name: given.pop(name) for name in inspect.signature(kind).parameters if name in given})
 
 

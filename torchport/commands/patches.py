@@ -132,12 +132,10 @@ def lock(
     """Locks the targets of whole upstreams as reviewed; returns one line per target that is new, changed or dropped.
 
     Args:
-        folders: The folders of patches, from the top.
         names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
         check: Only return what would change.
         check_apply: Refuses upstreams, by name, on which their patches cannot be applied; called before anything is
             written.
-        chosen: The folders whose locks are written; all of them if None.
     """
     from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
 

@@ -70,7 +70,6 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
     """Returns what the flags ask for; a page, if one is asked for, has been written.
 
     Args:
-        flags: What is to be known of it.
         line: The command line itself, which the page names.
     """
     if flags.file is not None:

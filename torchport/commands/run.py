@@ -112,7 +112,6 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     """Returns the lines.
 
     Args:
-        summary: Of the run.
         quiet: Whether to say no more than where the video is.
     """
     from torchport.config.card import DENOISING

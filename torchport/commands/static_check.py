@@ -52,14 +52,7 @@ def check(
     upstream_path: Path | None = None,
     chosen: Sequence[Path] | None = None,
 ) -> Report:
-    """Returns the findings over the patches of the upstreams or files that are named; of all if none is.
-
-    Args:
-        folders: The folders of patches, from the top.
-        names: `upstream` or `upstream/file`.
-        upstream_path: Where the upstream stands, if it is not installed.
-        chosen: The folders whose patches are checked; all of them if None.
-    """
+    """Returns the findings over the patches of the upstreams or files that are named; of all if none is."""
     report = Report()
     versions.installed.cache_clear()
     entries = read(folders, known_names(folders, names), report)
@@ -94,7 +87,6 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
     """Refuses a name of a patch file that is not there; whether it can be read is another question.
 
     Args:
-        folders: The folders of patches, from the top.
         name: `upstream/file`.
     """
     upstream, _, file = name.partition("/")
@@ -112,8 +104,6 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
     """Returns the entries of every file that can be read, each id once; each other file becomes a finding.
 
     Args:
-        folders: The folders of patches, from the top.
-        names: `upstream` or `upstream/file`.
         home: The highest folder in which the names are looked up, as `patch.read` takes it.
     """
     stack = _stack(folders)

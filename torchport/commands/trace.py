@@ -61,11 +61,7 @@ def data(report: TraceReport) -> dict[str, Any]:
 
 
 def lines(report: TraceReport, patched: bool) -> list[str]:
-    """Returns a report as text.
-
-    Args:
-        patched: Whether the card's patches were in force.
-    """
+    """Returns a report as text."""
     text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]
     text += _of_programs(report)
     text += [f"{stage}: {operators}" for stage, operators in report.operators.items()]

@@ -87,7 +87,6 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
 
     Args:
         request: Of the port. Without a prompt it takes the card's own, which its tiny weights have.
-        flags: What is verified.
     """
     _check(flags)
     from torchport.config.pack import find_pack

@@ -78,9 +78,6 @@ def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> 
     """Returns a stage's parts for another run of it: weights are shared, and the state of the run before is gone.
 
     A loop changes its scheduler. So parts without weights are loaded again. Patches must be in place.
-
-    Args:
-        parts: From `loaded`.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
@@ -357,8 +354,6 @@ def compiled(
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
 
     Args:
-        module: What is compiled of its network, from `module_of`; it is changed.
-        weights: Of the module, from `placed` or `shapes`.
         trace: The patches under which alone it may be traced.
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
     """
@@ -412,7 +407,6 @@ def ported(
 
     Args:
         module: With its weights, in the host's memory; it is changed, and its parameters go to meta.
-        rules: What is said of it.
         how: How it is called. It returns a tuple of one tree of tensors.
         trace: The patches under which alone it may be traced.
         attention: The implementation; by default the platform's.
@@ -479,11 +473,7 @@ def _score_bounds(
 
 @contextlib.contextmanager
 def explained(call: Any) -> Iterator[None]:
-    """Adds to an error about NaN the module that computes it, where the network runs op by op.
-
-    Args:
-        call: The network, or None.
-    """
+    """Adds to an error about NaN the module that computes it, where the network runs op by op."""
     try:
         yield
     except NotFiniteError as error:

@@ -142,7 +142,6 @@ class Compiled:
         first: The first of its modules that returned NaN or infinity, where that is looked for.
         batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
-        counts: How many blocks of each list are stacked.
         seconds: Spent tracing and compiling in this run so far.
     """
 
@@ -316,7 +315,6 @@ class Compiled:
         """Returns the network as a function of arrays: weights, inputs, and caches whose memory may be used again.
 
         Args:
-            static: Arguments that are no tensors.
             names: Gets the paths of the outputs that become inputs of a later call.
         """
 

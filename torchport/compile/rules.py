@@ -43,7 +43,6 @@ class Rules:
     """What is said of one network.
 
     Attributes:
-        own: The rules themselves.
         bounds: Attention with bounded scores.
         divides: For an axis, the number of the network's configuration that it must divide.
         extra: Rules of the caller for inputs, before the others.
@@ -157,11 +156,7 @@ def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
 
 
 def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) -> None:
-    """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads.
-
-    Args:
-        mesh: Sizes of the axes.
-    """
+    """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads."""
     shard.check_used(mesh, [rules.own.weights, rules.inputs], rules.own.activations, lambda _: MESH, rules.name)
     for axis, path in rules.divides.items():
         key = path.partition(".")[2]

@@ -49,7 +49,6 @@ class Stacked(torch.nn.Module):
     Args:
         block: The first of them; its weights are exchanged for stacked ones before it is called.
         carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
-        name: What errors call them.
         first: How many blocks of the list are before them.
         after: Called after each block, within the scan.
 
@@ -183,7 +182,6 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
 
     Args:
         module: The network, changed in place.
-        stacks: By the list's name in the network.
     """
     counts: dict[str, int] = {}
     for name, entry in stacks.items():
@@ -213,13 +211,7 @@ def prefix(name: str, entry: Stack) -> str:
 
 
 def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Returns the weights that make up each weight of a stacked network: one, or one of each stacked block in order.
-
-    Args:
-        keys: The weights' names before stacking.
-        stacks: As `stack` takes them.
-        counts: How many blocks of each list are stacked.
-    """
+    """Returns the weights that make up each weight of a stacked network: one, or one of each stacked block in order."""
     parts_by_name: dict[str, list[str]] = {}
     for key in keys:
         new = key
@@ -242,8 +234,6 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
     Args:
         arrays: By name: placed arrays, or `jax.ShapeDtypeStruct`s with shardings. Emptied, so that at no time more than
             one weight of all blocks is held twice.
-        stacks: As `stack` takes them.
-        counts: How many blocks of each list are stacked.
     """
     stacked: dict[str, Any] = {}
     prefixes = tuple(prefix(name, entry) for name, entry in stacks.items())

@@ -40,11 +40,7 @@ def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
 
 
 def calling(how: How, cache: StepCache, name: str, place: str) -> How:
-    """Returns how a network is called under a cache: it returns its first output, and what is kept.
-
-    Args:
-        how: How it is called without.
-    """
+    """Returns how a network is called under a cache: it returns its first output, and what is kept."""
     is_state = isinstance(cache, DeepCache)
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -104,8 +100,6 @@ class StepCached:
         steps: The loop's; what a saved step kept is among its state.
 
     Attributes:
-        full: The steps that compute all blocks.
-        steps: The loop's, for the stage.
         curve: By step, the norm of what was kept over that of the step before, the mean of its calls (`calibrate`). A
             stage that goes on from another one's steps goes on with its curve, too.
     """

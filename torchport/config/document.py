@@ -359,7 +359,6 @@ def _fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = N
     """Returns the keys that a model reads at a location inside it.
 
     Args:
-        location: The path from the root.
         data: What is read. Of alternatives that a key tells apart, those that it is not are left out.
     """
     for part in location:

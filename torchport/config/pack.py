@@ -208,9 +208,6 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
     """Returns the packs: `--path` on top, then `TORCHPORT_PATH`, then installed packages, and the shipped one lowest.
 
     The current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
-
-    Args:
-        paths: The folders that `--path` names, the highest first.
     """
     shipped = _shipped()
     packs = [*_named("--path", paths)]

@@ -113,7 +113,6 @@ class Strategy(Frozen):
 
         Args:
             name: Its name. One that no shared strategy has leaves it as it is.
-            networks: The networks that need rules.
         """
         shared = shared_strategies().get(name)
         if shared is None:

@@ -74,7 +74,6 @@ def account_component(
     """Refuses a component that is not whole, or not the card's, before any of it is read; all components pass here.
 
     Args:
-        component: As the card has it.
         layout: How its tensors lie there; by default as the card has it without a variant.
         recipe: How it is built, where the card says so; by default from its `config.json`.
     """

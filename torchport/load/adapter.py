@@ -56,12 +56,7 @@ class _Source:
 
 
 class Adapter:
-    """The settings of one LoRA file's training.
-
-    Args:
-        component: The network that it is for.
-        keys: The names of its tensors.
-    """
+    """The settings of one LoRA file's training."""
 
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
         self._file = file
@@ -81,7 +76,6 @@ class Adapter:
 
         Args:
             names: The layer, as the file calls it, with and without prefixes.
-            rank: The rank of its pair.
         """
         found: dict[float, str] = {}
         for source in self._sources:

@@ -56,7 +56,6 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
     """Turns what upstream raises while it reads files of a checkpoint into one line.
 
     Args:
-        place: The file or folder that upstream reads.
         fact: What failed; upstream's reason follows it.
     """
     try:
@@ -73,11 +72,7 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
 
 @contextlib.contextmanager
 def tokenizing(place: str) -> Iterator[None]:
-    """Turns the errors that upstream raises while it encodes a prompt with a tokenizer into one line.
-
-    Args:
-        place: The tokenizer's folder.
-    """
+    """Turns the errors that upstream raises while it encodes a prompt with a tokenizer into one line."""
     import jinja2
 
     try:

@@ -88,12 +88,7 @@ class Layout:
         }
 
     def additions(self, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Additions:
-        """Returns what the LoRA files add to a module's tensors, every key accounted for; see `lora.additions`.
-
-        Args:
-            state: The module's tensors, by name.
-            stored: Where each of them is.
-        """
+        """Returns what the LoRA files add to a module's tensors, every key accounted for; see `lora.additions`."""
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         return additions(self.loras, shapes, {name: entry.name for name, entry in stored.items()})
 
@@ -125,7 +120,6 @@ def layout_of(component: Component, file: str | None, places: Sequence[str]) -> 
     """Returns a component's layout.
 
     Args:
-        component: As the card has it.
         file: Its file, with the variant filled in.
     """
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

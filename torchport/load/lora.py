@@ -70,7 +70,6 @@ class Loras:
     """The LoRA files of a component.
 
     Attributes:
-        files: In the order in which they are added.
         names: The card's rules from the names of the component's layers to those in such files.
     """
 
@@ -146,7 +145,6 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
     """Returns what a component's LoRA files add to its tensors, every key accounted for.
 
     Args:
-        loras: The files; None for none.
         shapes: Of the component's tensors, by the module's names.
         name_in_file: What the checkpoint calls each of them: a LoRA may use those names, too.
     """

@@ -40,7 +40,6 @@ def class_of(path: str, place: str | None = None) -> Any:
     """Returns the class that a card names as `package.module:Class`; patches must be in place by now.
 
     Args:
-        path: As the card has it.
         place: Where it is written; by default the path itself.
 
     Raises:
@@ -117,7 +116,6 @@ def build(maker: Maker, config: Mapping[str, Any], dtype: str, place: str) -> to
     own loading would set.
 
     Args:
-        maker: A class, or a card's function.
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
         dtype: Of floating-point weights; what the class keeps in float32 stays float32.
         place: Where the configuration is written, for errors.
@@ -159,7 +157,6 @@ def published(
     """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`.
 
     Args:
-        maker: A class, or a card's function.
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
         place: Where the configuration is written, for errors.
         dtype: Of weights, as `build` gives it to them; by default PyTorch's own.

@@ -62,9 +62,6 @@ class _Audit:
 def repair(records: Sequence[Record]) -> list[Rebinding]:
     """Makes every holder of the originals hold what took their place.
 
-    Args:
-        records: Patches whose changes have just been made in one module.
-
     Returns:
         What was rebound, in that order.
     """
@@ -265,7 +262,6 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
 
     Args:
         name: The name that it has there, or None if it is not a name of the module.
-        original: The name that it has at home.
     """
     source = source_of_module(module)
     if source is None:

@@ -63,7 +63,6 @@ class Op:
     Attributes:
         target: The torch function or ATen overload, `module:attribute.path`.
         function: The lowering; it counts its calls.
-        place: `file:line` of the entry.
     """
 
     id: str
@@ -105,11 +104,7 @@ class Trace:
 
 
 class Ledger:
-    """What `applied` gives: one record per patch.
-
-    Args:
-        stage: The stage that they are applied for, or None for all.
-    """
+    """What `applied` gives: one record per patch."""
 
     def __init__(self, records: Sequence[Record], stage: str | None) -> None:
         self.records = list(records)

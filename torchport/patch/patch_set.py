@@ -187,7 +187,6 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
     twice. Nothing of them is left afterwards.
 
     Args:
-        entries: As `read` returns them.
         stage: A stage's name, such as denoise. The ledger checks its `must_be_called`. None for all stages.
         accept_drift: For `torchport check`, which reports drift itself and goes on.
     """

@@ -58,7 +58,6 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
     Args:
         stage: One with a network whose inputs' shapes are known beforehand (`Stage.like`).
-        devices: Of the machine, or of a topology.
         bounded: Whether scores lie within the bounds that the card names.
     """
     if stage.network is None or stage.like is None:

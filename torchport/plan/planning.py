@@ -63,7 +63,6 @@ def plan(
     """Returns the plan of a job.
 
     Args:
-        request: Model, config and overrides.
         topology_name: A TPU slice in place of the config's machine.
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
         bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
@@ -258,9 +257,6 @@ def combined(
 
     Args:
         programs: One for each set of shapes, with `times`, how often the stage calls it.
-        steps: How many steps these calls make.
-        dtypes: Of the network, by its name.
-        precision: Of the network, by its name.
     """
     first = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
     longest = max(programs, key=lambda program: program.step.flops * program.times)

@@ -205,7 +205,6 @@ def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequen
 
     Args:
         computation: The computation's name; None for all, loops' as often as they run.
-        where: Of the mesh's devices, in its order.
     """
     counts: dict[Collective, int] = {}
     for collective in program.collectives(computation):

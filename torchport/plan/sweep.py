@@ -85,10 +85,8 @@ def sweep(
     """Returns the plans of a job under every strategy of its card, on every mesh of its slice that is valid.
 
     Args:
-        request: Model, config and overrides.
         topology_name: A TPU slice in place of the config's machine.
         keep: A folder for the compiler's dumps, a folder in it for each plan.
-        bounded: As `plan` takes it.
         count: How many compilations at once; by default as many as there is room for.
     """
     swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]

@@ -83,9 +83,7 @@ def call(
         function: `package.module:function`.
         *arguments: What it is called with; what `pickle` can carry, as must be what it returns.
         ended: Returns the refusal of a process that ended without an answer.
-        environment: Variables beside those of this process.
         first: Folders that are searched before all others for what is imported.
-        stop: Ends the process when it is set.
     """
     root = str(Path(__file__).resolve().parents[2])
     trusted = import_path.trusted(sys.path)
@@ -180,8 +178,6 @@ def in_parallel(
     """Returns the result of the work for each item, in their order; if it refuses an item, the refusal.
 
     Args:
-        work: Called in a thread.
-        what: What is being done, for the progress bar.
         name: Returns an item's name, for the line that says it is done where there is no bar.
     """
     results: dict[int, ResultT | TorchportError] = {}

@@ -25,7 +25,6 @@ def trusted(path: list[str], started: bool = False) -> list[str]:
     """Returns a `sys.path` without the current folder, unless `PYTHONPATH` names it.
 
     Args:
-        path: As Python made it.
         started: Whether Python was started with `-m`, which puts the current folder first.
     """
     here, variable = current(), os.environ.get("PYTHONPATH")

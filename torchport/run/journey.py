@@ -57,11 +57,7 @@ class Journey:
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
 
     Attributes:
-        upstream: The upstream, if it is a checkout; see `checkout.upstream`.
-        stopping: Whether a stop is requested.
-        run: The run's name, which its artefacts carry.
         seconds: By stage and verb: `denoise compile`, `denoise run`.
-        steps: Denoising steps that this run took.
         begins: The step, from 0, at which the network of the stage that was read for last begins.
     """
 
@@ -501,7 +497,6 @@ def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
 
     Args:
         call: The stage's network; anything else runs on the host.
-        devices: Those of the mesh.
     """
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]

@@ -71,7 +71,6 @@ class Unfinished:
         """Returns how many steps a stopped or killed run of this very job finished, and its latents.
 
         Args:
-            shas: sha256 of the artefacts that the stage reads.
             stage: The stage, whose latents are saved from now on.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)
@@ -92,8 +91,6 @@ def steps(
     """Returns a loop's progress bar, its saving and keeping of latents, and where it goes on.
 
     Args:
-        stopping: Whether a stop is requested.
-        unfinished: Where the latents are saved.
         facts: The manifest's fields for an artefact of this stage, as of now.
         start: How many steps are done, and the state after them; 0 and nothing where it begins.
     """
@@ -241,7 +238,6 @@ def finished_manifests(
 
     Args:
         task: The run; another job than the stopped one has nothing finished.
-        upstream: The upstream, if it is a checkout.
     """
     manifests: dict[str, Manifest] = {}
     for stage in task.stages:
@@ -280,12 +276,7 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
 
 
 def going_on(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
-    """Returns what the same command does next time, as a clause.
-
-    Args:
-        names: The stages that are finished.
-        unfinished: What lies on the disk of one that is not.
-    """
+    """Returns what the same command does next time, as a clause."""
     again = f"the same command with --out {task.folder} then"
     if unfinished.step and unfinished.stage not in names:
         return f"{again} goes on after step {unfinished.step} of {task.settings.steps}"

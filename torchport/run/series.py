@@ -257,7 +257,6 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
     """Makes the videos of a series. Each ends with another state than "waiting", unless the series is stopped.
 
     Args:
-        out: The folder of their folders.
         together: Videos of one shape that go through a stage before the next one is loaded.
         cluster: The processes that run each of them together; by default this one alone.
 

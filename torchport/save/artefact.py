@@ -104,8 +104,6 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
 
     Args:
         name: The stage whose artefact has just been written.
-        sha256: Of that artefact.
-        later: The stages after it, in order.
     """
     changed: dict[StageName, str] = {name: sha256}
     for stage in later:
@@ -144,7 +142,6 @@ def read(
     Args:
         identity: What it must have been made for: the identity of the reading stage's task.
         components: Digests of the checkpoint that the reading stage uses.
-        made_by: The command that makes it, for the error.
         embeddings: The card's names for embeddings; see `hand_written.read`.
 
     Returns:

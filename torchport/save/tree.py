@@ -22,11 +22,7 @@ def is_packable(value: Any) -> bool:
 
 
 def packed(value: Any) -> dict[str, torch.Tensor]:
-    """Returns a tree as tensors by name. They are copies: what is written to later, and what is shared, may be in it.
-
-    Args:
-        value: A tree for which `is_packable` is true.
-    """
+    """Returns a tree as tensors by name. They are copies: what is written to later, or shared, may be in it."""
     tensors: dict[str, torch.Tensor] = {}
 
     def store(path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -47,7 +43,6 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
 
     Args:
         store: Stores the tensor of a path, and returns the entry that stands for it, which has the key `tensor`.
-        path: The tree's own.
     """
     if isinstance(value, torch.Tensor):
         return store(path, value)

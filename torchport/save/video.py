@@ -17,9 +17,7 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
     """Writes an H.264 video.
 
     Args:
-        file: `*.mp4`.
         frames_FCHW: [F, 3, height, width], bytes, or numbers from 0 to 1; height and width even.
-        track: Iterates the frames under a progress bar.
     """
     import imageio.v3
 
@@ -33,7 +31,6 @@ def write_picture(file: Path, frame_CHW: torch.Tensor, facts: Mapping[str, str])
     """Writes a picture as PNG, whole.
 
     Args:
-        file: `*.png`.
         frame_CHW: [3, height, width], bytes, or numbers from 0 to 1.
         facts: Texts by their keys, which lie in the file: how it was made.
     """

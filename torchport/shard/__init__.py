@@ -66,14 +66,7 @@ def check_used(
     place: Callable[[Axis], str],
     what: str,
 ) -> None:
-    """Refuses an axis of a mesh that no rule names: its devices would repeat the same work.
-
-    Args:
-        mesh: Sizes of the axes.
-        rules: For weights and inputs.
-        activations: For what modules return.
-        place: Returns where an axis is written.
-    """
+    """Refuses an axis of a mesh that no rule names: its devices would repeat the same work."""
     specs: list[Spec | None] = [spec for kind in rules for rule in kind for spec in (rule.spec, *rule.otherwise)]
     specs += [spec for rule in activations for spec in rule.outputs]
     used = {axis for spec in specs for axes in dims_of(spec) for axis in axes}
@@ -148,9 +141,6 @@ def match(
     """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
 
     Args:
-        rules: The rules, first match first.
-        shapes: Shape of every tensor, by name.
-        mesh: Sizes of the axes.
         place: Where the rules are written, `file:line` of the list.
         places: Where each rule is written; by default where the list is.
     """
@@ -184,12 +174,7 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
 
 
 def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
-    """Returns the rule of one input of a network, with the spec that fits its shape.
-
-    Args:
-        rules: Those for the network's inputs, first match first.
-        mesh: Sizes of the axes.
-    """
+    """Returns the rule of one input of a network, with the spec that fits its shape."""
     rule = next((rule for rule in rules if matches(rule, name)), None)
     if rule is None:
         raise UnmatchedError(

@@ -35,7 +35,6 @@ def check(
 
     Args:
         module: The network; hooks are added to its submodules.
-        sizes: Of the mesh's axes.
 
     Returns:
         A function to call after the network was called. It refuses a rule none of whose modules was called.

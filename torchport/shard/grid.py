@@ -50,7 +50,6 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
 
     Args:
         sizes: Their product is the number of devices.
-        where: Each device's place.
         candidates: Orders that are taken, the first of them, where none here is more compact.
     """
     # Devices that do not fill a box keep their order: there is nothing to choose from.

@@ -38,7 +38,6 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
 
     Args:
         statements: Those that bind it; of loops and conditions the first line alone counts.
-        uses: What each name in them leads to.
     """
     texts = ["".join(_plain_text(statement, blocks=isinstance(statement, DEFINITIONS))) for statement in statements]
     return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]

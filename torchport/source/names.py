@@ -52,9 +52,6 @@ def name_of(home: Home) -> str:
 def callees(targets: Sequence[str]) -> dict[str, Callee]:
     """Returns all that definitions use of their own packages, directly or not, without themselves.
 
-    Args:
-        targets: The definitions, as `module:path`.
-
     Returns:
         The callees by `module:path`, the nearest first.
     """

@@ -50,8 +50,6 @@ class WatchedCall:
     or pass a mask in another form.
 
     Args:
-        paths: Those of its modules that have borders.
-        replacements: What replaces the values, on the host.
         to_network: Makes a tensor of the host one of the network's, which is its second argument.
         to_host: The other way round; a copy.
         skipped: Modules that are not called: they return their replacement.

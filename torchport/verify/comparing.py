@@ -157,7 +157,6 @@ class _StageComparison:
         """Compares the stage's programs, and then its modules.
 
         Args:
-            ends: What the stages before returned; is added to.
             planned: The programs that a plan has of the stage; None where they are not known.
             outputs_of: Returns what shows the effect of errors in a call; None: the port does.
         """

@@ -162,8 +162,6 @@ def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes:
 
     Args:
         steps: From 0; None: those that follow from the loop.
-        file: Where the recording is written.
-        decodes: Whether the decoder's frames are recorded, too.
     """
     write(recording_of(accept(request), steps, decodes), file)
 

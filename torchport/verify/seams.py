@@ -220,7 +220,6 @@ def _run_upstream(
 
     Args:
         task: The original's, whose card names a pipeline, or whose family has the function `upstream_loop`.
-        parts: Scheduler, guider, and networks and VAE for their configurations.
         inputs: What the stages before returned, and `noise` where it is given.
     """
     if hasattr(task.family, "upstream_loop"):
@@ -349,9 +348,7 @@ def record(
     """Returns what one side passes on. No network runs but encoders.
 
     Args:
-        task: The side's, with all stages.
         chosen: Steps, from 0, whose large tensors are compared.
-        likes: What the networks return, without values.
         reference: The original's, for a port: its loop gets the original's embeddings, so that what an encoder does
             wrong is told once.
         encoded: What the stages before the loop return, where that is known.

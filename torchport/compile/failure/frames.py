@@ -83,9 +83,7 @@ class Frame:
     """One frame of a traceback.
 
     Attributes:
-        owner: Whose code it is.
         file: Its file; of rewritten code, upstream's.
-        line: From 1.
         function: With its class; `<module>` where the module itself runs.
     """
 
@@ -116,11 +114,7 @@ class Frame:
 
 
 def frames(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
-    """Returns the frames of an exception's causes, the innermost last.
-
-    Args:
-        causes: The exception, and what it was raised from.
-    """
+    """Returns the frames of an exception's causes, the innermost last."""
     return [frame for cause in causes for frame in _frames_of(cause.__traceback__, owners)]
 
 
@@ -137,11 +131,7 @@ def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
 
 
 def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
-    """Returns the frame that a script's author can change, where none of it raised: the innermost one on the way.
-
-    Args:
-        every: The frames of the exception.
-    """
+    """Returns the frame that a script's author can change, where none of it raised: the innermost one on the way."""
     inner = next((one for one in reversed(every) if one.owner in OURS), None)
     outer = next((one for one in reversed(live(owners)) if one.owner in (*OURS, "library")), None)
     if inner is not None or outer is None:

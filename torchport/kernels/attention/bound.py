@@ -69,7 +69,6 @@ def norm_bound(
             together has H * D of them, and its bound is sqrt(H) times as large.
         key_gains: Gains [D] of every norm that keys leave.
         query_offsets: LayerNorm's offsets, where it has them.
-        key_offsets: Likewise.
 
     Returns:
         The bound; infinity where a gain is not finite.
@@ -93,7 +92,6 @@ def of_weights(
         weights: Every weight by name, as arrays; shapes alone, of a network that is not loaded, give None.
         queries: Regular expressions of the gains of every norm that queries leave. Those of one block have the same
             first number in their names, and an offset `bias` beside a gain `weight` is counted in.
-        keys: Likewise for keys.
         what: What the bound is called, for the error.
     """
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}

@@ -437,7 +437,6 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
     them compute the same.
 
     Args:
-        run: Attention of a shard.
         windowed: Whether it matters where a query stands.
     """
 

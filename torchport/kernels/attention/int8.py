@@ -54,7 +54,6 @@ def quantised(
         q_BSF: Queries [B, S, F].
         arrays: Keys [B, T, F], and the number of valid ones, int32 [B]; those from there on may hold anything.
         head_size: D.
-        scale: What scores are multiplied by.
 
     Returns:
         Queries, int8 [B, S, F]; what the scores of each query are multiplied by, float32 [B * H, 1, S]; keys, int8.

@@ -56,7 +56,6 @@ def visible(
 
     Args:
         rows_S: int32 [S], indices of queries.
-        columns_T: int32 [T], indices of keys.
         lengths_B: int32 [B], numbers of valid keys; None: all are.
         causal: Whether later keys are hidden.
         window: Farthest key to the left and to the right that is seen.
@@ -118,7 +117,6 @@ class _Inputs:
 
         Args:
             q_BHQD: The block's queries.
-            first_row: Index of the first of them.
             first_column: Index of the block's first key.
             unseen: Index of the first key that no block before this one held.
         """
@@ -192,14 +190,10 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + mask) v, computed in float32 a block at a time.
 
+    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
-        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything, NaN included.
-        v_BHTD: Values [B, H, T, D], likewise.
-        lengths_B: int32 [B], 0 to T: numbers of valid keys; None: all are.
-        scale: What scores are multiplied by.
-        causal: Whether query s sees keys up to s only.
-        window: (left, right): query s sees keys s - left to s + right; None: no limit.
         mask: bool (True takes part) or float (added to the scaled scores), [B or 1, H or 1, S, T]. It is read a block
             at a time, but it is held in memory whole, so it must be small.
         block_q: Queries of a block, at most.

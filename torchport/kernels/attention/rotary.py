@@ -133,8 +133,6 @@ def norm_rotary(
         x_BSF: Projections [B, S, F], heads spread as `heads` says; S a multiple of 256.
         norm: Of the unpadded features; None where they are normalised already.
         cos_SD: Cosines, float32, each twice.
-        sin_SD: Sines, likewise.
-        heads: How heads lie in F.
         interpret: Run the kernel as plain JAX, on any platform.
         samples: Those that are taken, which lie one after another; all of them by default.
 
@@ -246,7 +244,6 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
     Args:
         columns: Features [rows, 128] that are normalised together: those of all heads, or a register of them.
         norm: Of all heads or of each.
-        heads: How heads lie in a register.
     """
     count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)

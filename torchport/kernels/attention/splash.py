@@ -102,7 +102,6 @@ def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -
 
     Args:
         x_BHTD: Queries, keys or values.
-        tokens: How many there shall be.
         first_BT: First of `FEATURES` further features, [B, tokens]; the others are 0. None: none is added.
     """
     batch, heads, have, size = x_BHTD.shape
@@ -141,22 +140,16 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by JAX's Splash Attention kernel, padding masked exactly.
 
+    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
-        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything, NaN included.
-        v_BHTD: Values [B, H, T, D], likewise.
-        lengths_B: int32 [B], 0 to T: numbers of valid keys; None: all are.
-        scale: What scores are multiplied by.
-        causal: Whether query s sees keys up to s only.
-        window: (left, right): query s sees keys s - left to s + right; None: no limit.
         block_q: Queries of a tile, at most; a multiple of 128. The larger tiles need a larger scoped VMEM than XLA's
             default (`xla_tpu_scoped_vmem_limit_kib`).
         block_kv: Keys that are fetched at once, at most; a multiple of `block_kv_compute`.
         block_kv_compute: Keys that are computed at once; a multiple of 128.
         padding: How padded keys are hidden: by a further feature, or by segment ids, which is for matrix units 128 wide
             (v5e, v5p) with a head size of 128 or a multiple.
-        smooth_keys: Subtract the mean valid key first (see `smooth`).
-        interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
         [B, H, S, D] of q's dtype; 0 for a query that sees no key.

@@ -46,14 +46,10 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by cuDNN or by XLA.
 
+    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+
     Args:
         q_BHSD: Queries [B, H, S, D]; bfloat16 or float32 for `xla`, bfloat16 or float16 for `cudnn`.
-        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything, NaN included.
-        v_BHTD: Values [B, H, T, D], likewise.
-        lengths_B: int32 [B], 0 to T: numbers of valid keys; None: all are.
-        scale: What scores are multiplied by.
-        causal: Whether query s sees keys up to s only.
-        window: (left, right): query s sees keys s - left to s + right; None: no limit.
         implementation: `cudnn` or `xla`; `xla` needs memory for B * H * S * T scores.
 
     Returns:

@@ -112,7 +112,6 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
     """Returns the tile if it fits into VMEM.
 
     Args:
-        tile: As fitted to the numbers of queries and keys.
         head_size: D, as padded.
         heads: g, heads that share a tile.
         itemsize: Bytes of an element of q, k and v.

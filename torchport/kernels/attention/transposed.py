@@ -38,12 +38,10 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the first `lengths` keys of each sample.
 
+    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
-        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything.
-        v_BHTD: Values [B, H, T, D], likewise.
-        lengths_B: int32 [B], 0 to T; None: all keys.
-        scale: What scores are multiplied by.
         bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
@@ -96,18 +94,13 @@ def side_by_side(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the valid keys of all arrays, of heads that lie side by side.
 
+    `attention` has the other arguments.
+
     Args:
         q_BSF: Queries [B, S, F], bfloat16 or float32.
         arrays: Keys and values; the first should hold most of them.
         heads: g.
         head_size: D; g * D is a multiple of 128.
-        scale: What scores are multiplied by.
-        bounded: Whether the caller guarantees that every score lies within `bound.LIMIT`.
-        tile: How the work is cut.
-        vmem_bytes: What the compiler may use of VMEM.
-        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
-            exponentials of scores of this dtype; None: neither.
-        interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
         [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.

@@ -420,7 +420,6 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) 
     """Works on every cell in a loop: what runs once for each tile need not be unrolled.
 
     Args:
-        plan: Has the cells.
         work: Called with some of the cells: all heads of the same queries.
         at_once: For how many cells' queries it is called at once: a divisor of their number.
     """

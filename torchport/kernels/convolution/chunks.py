@@ -68,7 +68,6 @@ def scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Ar
 
     Args:
         step: Takes a tensor of the engine, [B, C, size, H, W], and returns one.
-        size: Frames of a chunk.
         x_BCTHW: T a multiple of it.
     """
     batch, channels, frames, height, width = x_BCTHW.shape

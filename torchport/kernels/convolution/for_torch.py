@@ -35,7 +35,6 @@ def spread(
     another takes them as 0. Rows and columns of padding hold anything, and so do frames after the last.
 
     Args:
-        latents_BCTHW: The video's.
         multiple: Where the kernel computes, T is padded to a multiple of this; it wants one of 8.
         paired: Whether upstream decodes two latent frames at a time, and three at first where their number is odd. Then
             each pair begins at an even frame, `batch_moments` knows which frames are decoded together, and T is padded
@@ -182,8 +181,6 @@ def unfolded(
     it becomes two equal ones, like every frame: `crop` leaves out what is too many.
 
     Args:
-        hidden_BCTHW: The video.
-        shortcut_BCTHW: What is added.
         repeats: How often each of its channels is taken.
         makes_frames: Whether r1 is 2; else it is 1.
     """
@@ -273,7 +270,6 @@ def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor
 
     Args:
         step: Called with frames, returns frames: as many for each of them, or a multiple.
-        x_BCTHW: The video.
         most: Frames of a chunk; they are fewer where this does not divide T.
     """
     frames = x_BCTHW.shape[2]
@@ -291,8 +287,6 @@ def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torc
 
     Args:
         layers: Those that make frames of others have `add_temporal_upsample`, which is then true.
-        last: What comes after them.
-        x_BCTHW: The video.
     """
     makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
     count = makes_frames[-1] if makes_frames else 0
@@ -311,9 +305,6 @@ def frame_attention(
     Scores are computed for a frame of queries at a time.
 
     Args:
-        q_BCTHW: Queries.
-        k_BCTHW: Keys.
-        v_BCTHW: Values.
         causal: Whether it sees all earlier frames, too.
     """
     if engine.is_traced(q_BCTHW):

@@ -173,7 +173,6 @@ def convolved(
     """Returns the convolution, and what it adds to the first two frames of the next chunk.
 
     Args:
-        conv: Its sizes and forms.
         x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C]; H and W divided by `conv.zoom`.
         sides: The columns before and after it, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.

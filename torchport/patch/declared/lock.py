@@ -23,8 +23,6 @@ class LockRow(Frozen):
             no commit either.
         commit: The commit that it was first seen at, in an upstream that is a checkout and no installed distribution.
         dirty: Whether that checkout had changes of its own: then the commit does not have this source.
-        signature: Its signature, where it is a function.
-        tree: The hash of its normalised syntax tree.
         statements: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
         relies_on: What the patch relies on, and all that this uses of its package: by module, each name in it
             with its short hash, as `rotate_half:0c41d2aa`.

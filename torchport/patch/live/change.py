@@ -43,7 +43,6 @@ class Placed:
     """Something put in a slot.
 
     Attributes:
-        slot: The slot, with the original.
         retire: Makes a function that was put there fall through to the original.
         stop: Makes a class that was put there what it was.
         held: Whether somebody besides its namespace held the original.
@@ -72,10 +71,7 @@ class Recompiled:
     """Code swapped inside a function, which stays the same object for everybody who holds it.
 
     Attributes:
-        slot: The slot that the function was found in.
         function: The function, from under its decorators.
-        name: The global name that the new code calls.
-        put: What that name stands for.
     """
 
     slot: Slot

@@ -30,7 +30,6 @@ class Holder:
 
     Attributes:
         module: The module whose file has it, if it is known.
-        name: The name that it has there, if it has one.
         place: Where the object can be exchanged. None if it cannot.
         container: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
     """

@@ -91,8 +91,6 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
     """Serves the package to the entry's importers from now on. Returns what takes that back.
 
     Args:
-        entry: Of kind `stub`.
-        calls: Counts the imports that were served.
         keep: Takes the error of each call of the stub, which upstream's own `try` may swallow.
     """
     assert entry.stub is not None

@@ -32,9 +32,7 @@ class Edit:
     """What a rewrite makes of a file's text.
 
     Attributes:
-        text: The whole file, with as many lines as before.
         part: The statement of the file that the function is in, on its lines; those before it are blank.
-        name: The global name that the call uses.
         reads: The names that the call passes and the function does not bind itself.
         line: The first line that is replaced, from 1.
     """
@@ -94,9 +92,7 @@ def edit(
     """Returns the text of a file with one function's run of statements replaced.
 
     Args:
-        text: The file.
         find: Finds the function in the syntax tree of the statement of the file that it is in.
-        parameters: Those of the `put` function.
         home: The file before other edits; by default the text.
 
     Raises:

@@ -57,12 +57,7 @@ class Proposal:
 
 
 def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
-    """Returns a stand-in for a package that is absent.
-
-    Args:
-        module: The upstream module that imports it.
-        package: The top-level package.
-    """
+    """Returns a stand-in for a package that is absent."""
     home = module.partition(".")[0]
     fields = {
         "id": f"{slug(home)}.{slug(package)}",
@@ -107,8 +102,6 @@ def function(target: str, module: str, why: str, parameters: str, *, importing: 
     """Returns a replacement of a function or class of torch, for an upstream module that calls it.
 
     Args:
-        target: In torch.
-        parameters: Its own, in brackets.
         importing: Whether it is in force only while modules of that upstream are imported.
     """
     home = module.partition(".")[0]
@@ -134,7 +127,6 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
     """Returns a rewrite of the statement on a line of upstream, or of its function where that cannot be rewritten.
 
     Args:
-        line: From 1.
         file: The name of the files that the entry and its function go into, without their endings.
 
     Returns:
@@ -177,13 +169,7 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
 
 @dataclasses.dataclass(frozen=True)
 class _Spot:
-    """A statement, and the function of a module or class that it belongs to.
-
-    Attributes:
-        names: The function's path in its module.
-        block: The block that the statement stands in.
-        chain: The way to the block.
-    """
+    """A statement, and the function of a module or class that it belongs to."""
 
     names: tuple[str, ...]
     function: Function

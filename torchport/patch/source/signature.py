@@ -24,7 +24,6 @@ def check(entry: Entry, target: Signature | None, loaded: Callable[..., Any], me
     """Checks the replacement or wrapper of an entry against its target.
 
     Args:
-        entry: The entry, which replaces or wraps.
         target: The target's signature; None if it is not known.
         loaded: The replacement, or the wrapper, whose first parameter is the original.
         method: Whether the target's first parameter is never passed by name.

@@ -76,7 +76,6 @@ def transposed_trips(work: Work, tile: Tile, cores: int) -> Trips:
     """Returns the trips of `splash_transposed`.
 
     Args:
-        work: The device's.
         tile: As fitted to the work.
         cores: Over which a device's groups of heads are divided.
     """
@@ -189,7 +188,6 @@ def padding(head_size: int, width: int) -> Literal["feature", "segments"]:
 
     Args:
         head_size: D.
-        width: Of the matrix unit.
     """
     return "feature" if head_size % width else "segments"
 
@@ -198,7 +196,6 @@ def least(work: Work, tile: Tile | SplashTile, width: int, flops: int) -> float:
     """Returns the bundles for which a steady step's products hold the matrix units, zeros along their depth included.
 
     Args:
-        work: The device's.
         tile: As fitted to the work.
         width: Of the matrix unit, which is as deep (`tiles.UNIT_WIDTH`).
         flops: That a core's matrix units do in a bundle.

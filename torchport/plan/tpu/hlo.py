@@ -717,10 +717,6 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
     A multiply and an add are two. What is multiplied with padding is not counted: a product with a batch is written as
     a convolution along that batch, and of each window of it all but one position is padding.
 
-    Args:
-        output: Dtype and shape of the result.
-        attributes: The instruction's, by name.
-
     Raises:
         ValueError: The labels of the dims are missing, or those of other shapes.
     """

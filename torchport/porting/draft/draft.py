@@ -517,11 +517,7 @@ ORIGINAL = "original"
 
 
 def head(names: str) -> str:
-    """Returns what a new file of functions begins with.
-
-    Args:
-        names: The file of entries, as a card lists it.
-    """
+    """Returns what a new file of functions begins with."""
     return f'"""Functions of the patches in {names}.yaml."""\n\n{FUTURE}\n\n'
 
 

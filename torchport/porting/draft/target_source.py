@@ -81,11 +81,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def find(target: str, place: str) -> Target:
-    """Returns what stands under a target.
-
-    Args:
-        target: `module:attribute.path`.
-    """
+    """Returns what stands under a target."""
     check_name(target, place)
     module, _, path = target.partition(":")
     try:

@@ -54,7 +54,6 @@ class Reached:
     """What some functions lead to.
 
     Args:
-        closed: What patches close.
         trains: Whether the code is read as training.
         without: What is not there: `process-group` or `cuda`; without it, conditions that ask for it are decided.
     """
@@ -406,12 +405,7 @@ def _annotated(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
 
 
 def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
-    """Returns the facts of a function.
-
-    Args:
-        codebase: What tells who is meant by a name.
-        terms: Its expressions as terms.
-    """
+    """Returns the facts of a function."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
     heads, others = unit.heads, {unit.first, *unit.module.tables}
     steps: dict[Any, Called | Read | Imported] = {}

@@ -47,7 +47,6 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     Args:
         path: Its folder, or one file.
         entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
-        folders: The folders of patches, from the top.
     """
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
@@ -151,8 +150,6 @@ def _only(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[st
     """Returns what a finding runs under alone: without it nothing leads there, or a helper that is called asks nobody.
 
     Args:
-        reach: Whether the entry leads there.
-        without: What the entry leads to without each.
         asking: The functions that ask torch.distributed without a group, too; None without an entry.
     """
     if reach not in ("path", "unknown"):
@@ -289,11 +286,7 @@ def _is_script(call: Called) -> bool:
 
 
 def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
-    """Yields the imports by which other modules hold functions by value.
-
-    Args:
-        wanted: The functions that somebody will want to patch, by their names in full.
-    """
+    """Yields the imports by which other modules hold functions by value."""
     for module in codebase.modules.values():
         top = module.units[MODULE]
         for step in top.facts.imports:

@@ -126,11 +126,7 @@ def _listed(stack: Sequence[Frame], frame: Frame) -> list[str]:
 
 
 class Raised:
-    """A context that keeps an exception of foreign code. Refusals of torchport's own leave it.
-
-    Attributes:
-        error: The exception; None where there was none.
-    """
+    """A context that keeps an exception of foreign code. Refusals of torchport's own leave it."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
