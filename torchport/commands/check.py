@@ -154,7 +154,6 @@ def stages_of(pack: Pack) -> list[StagePatches]:
 
 
 def _stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
-    """Returns what the stages of some cards put in force."""
     return [
         StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards

@@ -149,7 +149,6 @@ def examples() -> dict[str, Example]:
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Returns a remedy that names the id with the nearest number."""
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
         close = errors.closest(key, [*known, *RULES])
         return f"{f'Did you mean {close!r}? ' if close else ''}`torchport explain --all` lists them"

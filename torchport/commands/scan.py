@@ -148,7 +148,6 @@ def _as_finding(finding: ScanFinding) -> findings.Finding:
 
 
 def _formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
-    """Returns what writes a report, by the name of its format."""
     writers = {"text": text, "json": as_json, "sarif": sarif}
     return {name: functools.partial(writer, everything=everything) for name, writer in writers.items()}
 

@@ -432,7 +432,6 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
 
 
 def _unfilled_family(file: Path, place: str) -> Iterator[ReplacementError]:
-    """Yields the refusal of a family whose functions are drafts."""
     names = sorted(_unwritten(tree_of(file)))
     if names:
         yield ReplacementError(place, f"'{as_named(file)}' is a draft: {', '.join(names)}", "Fill them in")

@@ -291,7 +291,6 @@ class _Attention(TorchFunctionMode):
         self.calls: dict[str, dict[str, Any]] = {}
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes a call, and carries it out."""
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
             positional = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))

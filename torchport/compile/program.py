@@ -290,7 +290,6 @@ class Compiled:
             return jax.jit(program, donate_argnums=3).trace(shapes, *arguments), tables
 
     def _one_by_one(self, static: Static) -> Callable[..., Any]:
-        """Returns the network as a function that calls its operators one by one."""
         return self._tracing()(self._function(static, []))
 
     @contextlib.contextmanager

@@ -138,7 +138,6 @@ class StepCached:
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the network's first output."""
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves(inputs).items() if isinstance(leaf, TENSORS)}
         if self.calls == len(self.slots):
             self.slots.append(self._slot(inputs, shapes))

@@ -648,7 +648,6 @@ def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> No
 
 
 def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
-    """Yields what a step cache cannot do."""
     if job.cache is None:
         return
     try:

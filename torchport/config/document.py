@@ -174,7 +174,6 @@ class _YamlReader:
         return text
 
     def _check_plain(self, event: Any) -> None:
-        """Refuses anchors, tags and aliases."""
         if isinstance(event, yaml.AliasEvent):
             raise self._refusal(event, f"The alias *{event.anchor} is not plain data", "Write the value out")
         if event.anchor is not None:
@@ -274,7 +273,6 @@ class _Mistake:
 
 
 def _refusal(model: type[Frozen], document: Document, location: Location, error: Any) -> TorchportError:
-    """Returns one of pydantic's errors as ours."""
     place = document.place(location)
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":
@@ -371,7 +369,6 @@ def _fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = N
 
 
 def _models(model: type[Frozen], location: Sequence[str | int]) -> list[type[pydantic.BaseModel]]:
-    """Returns the models that a value at a location may be."""
     current: Any = model
     for part in location:
         current = _inside(current, part)

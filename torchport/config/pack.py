@@ -200,7 +200,6 @@ class Pack:
         return read_document(file if owner is None else inside(owner.root, file), as_named(file))
 
     def _owner(self, file: Path) -> Pack | None:
-        """Returns the pack that a file lies in."""
         return next((pack for pack in self.layers() if file.absolute().is_relative_to(pack.root)), None)
 
 

@@ -18,8 +18,6 @@ Positive = Annotated[float, pydantic.Field(gt=0, le=100, allow_inf_nan=False)]
 
 
 class _Kind(Frozen, abc.ABC):
-    """A kind of cache."""
-
     @property
     def apart(self) -> int:
         """The number of blocks at the end that every step computes."""

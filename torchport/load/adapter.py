@@ -145,7 +145,6 @@ class Adapter:
         return CheckpointForeignError(str(self._file), f"{fact}, and {why}", remedy, key=name)
 
     def _alphas(self, source: _Source, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """Yields a source's alphas of a layer, each with what it is in words."""
         of_layer = self._by_pattern(source, "alpha_pattern", names)
         if of_layer is not None:
             pattern, value = of_layer

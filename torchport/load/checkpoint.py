@@ -304,7 +304,6 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
 
 
 def _file_of(files: Sequence[Path]) -> dict[str, Path]:
-    """Returns the file of every tensor in some files."""
     file_of: dict[str, Path] = {}
     for file in files:
         for name in header(file):

@@ -227,7 +227,6 @@ class _Reader:
             yield from self._of_layer(layer, name, keys)
 
     def _keys_by_name(self) -> dict[str, dict[str, str]]:
-        """Returns the keys of each layer, by the part that each of them is."""
         keys: dict[str, dict[str, str]] = {}
         for key, entry in self.entries.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
@@ -245,7 +244,6 @@ class _Reader:
         return keys
 
     def _remedy(self, key: str) -> str:
-        """Returns what to do with a file that has a key of something else."""
         piece = next((piece for piece in OTHERS if f".{piece}" in key), "")
         if piece in UNREAD:
             less = self.file.with_suffix(f".without_{piece}.safetensors")
@@ -296,7 +294,6 @@ class _Reader:
                 yield self._whole(f"{layer}.{part}", keys[part], self.scale)
 
     def _whole(self, tensor: str, key: str, factor: float) -> tuple[str, Addition]:
-        """Returns a whole difference of a tensor, whose shape is its own."""
         if tensor not in self.shapes:
             raise self._foreign(f"'{key}' is there, and '{self.component}' has no '{tensor}'", OF_THIS, key)
         if list(self.entries[key]["shape"]) != list(self.shapes[tensor]):

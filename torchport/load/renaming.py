@@ -46,7 +46,6 @@ def _rule_of(name: str, rules: Sequence[RenameRule]) -> int | None:
 
 
 def _renamed(name: str, rules: Sequence[RenameRule]) -> str:
-    """Returns the module's name for a tensor of a file."""
     matches = ((re.fullmatch(rule.match, name), rule) for rule in rules)
     return next((match.expand(rule.to) for match, rule in matches if match), name)
 

@@ -176,7 +176,6 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
 
 
 def _fill(module: torch.nn.Module, trained: Trained) -> None:
-    """Copies trained tensors into a module."""
     import safetensors.torch
     import torch
 

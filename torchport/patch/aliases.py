@@ -165,7 +165,6 @@ def _audits(pairs: list[_Pair]) -> list[_Audit]:
 
 
 def _in_words(holder: Holder, entry: Entry) -> str:
-    """Returns a holder in words: the expression that leads to it, its kind, and its line."""
     line = line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
     name = None if holder.container is None else expression(holder.container)
@@ -332,7 +331,6 @@ def _names_in(node: ast.stmt) -> list[str]:
 
 
 def _imports(node: ast.Import | ast.ImportFrom, source: SourceFile) -> set[str]:
-    """Returns the modules that a statement may import."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     home = source.imported_from(node)

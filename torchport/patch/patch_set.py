@@ -209,7 +209,6 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
 
 
 def _check_thread() -> None:
-    """Refuses a thread that is not the one that has patches in force."""
     if registry.sets and registry.owner != threading.get_ident():
         fact = "Another thread has patches applied"
         raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")

@@ -203,7 +203,6 @@ def _with_cache(
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of an array on each device."""
     assert leaf.sharding is not None
     return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 

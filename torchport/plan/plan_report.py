@@ -143,7 +143,6 @@ def _divided(step: KnownTime) -> str:
 
 
 def _overflow_line(finding: Overflow) -> str:
-    """Returns what does not fit, in words."""
     where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
     sizes = "" if finding.asked_bytes is None else f": {finding.asked_bytes:,} bytes, limit {finding.limit_bytes:,}"
     return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"

@@ -142,7 +142,6 @@ def _check(task: Task, stages: Sequence[str]) -> None:
 
 
 def _left_out(stage: Stage) -> StageLeftOut:
-    """Returns what is said of a stage that is not compiled."""
     if stage.network is None:
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)

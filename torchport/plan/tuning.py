@@ -119,7 +119,6 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
 
 
 def _of_int8(job: Workload) -> Workload:
-    """Returns the job with scores in eight bits."""
     place, (_, size) = "--implementation splash_int8", transposed.grouping(job.work.heads, job.work.head_size)
     if job.chip.name not in EXPONENT:
         raise BadValueError(place, f"{job.chip.name} multiplies int8 no faster", f"It is for {', '.join(EXPONENT)}")
@@ -201,8 +200,6 @@ def _arguments(job: Workload, implementation: KernelName, bounded: bool, tile: T
 
 
 def _seconds(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> float:
-    """Returns the median seconds of a call on the chip that is there."""
-
     call, shapes = attention_call(**_arguments(job, implementation, bounded, tile))
     keys = jax.random.split(jax.random.key(0), 3)
     tensors = [jax.random.normal(key, shape.shape, shape.dtype) for key, shape in zip(keys, shapes, strict=False)]

@@ -185,7 +185,6 @@ def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
 
 
 def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
-    """Returns whether an entry is the one that an error names, and changes what is wanted."""
     named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
     if entry.id not in named:
         return False

@@ -232,7 +232,6 @@ def _get(key: str) -> str:
 
 
 def _all(mine: str) -> list[str]:
-    """Returns the value of each process, in their order."""
     key = f"torchport/{next(_number)}"
     _state().client.key_value_set(f"{key}/{process()}", mine)
     return [_get(f"{key}/{number}") for number in range(processes())]

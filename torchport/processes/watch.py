@@ -52,7 +52,6 @@ class Watch:
     """
 
     def __init__(self, state: Any) -> None:
-        """Makes a watch that does nothing yet."""
         self.state = state
         self.folder: Path | None = None
         self.over = threading.Event()
@@ -123,7 +122,6 @@ class Watch:
             self._set_word(OVER)
 
     def _look(self) -> None:
-        """Reads the last words of the others."""
         messages = dict(self.state.client.key_value_dir_get(KEYS))
         self.answered = time.monotonic()
         failed = json.loads(messages.get(FAILED, "{}"))
@@ -197,7 +195,6 @@ def _leave(code: int, text: str) -> NoReturn:
 
 
 def _reachable(address: str) -> bool:
-    """Returns whether anybody listens at a `host:port`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()

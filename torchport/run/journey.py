@@ -255,7 +255,6 @@ class Journey:
         }
 
     def _note(self, stage: family.Stage, manifest: Manifest) -> None:
-        """Notes what later stages need from a finished stage."""
         self._manifests[stage.name] = manifest
         self._shas[stage.name] = manifest.sha256
         self._settings |= manifest.settings
@@ -333,7 +332,6 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
 
 
 def _write_curve(file: Path, curve: Sequence[float]) -> None:
-    """Writes a measured curve as a job's `cache`."""
     numbers = ", ".join(f"{value:.5f}" for value in curve)
     atomic.write_text(file, f"cache: {{kind: magcache, curve: [{numbers}]}}\n")
     log.info("the curve of %d steps: %s", len(curve), file)
@@ -456,7 +454,6 @@ class Profile:
         yield from items
 
     def _note(self, first: int, taken: int) -> None:
-        """Says where the trace is, and how to open it."""
         if not taken:
             log.warning("profile: '%s' took no more than %d steps, and none is traced", self.stage, SKIPPED)
             return
@@ -486,7 +483,6 @@ def _tracing(folder: Path) -> Iterator[None]:
 
 
 def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
-    """Returns the refusal of a folder that takes no trace."""
     reason = " ".join(str(error).split())[:200].rstrip(".")
     remedy = "Free some space, or choose another folder with --out"
     return OutputError(str(folder), f"The trace cannot be written: {reason}", remedy)
@@ -507,7 +503,6 @@ def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
 
 
 def _planned(name: str, program: Any) -> str:
-    """Returns what the compiler planned for a program, on each device."""
     memory = program.memory_analysis()
     if memory is None:
         return f"'{name}': this backend's compiler does not say what a program takes"
@@ -522,7 +517,6 @@ def _planned(name: str, program: Any) -> str:
 
 
 def _counted(devices: Sequence[jax.Device]) -> str:
-    """Returns what the devices count, the fullest of this process's."""
     stats = [stats for device in devices if (stats := device.memory_stats())]
     if not stats:
         return f"the backend '{devices[0].platform}' does not count what its devices hold"

@@ -80,7 +80,6 @@ def _alike(task: Task) -> Task:
 
 
 def _carry(task: Task, stopping: Stopping) -> Summary:
-    """Carries a task down the path."""
     with output_folder(task.folder), shared(task) as common:
         journey = common.journey(task, stopping)
         try:
@@ -212,7 +211,6 @@ class StageAtHand:
     def _outputs(
         self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor], lap: Callable[[str], None]
     ) -> dict[str, torch.Tensor]:
-        """Returns the stage's outputs for a run's inputs."""
         task, stage = journey.task, self.stage
         with self._loading():
             parts = self._parts_of_run()  # load
@@ -253,7 +251,6 @@ class StageAtHand:
         self.is_loading = False
 
     def _parts_of_run(self) -> dict[str, Any]:
-        """Returns the parts, loaded now or before."""
         task, folder = self.common.task, self.common.weights.folder
         if self._loaded is not None:
             return network.afresh(task, self.stage, self._parts, folder)

@@ -322,8 +322,6 @@ class _Taken:
 
 
 class _Series:
-    """The videos on their way."""
-
     def __init__(self, videos: Sequence[Video], together: int, stopping: Stopping) -> None:
         self.videos = videos
         self.together = together
@@ -396,7 +394,6 @@ class _Series:
 
 
 def _pass(way: _Taken, at_hand: path.StageAtHand) -> None:
-    """Carries a video through a stage."""
     assert way.journey is not None
     log.info("%s: %s", way.video.name, at_hand.stage.name)
     at_hand.carry(way.journey)

@@ -242,7 +242,6 @@ def _other_schema(file: Path, version: Any, made_by: str) -> ArtefactForeignErro
 
 
 def _manifest_text(file: Path, made_by: str) -> str:
-    """Returns the manifest's JSON, its checksum verified."""
     try:
         metadata = dict(json.loads(_bytes(file, head=True)).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -265,7 +264,6 @@ def _check_identity(
     components: Mapping[str, str],
     made_with: Mapping[str, str],
 ) -> None:
-    """Refuses an artefact of another run."""
     for key, value in identity.items():
         if key not in stored or stored[key] != value:
             raise ArtefactForeignError(

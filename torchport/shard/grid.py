@@ -80,7 +80,6 @@ def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
 
 
 def _sides(group: Sequence[Spot]) -> list[int]:
-    """Returns the sides of the box around the chips of a group."""
     return [max(line) - min(line) + 1 for line in zip(*(spot.chip for spot in group), strict=True)]
 
 
@@ -98,7 +97,6 @@ def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
 
 
 def _split(length: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to write a length as a product."""
     if parts == 1:
         yield (length,)
         return

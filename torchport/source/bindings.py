@@ -53,7 +53,6 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 def _under_conditions(
     body: Iterable[ast.stmt], above: tuple[ast.stmt, ...] = ()
 ) -> Iterator[tuple[ast.stmt, tuple[ast.stmt, ...]]]:
-    """Yields the statements of `at_import`, each with the `if`s around it."""
     for statement in body:
         yield statement, above
         if isinstance(statement, DEFINITIONS):
@@ -78,7 +77,6 @@ def _changed_by(statement: ast.stmt) -> set[str]:
 
 
 def _base(target: ast.expr) -> ast.expr:
-    """Returns what an item or attribute belongs to."""
     return _base(target.value) if isinstance(target, (ast.Subscript, ast.Attribute)) else target
 
 

@@ -96,7 +96,6 @@ def uses(home: Home) -> list[str]:
 
 
 def _imported_as(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
-    """Yields what imports bind a name to, in full."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
@@ -238,7 +237,6 @@ def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
 
 
 def _import_names(scope: ast.AST) -> set[str]:
-    """Returns the names that imports in a scope bind, which lead out of it."""
     imports = (inner for inner in _nodes_in(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
     return {taken(alias) for inner in imports for alias in inner.names}
 

@@ -62,7 +62,6 @@ def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Jo
 
 
 def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None:
-    """Refuses a trace that would have nothing in it."""
     place = f"--profile steps={count}"
     if original:
         raise BadValueError(place, "JAX's profiler does not see --backend original", "Leave one of the two out")

@@ -187,8 +187,6 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
 
 
 class _RecordedLoop:
-    """A stage's loop, recorded."""
-
     def __init__(
         self,
         task: Task,

@@ -152,7 +152,6 @@ def _digests(task: Task) -> dict[str, str]:
 
 
 def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
-    """Returns a recording without its calls as data of JSON."""
     loop: LoopRecord = original.seams.loop
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
@@ -205,7 +204,6 @@ def _keep(row: dict[str, Any], borders: Mapping[str, Values], table: TensorTable
 
 
 def _blocks(call: RecordedCall) -> list[str]:
-    """Returns the paths of a call's blocks in the order of the call."""
     return list(dict.fromkeys(border.path for border in call.outer if border.path))
 
 

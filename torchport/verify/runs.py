@@ -325,7 +325,6 @@ def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
 
 
 def _compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Latents:
-    """Returns how alike latents are; see `Latents`."""
     return Latents(step, yardstick.cosine(a, b), yardstick.difference(a, b), yardstick.is_same(a, b))
 
 

@@ -128,7 +128,6 @@ class LoopRecord:
 
 
 def _schedulers() -> list[Any]:
-    """Returns every class of a scheduler that was imported."""
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
     classes: list[Any] = [SchedulerMixin]
@@ -375,7 +374,6 @@ def record(
 
 
 def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
-    """Returns what a stage before the loop returns, computed in PyTorch."""
     with patch.applied(task.patches([stage]), stage=stage.name):
         parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)
@@ -403,7 +401,6 @@ def _denoise(
 
 
 def _bare(stage: Stage) -> Stage:
-    """Returns a stage whose network nothing prepares."""
     return dataclasses.replace(stage, prepare=None)
 
 
@@ -471,7 +468,6 @@ def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:
 
 
 def _constant(first: SchedulerStep, other: SchedulerStep) -> set[str]:
-    """Returns the fields of a scheduler that are the same before two steps."""
     before, after = _state(first, set()), _state(other, set())
     pairs = {name: value_seams(LOOP, {name: before[name]}, {name: after.get(name)}) for name in before}
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}

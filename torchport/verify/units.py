@@ -143,7 +143,6 @@ class Units:
         return [by_border.get(unit.border) for unit in measured]
 
     def _value(self, measured: MeasuredUnit) -> Any:
-        """Returns the port's value at a unit's border."""
         border, forced = measured.border, self.forced_call
         if forced is not None and border in forced.observed and border.path in self.port.units:
             value = forced.observed[border]
@@ -208,7 +207,6 @@ class Units:
     def _measured(
         self, forced: WatchedCall, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
     ) -> Iterator[MeasuredUnit]:
-        """Yields a unit for each border that can be compared, in the order of the call."""
         patches = _patches_by_block(forced, self.port.units)
         for depth, (border, value) in enumerate(forced.observed.items()):
             known = border in wide and border in self.call.values and (not block or _within(border.path, block))
@@ -341,7 +339,6 @@ def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUni
 
 
 def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
-    """Returns a unit that stands behind the first fault."""
     measured.unit = dataclasses.replace(measured.unit, effect=None, is_behind=True)
     return measured
 

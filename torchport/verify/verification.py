@@ -144,7 +144,6 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Me
 
 
 def _record_original(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
-    """Records the original, or takes a capture for it."""
     if options.reference is not None:
         with clock.lap("the capture"):
             _call("reference:unpack", options.reference, file, stop=stop)
@@ -182,7 +181,6 @@ def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -
 
 
 def _on_mesh(task: Task, mesh: str) -> Request:
-    """Returns the request of the same job on another mesh."""
     parts = [part.partition("=") for part in mesh.split(",")]
     sizes = {axis: size for axis, _, size in parts}
     if len(sizes) < len(parts) or not all(re.fullmatch(r"[a-z]\w*=[1-9]\d{0,5}", "".join(part)) for part in parts):
@@ -216,7 +214,6 @@ class _Clock:
 
 
 def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
-    """Refuses steps that the job does not take."""
     for step in steps or ():
         if not 0 <= step < task.settings.steps:
             fact = f"The job takes {task.settings.steps} steps, which are 0 to {task.settings.steps - 1}"
@@ -280,7 +277,6 @@ def _network_clue(search: Search, strategy: str) -> str:
 
 
 def _decoder_clue(search: Search) -> str:
-    """Returns where to look if no patch of the decoder is at fault."""
     if not search.tried:
         return "it has no patch: look at the card's dtypes and rules"
     return f"leaving out one patch does not cure it ({', '.join(search.tried)}): look at two of them, and at dtypes"

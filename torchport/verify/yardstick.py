@@ -56,7 +56,6 @@ class Wide(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function with float64 in place of float32."""
         kwargs = kwargs or {}
         if self.dtype is not torch.float64:
             return function(*args, **kwargs)

@@ -117,7 +117,6 @@ def of_weights(
 
 
 def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> list[str]:
-    """Returns the names of the gains that an expression matches."""
     names = [name for name in weights if re.fullmatch(pattern, name)]
     if not names:
         fact = f"'{pattern}' of the bound '{what}' matches no weight"

@@ -103,7 +103,6 @@ def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Arra
 
 
 def _check_window(window: Any) -> None:
-    """Refuses a window that is no pair of distances."""
     sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
     if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
         remedy = "It must be (left, right), each a whole number of keys or None"
@@ -273,7 +272,6 @@ def score_bound(bound: float | str | None, factor: float) -> float | None:
 
 
 def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
-    """Returns outputs with zeros from each sample's length on."""
     batch, _, queries, _ = o_BHSD.shape
     valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
     return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))

@@ -149,7 +149,6 @@ def _by_kernel(
     heads: int,
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes `self_attention` by the kernel."""
     from torchport.kernels.attention import self_attention as form
     from torchport.kernels.attention.rotary import Norm
 

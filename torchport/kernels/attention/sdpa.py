@@ -94,7 +94,6 @@ def _four(x: jax.Array) -> jax.Array:
 
 
 def _over_keys(mask: jax.Array) -> bool:
-    """Returns whether a mask says the same for every query."""
     return bool(mask.dtype == jnp.bool_) and (mask.ndim < 2 or mask.shape[-2] == 1)
 
 

@@ -264,7 +264,6 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
 
 
 def _flow(value: Any) -> str:
-    """Returns data as YAML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
     if isinstance(value, str):

@@ -164,8 +164,6 @@ class Chunks:
 
 
 class _Copies:
-    """Several copies that are waited for as one."""
-
     def __init__(self, copy: Callable[[int], Any], target: Any, done: Any) -> None:
         self.copy = copy
         self.target, self.done = target, done
@@ -303,7 +301,6 @@ class Softmax:
         self.refs.acc[here] = (before if shrink is None else before * shrink) + product
 
     def _head_values(self, values: Any, head: int) -> jax.Array:
-        """Returns the values of a head as [D, C]."""
         return jnp.concatenate([values[i, self.plan.rows(head), :] for i in range(values.shape[0])], axis=1)
 
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:

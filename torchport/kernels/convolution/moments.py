@@ -57,7 +57,6 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what `summed` does, through XLA."""
     wide = x.astype(jnp.float32)
     difference = wide - wide[0, 0]
     if is_padded:
@@ -158,7 +157,6 @@ def summed(
 
 
 def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares: Any) -> None:
-    """Adds one row."""
     row, some = pl.program_id(0), sums.columns_at_once
 
     def start() -> None:

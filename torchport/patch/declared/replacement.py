@@ -97,7 +97,6 @@ def _module(path: Path, name: str) -> types.ModuleType:
 
 @functools.cache
 def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
-    """Returns a module made of a file's bytes."""
     module = types.ModuleType(name)
     module.__file__ = str(path)
     previous = sys.modules.get(name)

@@ -117,7 +117,6 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
 
 
 def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
-    """Returns the change of a slot, not yet made."""
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"

@@ -197,7 +197,6 @@ def _placed(code: types.CodeType, original: types.FunctionType, source: Any) -> 
 
 
 def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) -> tuple[Any, Any]:
-    """Returns the defaults of positional parameters, and those of the others."""
     given = [p for p in parameters or () if p.default is not Parameter.empty]
     by_name = {p.name: p.default for p in given if p.kind is Parameter.KEYWORD_ONLY}
     positional = tuple(p.default for p in given if p.kind in POSITIONAL)
@@ -217,7 +216,6 @@ def _dressed(stand_in: Any, original: types.FunctionType, name: str | None) -> A
 
 
 def _is_found(function: types.FunctionType) -> bool:
-    """Returns whether a function stands where its name says."""
     thing: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         thing = inspect.getattr_static(thing, name, None)

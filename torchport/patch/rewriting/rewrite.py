@@ -155,7 +155,6 @@ def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
 
 
 def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, call: str) -> str:
-    """Returns the one statement that takes a run's place."""
     last = run.statements[-1]
     returns = isinstance(last, ast.Return)
     _check_jumps(entry, run.statements[:-1] if returns else run.statements)

@@ -63,7 +63,6 @@ def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) 
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
-    """Returns hashes by `module:path` in the form of a lock."""
     result: dict[str, str] = {}
     for name, key in sorted(keys.items()):
         module, _, path = name.partition(":")
@@ -72,7 +71,6 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
 
 
 def _flat(row: LockRow) -> dict[str, str]:
-    """Returns a row's hashes by `module:path`."""
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": key for module, (path, _, key) in parts}
 
@@ -137,7 +135,6 @@ def _likeness(row: LockRow, now: LockRow) -> tuple[float, int]:
 
 
 def _differences(entry: Entry, row: LockRow, now: LockRow) -> list[str]:
-    """Returns in words how a target differs from a row."""
     lines = []
     if row.signature != now.signature:
         lines.append(f"its signature was {row.signature}, is {now.signature}")

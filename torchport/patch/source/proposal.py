@@ -71,7 +71,6 @@ def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
 
 
 def _taken(imported: ast.stmt, package: str) -> str:
-    """Returns a name that a statement imports from a package."""
     aliases = imported.names if isinstance(imported, ast.Import | ast.ImportFrom) else []
     if isinstance(imported, ast.ImportFrom):
         path = [

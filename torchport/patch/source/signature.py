@@ -57,7 +57,6 @@ def _plain(signature: Signature) -> str:
 
 
 def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
-    """Returns what a replacement lacks to take all calls of its target, or None."""
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]

@@ -295,7 +295,6 @@ class HloProgram:
         return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
 
     def _holds_kernel(self, instruction: Instruction) -> bool:
-        """Whether it is a Pallas kernel or a collective, or holds one."""
         names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
         return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
 

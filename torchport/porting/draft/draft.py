@@ -413,7 +413,6 @@ def _agreement_test(trial: Trial, target: Target) -> str:
 
 
 def _takes(target: Target) -> str:
-    """Returns in words what the arguments are."""
     assert not isinstance(target.node, ast.ClassDef)
     names = parameters(target.node).names
     if target.kind == "property":
@@ -483,7 +482,6 @@ def drafted_entries(home: Home, package: str) -> list[Entry]:
 
 
 def _checked(wish: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
-    """Returns the entry, if it can stand in its file beside the others."""
     entry = proposal.entry_of(drafted.fields, wish.package)
     path = home.root / file
     before = home.text(file)

@@ -55,7 +55,6 @@ class Home:
         return lines
 
     def _text(self, piece: Piece) -> str:
-        """Returns the whole text that a file is to have."""
         path = folder.inside(self.root, self.root / piece.file)
         before = self.text(piece.file)
         if piece.mode == "whole":
@@ -72,7 +71,6 @@ class Home:
 
 
 def _check_free(path: Path, before: str, text: str) -> None:
-    """Refuses Python that defines a name which the file has."""
     tree = parsing.tree(before, as_named(path))
     known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
     known |= {name.id: name.lineno for name in ast.walk(tree) if isinstance(name, ast.Name) and _is_stored(name)}

@@ -103,7 +103,6 @@ def _check_network(target: Target, place: str) -> None:
 
 
 def _check_checkpoint(wish: ModelDraftRequest) -> None:
-    """Refuses a checkpoint that no run could name."""
     if wish.checkpoint != UNKNOWN_CHECKPOINT:
         from torchport.load import checkpoint  # with torch, which nothing else here needs
 
@@ -111,7 +110,6 @@ def _check_checkpoint(wish: ModelDraftRequest) -> None:
 
 
 def _check_free(wish: ModelDraftRequest) -> None:
-    """Refuses the name of a model that torchport, or a pack of the environment, has."""
     pack = find_pack(())
     if wish.name in pack.models():
         fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
@@ -152,7 +150,6 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
 
 
 def _small_value(name: str, default: Any) -> Any:
-    """Returns a small value of one argument; None to leave it as it is."""
     limit = next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None

@@ -530,7 +530,6 @@ def _below(root: Path, path: Path) -> str:
 
 
 def _is_loop(path: Path) -> bool:
-    """Returns whether a link never arrives."""
     if not path.is_symlink():
         return False
     try:

@@ -73,7 +73,6 @@ class FunctionContext:
 
 
 def _returns(codebase: Codebase, name: str) -> ast.expr | None:
-    """Returns what a function of the codebase is annotated to return."""
     known = codebase.definition(name) if name else None
     return known.returns if isinstance(known, CodeUnit) else None
 

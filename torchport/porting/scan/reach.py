@@ -159,7 +159,6 @@ class Reached:
                     self._reach(unit, asker, call_of_it)
 
     def _ask(self, name: str, unit: CodeUnit, call: Called | None) -> None:
-        """Notes that a method of some object is called."""
         self._asked[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
@@ -251,7 +250,6 @@ class Reached:
             self._reach(known, unit, None)
 
     def _read_table(self, unit: CodeUnit, name: str) -> None:
-        """Follows what stands in a table of functions or classes that is read."""
         home, chains = self._codebase.table(name) or (unit.module, [])
         for chain in chains:
             inner = self._codebase.full(home, chain, {})
@@ -285,7 +283,6 @@ class _Values:
         return None if value is _UNKNOWN or value is _NOT_NONE else bool(value)
 
     def value(self, term: Term) -> Any:
-        """Returns a term's value, or _UNKNOWN."""
         if term is None:
             return _UNKNOWN
         kind, *parts = term
@@ -449,7 +446,6 @@ def _only_asked_about(body: Body) -> set[ast.AST]:
 
 
 def _asked(body: Body) -> frozenset[str]:
-    """Returns the names and attributes that the conditions of a function ask for."""
     under = {id(event.guards): event.guards for event in body.events if event.guards}
     tests = {guard.test for guards in under.values() for guard in guards}
     return frozenset(name for test in tests for name in names_in(test))

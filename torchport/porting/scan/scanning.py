@@ -254,7 +254,6 @@ def _names_in(body: Body) -> set[str]:
 
 
 def _globals_set(body: Body) -> Iterator[str]:
-    """Yields the globals that a function declares as its own to set."""
     for node in ast.walk(body.node):
         if isinstance(node, ast.Global):
             yield from node.names
@@ -335,7 +334,6 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
 
 
 def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
-    """Refuses an entry whose file could not be read."""
     names = "/".join(entry.partition(":")[0].split("."))
     for file in unread:
         if f"/{file.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
@@ -413,7 +411,6 @@ class Patches:
 
 
 def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
-    """Returns the patches of a codebase's packages, and those of torch."""
     result = Patches()
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     tops = {name.partition(".")[0] for name in codebase.modules}
@@ -556,5 +553,4 @@ class Coverage:
 
 
 def _flags(unit: CodeUnit) -> Iterator[str]:
-    """Yields the attributes that a function sets to a constant."""
     return (name for name, term in unit.facts.attributes if term is not None)

@@ -98,8 +98,6 @@ def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
 
 
 class _Reader:
-    """Reads a module once."""
-
     def __init__(self) -> None:
         self.bodies: list[Body] = []
         self.classes: dict[str, ast.ClassDef] = {}
@@ -165,8 +163,6 @@ def _jumps(block: list[ast.stmt]) -> bool:
 
 
 class _Walk:
-    """Walks one function and notes its events."""
-
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self.guards: Guards = ()
@@ -295,7 +291,6 @@ class _Walk:
             _WALKS.get(kind, _Walk._parts)(self, node)
 
     def _parts(self, node: Any) -> None:
-        """Notes what is in any other expression, part by part."""
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
@@ -379,7 +374,6 @@ _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
 
 
 def _names_cuda(node: ast.Compare) -> bool:
-    """Returns whether a comparison asks for the name of CUDA, which is no use of it."""
     sides = (node.left, *node.comparators)
     return any(
         isinstance(side, ast.Constant) and isinstance(side.value, str) and side.value.startswith("cuda")

@@ -164,7 +164,6 @@ class Tensors:
                 self._bind(target, values[number], loops_over)
 
     def _parts_returned(self, value: ast.expr) -> list[ast.expr]:
-        """Returns the annotations of a tuple that a function of the codebase returns."""
         returned = self._returns(self._full(value.func)) if isinstance(value, ast.Call) else None
         if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
             return returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
@@ -318,7 +317,6 @@ def _is_collection(annotation: ast.expr) -> bool:
 
 
 def _used_as_dictionary(event: Event) -> Iterable[str]:
-    """Yields the name of which an event reads what a word names."""
     if isinstance(event.node, ast.Subscript) and isinstance(event.node.value, ast.Name):
         index = event.node.slice
         if isinstance(index, ast.Constant) and isinstance(index.value, str):
@@ -326,7 +324,6 @@ def _used_as_dictionary(event: Event) -> Iterable[str]:
 
 
 def _used_as_tensor(event: Event) -> Iterable[str]:
-    """Yields the name on which an event calls what only tensors have."""
     if isinstance(event.node, ast.Call):
         func = event.node.func
         if isinstance(func, ast.Attribute) and func.attr in _ONLY_TENSORS and isinstance(func.value, ast.Name):

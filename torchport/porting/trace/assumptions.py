@@ -54,7 +54,6 @@ class GoingOn(TorchFunctionMode):
         self.by: Any = WeakIdKeyDictionary()
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carries a function out, or returns what is assumed in its place."""
         kwargs = kwargs or {}
         if self.counts:
             self._note_constants(function, args, kwargs)
@@ -83,7 +82,6 @@ class GoingOn(TorchFunctionMode):
                     self.notes.note_constant(tensor, self.made.get(tensor, used), used)
 
     def _assumed(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Notes an exception and returns what is assumed in place of the result."""
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if isinstance(error, HostTensorError) or engine.is_host_tensor(error):

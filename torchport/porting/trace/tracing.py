@@ -154,7 +154,6 @@ def _going_on(notes: Notes, call: Callable[..., Any], counts: bool, module: Any,
 
 
 def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
-    """Returns a stage's `prepare` that notes what it raises."""
     if stage.prepare is None:
         return None
     prepare = stage.prepare
