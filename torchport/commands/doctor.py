@@ -39,8 +39,6 @@ def command(paths: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """One line of the report."""
-
     #: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
     state: State
     what: str  #: The thing that was examined.

@@ -85,7 +85,6 @@ def print_schema() -> None:
 
 
 def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.Entry]:
-    """Returns the entries of the upstreams or files that are named; of all upstreams if none is."""
     return patch.read(folders, list(names) or patch.upstreams(folders))
 
 
@@ -108,7 +107,6 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
-    """Returns everything about one entry."""
     versions.installed.cache_clear()
     entries = {entry.id: entry for entry in entries_of(folders)}
     if key not in entries:

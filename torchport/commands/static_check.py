@@ -69,7 +69,6 @@ def with_entries(folders: patch.Folders) -> list[str]:
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
-    """Returns the names, or all upstreams if there are none."""
     known = patch.upstreams(folders)
     for name in names:
         if name.partition("/")[0] not in known:

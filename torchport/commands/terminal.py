@@ -52,8 +52,6 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
 
 
 class Group(click.Group):
-    """A group of such commands."""
-
     command_class = Command
     group_class = type
 
@@ -122,7 +120,6 @@ class Answer:
     exit_code: int = 0
 
     def say(self, as_json: bool) -> None:
-        """Prints it as JSON or as text."""
         if as_json:
             say_json(self.data)
         else:

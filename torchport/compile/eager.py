@@ -15,7 +15,6 @@ How = Callable[..., Any]
 
 
 def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
-    """Calls a network with its inputs as keywords."""
     return module(**inputs)
 
 

@@ -134,7 +134,6 @@ class StepCached:
         return self.compiled.seconds
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns inputs where the network wants them."""
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:

@@ -165,7 +165,6 @@ def _check_disk(name: str, card: Card) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns a JSON object of a checkpoint."""
     if not file.is_file():
         raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
     size = file.stat().st_size

@@ -42,7 +42,6 @@ def is_absence(error: BaseException) -> bool:
 
 
 def is_cuda(error: BaseException) -> bool:
-    """Returns whether an exception says that CUDA is not here."""
     kinds = (AssertionError, AttributeError, RuntimeError)
     return isinstance(error, kinds) and _CUDA.search(str(error)) is not None
 

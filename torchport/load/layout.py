@@ -48,7 +48,6 @@ class Layout:
 
     @property
     def is_pickled(self) -> bool:
-        """Whether it is a file of `torch.save`."""
         return self.file is not None and not self.file.endswith((".safetensors", ".safetensors.index.json"))
 
     def place(self, folder: Path) -> Path:

@@ -101,8 +101,6 @@ Maker = str | Builder
 
 
 class Recipe(NamedTuple):
-    """How a component is built."""
-
     maker: Maker
     config: Mapping[str, Any]
     place: str

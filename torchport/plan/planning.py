@@ -121,7 +121,6 @@ def _announced(stages: Sequence[str]) -> Iterator[str]:
 
 
 def require_tpu(machine: Machine) -> Chip:
-    """Returns the chip of a slice that a plan is for."""
     return machine.require_tpu(
         remedy="Name a slice with --topology v6e:2x4", fact="It is no TPU, and a plan is for one"
     )

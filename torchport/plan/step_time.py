@@ -68,7 +68,6 @@ class ProgramTime:
 
     @property
     def attention(self) -> Attention | None:
-        """The largest call of attention."""
         return max(self.calls, key=lambda call: call.flops_per_device, default=None)
 
     def block(self) -> BlockTime | None:
@@ -90,12 +89,10 @@ class ProgramTime:
         )
 
     def communication(self) -> Communication:
-        """Returns the collectives of one run."""
         sent = _collectives(self.program, None, self.spots)
         return Communication(communication_ms=1e3 * communication_seconds(sent, self.chip), collectives=sent)
 
     def parts(self) -> Parts[float]:
-        """Returns the parts of the time of one run."""
         # Attention that is no kernel is XLA's, and in its estimate. What a loop repeats is traced once, and its
         # attention is the largest.
         spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
@@ -291,7 +288,6 @@ def read_calibration(file: Path) -> Calibration:
 
 @functools.cache
 def shipped_calibration() -> Calibration | None:
-    """Returns the package's own calibration, if it has one."""
     return read_calibration(CALIBRATION) if CALIBRATION.is_file() else None
 
 

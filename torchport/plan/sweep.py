@@ -43,7 +43,6 @@ class SweptMesh:
 
     @property
     def overrides(self) -> tuple[str, str]:
-        """The choice, as overrides of a config."""
         mesh = ", ".join(f"{axis}: {size}" for axis, size in self.mesh.items())
         return f"strategy={self.strategy}", f"mesh={{{mesh}}}"
 
@@ -161,7 +160,6 @@ def _rank(job: JobPlan) -> tuple[bool, float]:
 
 
 def data(swept: Sweep) -> dict[str, Any]:
-    """Returns a sweep as `--json` prints it."""
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
     return {
         "model": swept.model,

@@ -62,8 +62,6 @@ CALLS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a kernel is to compute on a machine."""
-
     machine: Machine  #: A TPU slice.
     work: Work  #: One device's attention, a sample of it.
     note: str = ""  #: Where the numbers come from.
@@ -94,7 +92,6 @@ class Result:
 
 
 def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashTile]:
-    """Returns the tiles worth a compilation."""
     if implementation == "splash":
         return [SplashTile(*sides) for sides in SPLASH]
     # Where the exponential is of two scores at once, narrower cells leave the matrix unit less alone.
@@ -234,7 +231,6 @@ def rows(result: Result) -> list[dict[str, Any]]:
 
 
 def lines(result: Result) -> list[str]:
-    """Returns the candidates as an aligned table."""
     work = result.job.work
     head = f"{result.implementation}{' bounded' * result.bounded}, {result.job.chip.name}, by {result.ranked_by}: "
     note = f" ({result.job.note})" if result.job.note else ""

@@ -413,7 +413,6 @@ def _is_everywhere(error: TorchportError) -> bool:
 
 
 def lines(videos: Sequence[Video]) -> list[str]:
-    """Returns what became of the videos, as a table."""
     rows = [(f"{video.name:5}", f"{video.state:9}", _seconds(video), _about(video)) for video in videos]
     states = [video.state for video in videos]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

@@ -66,7 +66,6 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> No
 
 
 def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """Returns the text and the tensors of a file that `write_file` wrote."""
     return _manifest_text(file, made_by), _load(file, made_by)
 
 

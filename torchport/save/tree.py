@@ -57,7 +57,6 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
 
 
 def from_data(data: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """Returns the tree that `as_data` made this data of."""
     if not isinstance(data, dict):
         return data
     if "tensor" in data:

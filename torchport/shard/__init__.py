@@ -190,7 +190,6 @@ def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axi
 
 
 def matches(rule: Rule, name: str) -> bool:
-    """Whether a rule's pattern is the whole of a name."""
     return re.fullmatch(rule.match, name) is not None
 
 
@@ -357,5 +356,4 @@ def _to_numpy(tensor: torch.Tensor) -> Any:
 
 
 def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    """Returns the shapes of tensors by name; meta tensors have shapes too."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -97,7 +97,6 @@ def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 
 def definitions(body: Iterable[ast.stmt]) -> list[Definition]:
-    """Returns the functions and classes that a body defines."""
     return [statement for statement in at_import(body) if isinstance(statement, DEFINITIONS)]
 
 

@@ -53,7 +53,6 @@ class HashedPart:
     mark: str = ""  #: `@` for a decorator, which begins before its node.
 
     def source_line(self, text: str) -> str:
-        """Returns it on one line, as it stands in its file's text."""
         line, column = self.last.end_lineno, self.last.end_col_offset
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]

@@ -29,7 +29,6 @@ def blocks(function: Function) -> Iterator[tuple[list[ast.stmt], Chain]]:
 
 
 def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
-    """Returns the blocks directly inside a statement."""
     candidates = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
     result = [block for block in candidates if isinstance(block, list) and block]
     for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
@@ -76,7 +75,6 @@ def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def arguments(function: Function | ast.Lambda) -> set[str]:
-    """Returns the names of a function's parameters."""
     return {parameter.name for parameter in parameters(function)}
 
 

@@ -29,12 +29,10 @@ class SourceFile:
 
     @property
     def shown(self) -> str:
-        """Its file as errors show it."""
         return shown(self.file)
 
     @property
     def is_package(self) -> bool:
-        """Whether it is the `__init__.py` of a folder."""
         return self.file.endswith("__init__.py")
 
     @functools.cached_property
@@ -59,11 +57,9 @@ class SourceFile:
             return all_bindings(self.tree.body)
 
     def imported_from(self, node: ast.ImportFrom) -> str:
-        """Returns the module that one of its statements imports from, in full."""
         return imported_from(node, self.module, self.is_package)
 
     def where(self, path: Sequence[str]) -> Binding:
-        """Returns where an attribute path leads."""
         with parsing.nesting(self.shown):
             return binding_at(self.tree, path)
 

@@ -31,8 +31,6 @@ Home = tuple[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """One definition that another one uses."""
-
     source: SourceFile  #: The source of its module.
     node: ast.stmt  #: The statement that binds its name.
     through: str  #: The `module:path` of the definition that uses it.
@@ -45,7 +43,6 @@ def home_of(target: str) -> Home:
 
 
 def name_of(home: Home) -> str:
-    """Returns `module:path`."""
     return f"{home[0]}:{'.'.join(home[1])}"
 
 
@@ -330,7 +327,6 @@ class _Lookup:
         return (cls for chain in chains for cls in self.classes(module, chain))
 
     def classes(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the class that names lead to."""
         source = _source(module)
         node = source.names.get(chain[0]) if source else None
         if isinstance(node, ast.ClassDef) and len(chain) == 1:

@@ -146,7 +146,6 @@ class Task:
         return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
 
     def component_folder(self, weights: Path, component: str) -> Path:
-        """Returns where a component lies in the checkpoint."""
         return weights / self.card.folder(component, self.settings.variant)
 
     def dtype(self, component: str) -> str:
@@ -225,7 +224,6 @@ class Task:
         return flag_settings | {key: value for key, value in flags.items() if value is not None}
 
     def command(self, stage: StageName, folder: Path) -> str:
-        """Returns the command that makes a stage's artefact in a folder, for this task."""
         request = self.request
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":

@@ -34,7 +34,6 @@ class Need:
     activations: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def bytes_of(self, component: str) -> int:
-        """Returns the bytes that a component takes on each device."""
         return self.device_bytes[component] + self.activations.get(component, 0)
 
     @property

@@ -19,8 +19,6 @@ SKIPPED = 2
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How to execute a request."""
-
     #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
     jit: bool = True
     xla_flags: str | None = None  #: A named set of flags for the compiler.

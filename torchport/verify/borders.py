@@ -191,7 +191,6 @@ def inner_values(values: Values) -> Values:
 
 
 def size(values: Values) -> int:
-    """Returns the bytes of all tensors."""
     leaves = pytree.tree_leaves(list(values.values()))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
@@ -212,7 +211,6 @@ class Original:
         return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
-        """Returns what the network returns, and its values at borders."""
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)

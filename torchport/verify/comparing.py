@@ -267,7 +267,6 @@ class _WatchedProgram:
         self.latents: dict[int, torch.Tensor] = {}
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs where the network wants them."""
         placed: dict[str, Any] = self.call.place(**inputs)
         return placed
 
@@ -279,7 +278,6 @@ class _WatchedProgram:
         return output
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
-        """Is called after each step."""
         latents = latents_of(state)
         if latents is not None:
             self.latents[number] = latents.detach().clone()
@@ -303,7 +301,6 @@ class LoweredProgram:
 
     @property
     def digest(self) -> str:
-        """The hash of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
@@ -325,7 +322,6 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
 
 
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:
-    """Returns the programs that a network was called with."""
     programs = []
     for static, tree, kinds in compiled.programs:
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]

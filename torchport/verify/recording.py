@@ -151,7 +151,6 @@ def wait(file: Path, parent: int) -> None:
 
 
 def read(path: Path) -> Recording:
-    """Returns the recording of a verification, from its file."""
     # Our own file, in a folder that only this user has. Its tensors stay there until they are read.
     recording: Recording = torch.load(path, weights_only=False, mmap=True)
     return recording
@@ -207,7 +206,6 @@ class _RecordedLoop:
         self.step = self.start
 
     def run(self) -> None:
-        """Runs it as far as is needed."""
         task, stage, recording = self.task, self.stage, self.recording
         parts = network.loaded(task, stage, self.folder)
         eager = network.eager(task, stage, parts, self.folder)
@@ -345,8 +343,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class BlockKey:
-    """A unit of one call of a network."""
-
     network: str  #: The component.
     step: int  #: The denoising step, from 0.
     number: int  #: The call in this step, from 0.

@@ -40,8 +40,6 @@ CURVES = {"rounding": "the original's rounding", "added": "added by the port", "
 
 
 class Verdict(enum.StrEnum):
-    """What is said of a unit, of a value, and of all."""
-
     SAME = "same"
     UNCLEAR = "unclear"
     OTHER = "different"
@@ -210,7 +208,6 @@ class Verification:
 
     @property
     def bad_seams(self) -> list[Seam]:
-        """The seams that differ, in the order of the run."""
         return [seam for seam in self.seams if seam.verdict is Verdict.OTHER]
 
     @property
@@ -483,8 +480,6 @@ class Cell(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """A heat map of blocks and steps."""
-
     columns: list[str]
     #: A block's name and cells; None where it was not measured in a step.
     rows: list[tuple[str, list[Cell | None]]]

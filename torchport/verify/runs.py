@@ -88,7 +88,6 @@ class FinishedRun:
 
 
 def read(folder: Path) -> FinishedRun:
-    """Returns the outputs of a finished run, verified."""
     if not folder.is_dir():
         raise ArtefactMissingError(str(folder), "There is no such folder", "Name the output folder of a run")
     if not save.file_of(folder, "denoise").is_file():
@@ -277,7 +276,6 @@ class Distance:
 
     @property
     def same_latents(self) -> bool:
-        """Whether every byte of all latents that are compared is the same."""
         return all(latents.same for latents in self.latents)
 
     @property
@@ -291,7 +289,6 @@ class Distance:
 
 
 def distance(a: FinishedRun, b: FinishedRun) -> Distance:
-    """Returns how far a run is from the first one."""
     _check_shape(b, "decode", "frames", b.frames, a.frames)
     _check_shape(b, "denoise", "latents", b.latents, a.latents)
     numbers, unkept = _steps(a, b)

@@ -294,7 +294,6 @@ class SideRecord:
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What the denoising stages receive."""
         return {**{name: x for values in self.encoded.values() for name, x in values.items()}, **self.moments}
 
 

@@ -344,8 +344,6 @@ def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
 
 
 def port_outputs(port: Port, call: RecordedCall) -> Outputs:
-    """Returns what a port returns with other values at borders."""
-
     def outputs(changes: Sequence[Values]) -> list[Any]:
         return [port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes]
 

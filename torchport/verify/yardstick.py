@@ -217,7 +217,6 @@ K1, K2 = 0.01, 0.03
 
 
 def mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the mean of the squared differences of bytes."""
     return float((a.double() - b.double()).square().mean())
 
 

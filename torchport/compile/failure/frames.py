@@ -53,7 +53,6 @@ class Owners:
 
     @classmethod
     def of_task(cls, task: Task) -> Owners:
-        """Returns the owners of the code that a task runs."""
         return cls(
             task.pack, task.card, task.card_document, lambda: task.patches(task.stages), family=task.family.__name__
         )

@@ -83,8 +83,6 @@ class Plan:
 
 @dataclasses.dataclass
 class Refs:
-    """The kernel's memory."""
-
     lengths: Any  # int32 [arrays, B], scalar memory
     q: Any  # [block_q, W]
     k_hbm: Any  # of each array [B, T, F], in HBM

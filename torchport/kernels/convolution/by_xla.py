@@ -20,8 +20,6 @@ DIMS = ("NHWC", "HWIO", "NHWC")
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionRequest:
-    """What a caller asks of a convolution."""
-
     #: Whether what is outside the video is its nearest row and column; otherwise it is 0.
     edges: bool
     #: Whether there are chunks of time before and after this one.

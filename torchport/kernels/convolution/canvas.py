@@ -58,7 +58,6 @@ _CANVAS: contextvars.ContextVar[Canvas] = contextvars.ContextVar("canvas", defau
 
 
 def current() -> Canvas:
-    """Returns the canvas of the video that is being decoded."""
     return _CANVAS.get()
 
 

@@ -296,7 +296,6 @@ def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
 
 
 def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
-    """Returns fields as an entry, with those that every entry has."""
     return Entry.model_validate(_whole(fields, package))
 
 

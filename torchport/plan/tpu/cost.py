@@ -211,7 +211,6 @@ def least(work: Work, tile: Tile | SplashTile, width: int, flops: int) -> float:
 
 
 def figures(kernel: KernelBundles, work: Work, tile: Tile | SplashTile, chip: Chip, width: int) -> Figures:
-    """Returns the figures of a kernel that was compiled with a tile."""
     steady = len(kernel.steady())
     if isinstance(tile, Tile):
         trips, group = transposed_trips(work, tile, chip.cores), work.group

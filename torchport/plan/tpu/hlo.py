@@ -226,7 +226,6 @@ class HloProgram:
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
     def collectives(self, computation: str | None = None) -> list[CollectiveExecution]:
-        """Returns the collectives, in the order in which they begin."""
         sent = []
         for run in self.walk(computation):
             for fusion, inner in self._inner(run.instruction):

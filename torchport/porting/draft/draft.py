@@ -45,7 +45,6 @@ class PatchDraftRequest:
 
     @property
     def place(self) -> str:
-        """What errors name."""
         return f"torchport new patch {self.target}"
 
     @property
@@ -65,14 +64,11 @@ class PatchDraftRequest:
 
     @property
     def names(self) -> str:
-        """What a card lists."""
         return f"{self.package}/{self.files}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A patch that can be written."""
-
     #: The entry's; those that every entry has may be missing.
     fields: Mapping[str, Any]
     python: str  #: Its function or class; empty for a stub.
@@ -94,7 +90,6 @@ class Trial:
     file: str  #: The test's file, by its path in the pack.
 
     def text(self, title: str, imports: str, body: str) -> str:
-        """Returns the file of a test."""
         return _HEAD.format(title=title, file=self.file, imports=imports, names=self.names, id=self.id) + body
 
 
@@ -578,7 +573,6 @@ def rewriting(name: str, given: Sequence[str], gives: str, where: str) -> str:
 
 
 def lowering(name: str, given: str, operator: str) -> str:
-    """Returns the function of an `op`."""
     doc = f'"""Fill in: computes {operator} of the engine\'s tensors, with torchport.engine.call_jax."""'
     return f'def {name}({given}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
 

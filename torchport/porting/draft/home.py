@@ -19,8 +19,6 @@ from torchport.source.bindings import DEFINITIONS
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Text for one file of a pack."""
-
     file: str  #: The file, by its path in the pack.
     text: str  #: What is written; where the file is there, what is added at its end.
     head: str = ""  #: What stands above it in a new file.
@@ -34,7 +32,6 @@ class Home:
     place: str  #: What named it, for errors: `--out DIR`.
 
     def text(self, file: str) -> str:
-        """Returns a file's text; of one that is not there, an empty one."""
         path = self.root / file
         try:
             return folder.text(path) if os.path.lexists(path) else ""

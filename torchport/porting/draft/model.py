@@ -49,8 +49,6 @@ _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraftRequest:
-    """What card is wanted."""
-
     name: str  #: The model's.
     #: The classes, as `[component=]package.module:Class`; the first one is the network.
     entries: Sequence[str]
@@ -58,7 +56,6 @@ class ModelDraftRequest:
 
     @property
     def place(self) -> str:
-        """What errors name."""
         return f"torchport new model {self.name}"
 
 

@@ -43,7 +43,6 @@ class Target:
 
     @property
     def place(self) -> str:
-        """`file:line` in upstream."""
         return f"{self.source.shown}:{self.node.lineno}"
 
     @property
@@ -81,7 +80,6 @@ def folder_of(module: str) -> Path | None:
 
 
 def find(target: str, place: str) -> Target:
-    """Returns what stands under a target."""
     check_name(target, place)
     module, _, path = target.partition(":")
     try:
@@ -193,8 +191,6 @@ def _yields(node: Function) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The parameters of a function, as Python."""
-
     #: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
     text: str
     names: list[str]  #: Their names, with stars.
@@ -228,7 +224,6 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
 
 
 def is_literal(node: ast.expr) -> bool:
-    """Returns whether an expression is a literal of Python."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):

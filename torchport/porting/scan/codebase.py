@@ -123,7 +123,6 @@ class Module:
 
     @functools.cached_property
     def methods(self) -> dict[str, list[CodeUnit]]:
-        """The methods of each class, by its name."""
         result: dict[str, list[CodeUnit]] = defaultdict(list)
         for unit in self.units.values():
             if unit.class_name and not unit.is_class:
@@ -132,12 +131,10 @@ class Module:
 
     @functools.cached_property
     def heads(self) -> frozenset[str]:
-        """What it defines or imports itself."""
         return frozenset((*self.units, *self.classes, *self.bound))
 
     @property
     def is_package(self) -> bool:
-        """Whether it is the `__init__.py` of a folder."""
         return PurePosixPath(self.source.path).name == "__init__.py"
 
     @functools.cached_property
@@ -248,7 +245,6 @@ class Codebase:
         return known
 
     def has(self, dotted: str) -> bool:
-        """Returns whether a name in full is of this codebase."""
         return dotted.partition(".")[0] in self.tops
 
     @functools.cache  # noqa: B019
@@ -273,7 +269,6 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def table(self, dotted: str) -> tuple[Module, list[tuple[str, ...]]] | None:
-        """Returns the table that a name in full is bound to, and its module."""
         place = self._place(dotted)
         if place is None or len(place[1]) != 1 or place[1][0] not in place[0].tables:
             return None
@@ -300,7 +295,6 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def ancestry(self, kind: Class) -> frozenset[Class]:
-        """Returns a class and those above it."""
         return frozenset(self.lineage(kind))
 
     def lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
@@ -320,7 +314,6 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def methods(self, kind: Class) -> dict[str, CodeUnit]:
-        """Returns all methods of a class and those above it, by name."""
         result: dict[str, CodeUnit] = {}
         for above in self.lineage(kind):
             for unit in above.module.methods.get(above.name, ()):

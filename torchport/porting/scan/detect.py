@@ -36,7 +36,6 @@ class Site:
 
 
 def text_of(node: ast.AST) -> str:
-    """Returns an expression on one line, shortened."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -64,7 +63,6 @@ class FunctionContext:
 
     @functools.cached_property
     def asks_for_autocast(self) -> set[ast.AST]:
-        """What is passed to autocast and its like."""
         return {node for event in self._body.by_act[Act.CALL] for node in _arguments_of_autocast(event)}
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
@@ -171,7 +169,6 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def is_kernel(name: str) -> bool:
-    """Returns whether a name in full is of a package of GPU kernels."""
     return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 

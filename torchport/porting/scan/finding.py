@@ -84,7 +84,6 @@ class ScanFinding:
 
     @property
     def name(self) -> str:
-        """The function's qualified name."""
         return self.target.partition(":")[2]
 
     @property

@@ -91,7 +91,6 @@ class Reached:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
     def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int, if_none: str = "") -> bool:
-        """Returns whether a place of a function is reached."""
         if unit not in self._arguments or self._closed.has(unit, line):
             return False
         values = self._values(unit)
@@ -402,7 +401,6 @@ def _annotated(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
 
 
 def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
-    """Returns the facts of a function."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
     heads, others = unit.heads, {unit.first, *unit.module.tables}
     steps: dict[Any, Called | Read | Imported] = {}

@@ -58,8 +58,6 @@ class Act(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Event:
-    """One thing that a function does."""
-
     act: Act  #: What it is.
     node: ast.AST  #: Where.
     guards: Guards  #: The conditions that it stands under.
@@ -81,7 +79,6 @@ class Body:
 
     @functools.cached_property
     def by_act(self) -> dict[Act, list[Event]]:
-        """What it does, in order, by what it is."""
         result: dict[Act, list[Event]] = defaultdict(list)
         for event in self.events:
             result[event.act].append(event)

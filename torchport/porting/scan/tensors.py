@@ -128,7 +128,6 @@ class Tensors:
             self.kinds[parameter.name] = kind
 
     def follow(self, event: Event) -> None:
-        """Takes in what an event binds."""
         if event.act is Act.ENTER and isinstance(event.node, Function):
             self._enter(event.node, False)
         elif event.act is Act.ASSIGN and event.value is not None:

@@ -17,8 +17,6 @@ PACKAGE = "torchport.porting.trace"
 
 @dataclasses.dataclass
 class Stopper:
-    """One place that stops a trace."""
-
     id: str  #: Of the error that a run would end with.
     stage: str  #: The first stage that meets it.
     place: str  #: `file:line`.
@@ -107,7 +105,6 @@ class Notes:
             self.stoppers, self.constants = before
 
     def note_constant(self, tensor: Any, made: str, used: str) -> None:
-        """Notes a constant, once for each place and shape."""
         shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.dtype.itemsize

@@ -41,8 +41,6 @@ class TraceReport:
 
 @dataclasses.dataclass
 class Program:
-    """A program of a stage's network."""
-
     stage: str  #: The stage.
     times: int  #: How often the stage calls it in this job; 0 for one of another job.
     #: What makes it another program than the stage's first; empty of that.
