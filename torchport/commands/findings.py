@@ -51,8 +51,8 @@ class Case:
 class Report:
     """All that was found, and all that was tried."""
 
-    findings: list[Finding] = dataclasses.field(default_factory=list)  #: What is wrong.
-    cases: list[Case] = dataclasses.field(default_factory=list)  #: What was tried.
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    cases: list[Case] = dataclasses.field(default_factory=list)
     #: What is worth knowing and no mistake, a line each, in the text alone.
     notes: list[str] = dataclasses.field(default_factory=list)
 

@@ -18,7 +18,7 @@ class BarPart(NamedTuple):
     kind: str  #: The class of its colour.
     label: str
     amount: float
-    text: str  #: The amount in words.
+    text: str
     shade: float = 1.0  #: Its opacity, 0 to 1.
 
 

@@ -145,19 +145,19 @@ class CompiledProgram:
 
     memory: DeviceBytes | Overflow  #: Its bytes, or what does not fit.
     inputs: dict[str, list[int]]  #: The shapes that the verb calls it with, by name.
-    times: int  #: How often the verb does.
+    times: int
     steps: int  #: The denoising steps of all the verb's calls; 1 for another stage.
     flops: int  #: Of one run, on the whole slice.
     #: Bytes of what the network's units get and return in one run, as upstream computes it.
     borders: int
-    calls: list[dispatch.Traced]  #: Calls of attention.
+    calls: list[dispatch.Traced]
     #: Of each kernel beside attention the call that moves most.
     passes: list[dispatch.Pass]
     spots: list[grid.Spot]  #: Where the mesh's devices are, in its order.
     dump: str | None  #: The name of its file in the dump; None where there is none.
     operators: str  #: How many it calls, by what is known of them, in words.
-    trace_s: float  #: Seconds of tracing.
-    compile_s: float  #: Seconds of compiling.
+    trace_s: float
+    compile_s: float
 
     def holding(self, resident: int) -> CompiledProgram:
         """Returns the same, with so many bytes on each device beside it."""

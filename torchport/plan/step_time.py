@@ -47,7 +47,7 @@ class ProgramTime:
     """A compiled program on a slice, with the times that its compiler does not estimate."""
 
     program: hlo.HloProgram  #: As the compiler scheduled it.
-    machine: Machine  #: The slice.
+    machine: Machine
     spots: Sequence[grid.Spot]  #: Where the mesh's devices are, in its order.
     #: The calls of attention, as they were traced: once where blocks are stacked.
     calls: Sequence[Attention]

@@ -64,8 +64,8 @@ class SweepRow:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    model: str  #: The model card's name.
-    machine: str  #: The slice.
+    model: str
+    machine: str
     #: Choices with their plans, the fastest first; those that do not fit come last.
     planned: list[tuple[SweptMesh, JobPlan]]
     #: Choices whose plan was refused, with the refusal.

@@ -62,9 +62,9 @@ CALLS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    machine: Machine  #: A TPU slice.
+    machine: Machine
     work: Work  #: One device's attention, a sample of it.
-    note: str = ""  #: Where the numbers come from.
+    note: str = ""
 
     @property
     def chip(self) -> Chip:
@@ -76,7 +76,7 @@ class Candidate:
     tile: Tile | SplashTile  #: As it would stand in the table.
     #: Of its instruction schedule; None where it was dropped before there was one.
     figures: Figures | None = None
-    dropped: str = ""  #: Why it is no result, or empty.
+    dropped: str = ""
     seconds: float | None = None  #: The median call's, where there is a chip.
 
 
@@ -84,11 +84,11 @@ class Candidate:
 class Result:
     """All candidates of an implementation, the best first, the dropped last."""
 
-    job: Workload  #: What for.
-    implementation: KernelName  #: The kernel.
-    bounded: bool  #: Whether scores are bounded.
+    job: Workload
+    implementation: KernelName
+    bounded: bool
     ranked_by: str  #: `schedule` or `time`.
-    candidates: list[Candidate]  #: In this order.
+    candidates: list[Candidate]
 
 
 def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashTile]:

@@ -35,7 +35,7 @@ class Cluster:
     """How a process finds the others; without an address JAX asks the cluster that it runs in."""
 
     coordinator: str | None = None  #: `host:port` of the first process.
-    processes: int | None = None  #: How many there are.
+    processes: int | None = None
     process: int | None = None  #: Which of them this is, from 0.
 
 

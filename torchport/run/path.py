@@ -36,10 +36,10 @@ from torchport.task.devices import devices
 class Summary:
     """Where the video is, and where the time went."""
 
-    folder: Path  #: The output folder.
+    folder: Path
     video: Path | None  #: The video, if this run decoded one.
     seconds: dict[str, float]  #: By stage and verb: `denoise compile`, `denoise run`.
-    steps: int  #: Denoising steps that this run took.
+    steps: int
     #: The upstream and its commit, if it is a checkout.
     upstream: checkout.Upstream | None = None
     #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
@@ -142,9 +142,9 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
 class Shared:
     """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone."""
 
-    task: Task  #: One of them.
-    weights: checkpoint.Checkpoint  #: The checkpoint.
-    upstream: checkout.Upstream | None  #: The upstream, if it is a checkout.
+    task: Task
+    weights: checkpoint.Checkpoint
+    upstream: checkout.Upstream | None
 
     def journey(self, task: Task, stopping: Stopping) -> Journey:
         return Journey(task, self.weights, self.upstream, stopping)

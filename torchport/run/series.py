@@ -100,7 +100,7 @@ class Prompt(Frozen):
 class Line:
     """A line, with what errors and folders call it."""
 
-    prompt: Prompt  #: What it says.
+    prompt: Prompt
     place: str  #: `file:line`.
     name: str  #: Of the video's folder in `--out`.
 
@@ -184,12 +184,12 @@ OF_ONE_VIDEO = (SaveError, ForeignError, ConfigError)
 @dataclasses.dataclass
 class Video:
     name: str  #: Of its folder in `--out`.
-    task: Task  #: What makes it.
+    task: Task
     #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
     #: process has its folder).
     state: str = "waiting"
     seconds: float = 0.0  #: Spent on it in this process.
-    error: TorchportError | None = None  #: Why it failed.
+    error: TorchportError | None = None
 
 
 def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:

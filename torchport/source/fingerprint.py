@@ -47,7 +47,7 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
 class HashedPart:
     """A statement without its blocks, or a decorator, argument or base of a definition."""
 
-    key: str  #: Its short hash.
+    key: str
     first: Any  #: The node that it begins with.
     last: Any  #: The node that it ends with: an argument's default, or the first one.
     mark: str = ""  #: `@` for a decorator, which begins before its node.

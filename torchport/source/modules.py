@@ -23,8 +23,8 @@ from torchport.source.bindings import Binding, all_bindings, binding_at, last_bi
 class SourceFile:
     """The text and syntax tree of one module."""
 
-    module: str  #: The module's name.
-    file: str  #: Its file.
+    module: str
+    file: str
     text: str  #: Its text, with newlines as Python reads them.
 
     @property

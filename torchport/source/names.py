@@ -31,8 +31,8 @@ Home = tuple[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    source: SourceFile  #: The source of its module.
-    node: ast.stmt  #: The statement that binds its name.
+    source: SourceFile
+    node: ast.stmt
     through: str  #: The `module:path` of the definition that uses it.
 
 

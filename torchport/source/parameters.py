@@ -21,7 +21,7 @@ _KEEPING = {
 
 @dataclasses.dataclass(frozen=True)
 class WrittenParameter:
-    argument: ast.arg  #: Its name and annotation.
+    argument: ast.arg
     kind: Any  #: How a call passes it, as `inspect` says it.
     default: ast.expr | None = None  #: Its default; None without one.
 

@@ -38,7 +38,7 @@ DEFAULT_SEED = 42
 class Request:
     """What to run, as given on the command line or from Python."""
 
-    model: str  #: Name of a model card.
+    model: str
     config: str  #: A config: a path, or a name in `configs/`.
     #: What to show; may be left out where no prompt is encoded.
     prompt: str | None = None
@@ -70,16 +70,16 @@ class Request:
 class Task:
     """A request with all that it names, read and checked."""
 
-    request: Request  #: The request.
-    pack: Pack  #: The packs that its data lies in.
-    card: Card  #: The model card.
-    job: Job  #: The config, overrides applied.
-    card_document: Document  #: The card's lines, for errors.
-    job_document: Document  #: The config's lines, for errors.
-    machine: machine.Machine  #: What the config names.
-    family: ModuleType  #: The module of the model's verbs.
-    settings: families.Settings  #: What the stages make.
-    folder: Path  #: The output folder.
+    request: Request
+    pack: Pack
+    card: Card
+    job: Job
+    card_document: Document
+    job_document: Document
+    machine: machine.Machine
+    family: ModuleType
+    settings: families.Settings
+    folder: Path
     upstream: Path | None  #: The upstream's checkout, where it is one.
     #: Components as shapes, each built once; see `network.published`.
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)

@@ -34,7 +34,7 @@ from torchport.verify.yardstick import computing_in, sampled, wide_dtype, wide_m
 class Border(NamedTuple):
     """Where a value enters a module or leaves it."""
 
-    path: str  #: The module's.
+    path: str
     number: int  #: Which call of the module in this call of the network, from 0.
     side: str  #: `in` or `out`.
 
@@ -202,7 +202,7 @@ class Original:
     def __init__(self, eager: Eager, dtype: torch.dtype) -> None:
         self.eager = eager
         self.dtype = wide_dtype(dtype)  #: The yardstick's.
-        self.units = unit_paths(eager.module)  #: Their paths.
+        self.units = unit_paths(eager.module)
         self._wide: Eager | None = None
 
     @property
@@ -257,7 +257,7 @@ class Port:
         self.compiled, parts = compiled_network(dataclasses.replace(task, job=job), stage, folder, device)
         self.module = network.module_of(stage, parts)
         self.compiled.jit = False  # set afterwards: hooks that look for NaN would wait for every operator
-        self.units = unit_paths(self.module)  #: Their paths.
+        self.units = unit_paths(self.module)
 
     def called(
         self,

@@ -61,7 +61,7 @@ class Measurements:
     programs: list[str] = dataclasses.field(default_factory=list)
     #: By stage, how many operators its programs call, by what is known of them, in words.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
-    folder: Path = Path()  #: The checkpoint's.
+    folder: Path = Path()
     #: Its dtype, by component.
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     #: The patches that were called where no network ran: in encoders and loops.
@@ -292,12 +292,12 @@ class LoweredProgram:
 
     #: Dtype, shape and sharding of each weight and input, by path.
     arguments: dict[str, str]
-    static: dict[str, str]  #: Its static arguments.
-    outputs: list[str]  #: Dtype and shape of its outputs.
-    modules: dict[str, str]  #: The classes of its modules, by path.
+    static: dict[str, str]
+    outputs: list[str]
+    modules: dict[str, str]
     #: How many it has of each shape and dtype; scalars are left out.
     constants: dict[str, int]
-    text: str  #: The program.
+    text: str
 
     @property
     def digest(self) -> str:

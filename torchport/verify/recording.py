@@ -46,12 +46,12 @@ PAUSE = 0.1
 
 @dataclasses.dataclass
 class RecordedCall:
-    stage: str  #: The stage's name.
-    network: str  #: The component.
+    stage: str
+    network: str
     step: int  #: The denoising step, from 0.
     number: int  #: The call in this step, from 0.
-    inputs: dict[str, Any]  #: What the network got.
-    output: Any  #: What it returned.
+    inputs: dict[str, Any]
+    output: Any
     wide_output: Any  #: What the yardstick returned.
     #: The original's at the borders; empty where those of another call of the step are too large already.
     values: Values
@@ -343,10 +343,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class BlockKey:
-    network: str  #: The component.
+    network: str
     step: int  #: The denoising step, from 0.
     number: int  #: The call in this step, from 0.
-    block: str  #: The unit's path.
+    block: str
 
     def call_of(self, recording: Recording) -> RecordedCall:
         key = self.network, self.step, self.number

@@ -48,7 +48,7 @@ class TensorTable:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.size = 0  #: Their bytes.
+        self.size = 0
         self._names: dict[str, str] = {}
 
     def add(self, value: Any) -> Any:

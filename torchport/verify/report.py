@@ -59,7 +59,7 @@ class Unit:
     step: int  #: The denoising step, from 0.
     #: The call of the network in this step, from 0: guidance may call it twice.
     call: int
-    network: str  #: The component.
+    network: str
     #: The module's path in it; empty for the network. Of a forward: its module's.
     path: str
     depth: int  #: The order in which units begin, from 0.
@@ -128,10 +128,10 @@ class Seam:
 class Cause:
     """A patch that a unit's error comes from, or that it may come from."""
 
-    patch: str  #: The entry's id.
+    patch: str
     place: str  #: Where it is declared, `file:line`.
     promise: str  #: What it promised of its equivalence, in words.
-    unit: str  #: The name of the unit.
+    unit: str
     with_it: float  #: The unit's error with it.
     #: Without it; None where the network cannot be called without it.
     without_it: float | None
@@ -178,19 +178,19 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    model: str  #: The card's name.
+    model: str
     config: str  #: The job, as it was named.
     dtypes: dict[str, str]  #: Of the networks, by component.
     yardstick: dict[str, str]  #: The dtype of the yardstick, by component.
-    strategy: str  #: Of sharding.
-    mesh: dict[str, int]  #: Its axes' sizes.
+    strategy: str
+    mesh: dict[str, int]
     steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
-    total: int  #: The steps of the job.
+    total: int
     #: What the port was compared with: `original` or a folder of a capture.
     against: str = "original"
-    seams: tuple[Seam, ...] = ()  #: What was compared by name.
-    units: tuple[Unit, ...] = ()  #: What was compared unit by unit.
-    causes: tuple[Cause, ...] = ()  #: The patches that are at fault.
+    seams: tuple[Seam, ...] = ()
+    units: tuple[Unit, ...] = ()
+    causes: tuple[Cause, ...] = ()
     clue: str = ""  #: Where to look when no patch is at fault; else empty.
     drift: tuple[Drift, ...] = ()  #: Of the free-running port.
     floor: str = ""  #: What the floor of the drift is, in words; empty without one.
@@ -198,7 +198,7 @@ class Verification:
     decoded: Decoded | None = None
     #: Facts that are no measurement and no verdict, a line each: what was not compared.
     unlike: tuple[str, ...] = ()
-    left_out: int = 0  #: Blocks that were not compared, as a capture lacks them.
+    left_out: int = 0
     #: A line for each program that `run` and `plan` do not have in common.
     programs: tuple[str, ...] = ()
     #: By stage, how many operators its programs call, by what is known of them, in words.
@@ -474,7 +474,7 @@ def page_of(verification: Verification) -> str:
 
 
 class Cell(NamedTuple):
-    text: str  #: The ratio.
+    text: str
     kind: str  #: The class of its colour.
     shade: float  #: Its opacity, 0 to 1.
 

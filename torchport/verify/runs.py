@@ -258,16 +258,16 @@ class Latents:
     step: int | None  #: After how many steps; None for what `denoise` ends with.
     cosine: float  #: Of the angle between them.
     difference: float  #: max|a - b| / max|b|.
-    same: bool  #: Whether every byte is the same.
+    same: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
     """How far a run is from the first one."""
 
-    run: FinishedRun  #: The run.
+    run: FinishedRun
     differences: list[Difference]  #: The fields in which what made them differs.
-    frames: Frames  #: Of their videos.
+    frames: Frames
     same_frames: bool  #: Whether every byte of those is the same.
     #: After each step that both kept, and at last those that `denoise` ends with.
     latents: list[Latents]

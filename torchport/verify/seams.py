@@ -47,7 +47,7 @@ CONVENTIONS = {"height": "height", "width": "width", "num_frames": "frames", "nu
 
 @dataclasses.dataclass
 class ConditionCall:
-    network: str  #: The component.
+    network: str
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
     #: How often the network was called with this condition in this step before.
     number: int
@@ -61,7 +61,7 @@ class SchedulerStep:
     state: dict[str, Any]  #: The scheduler's fields before the step.
     arguments: dict[str, Any]  #: What `step` was called with, by its own names.
     latents: torch.Tensor | None  #: What it returned first.
-    calls: list[ConditionCall]  #: The network's calls since the step before.
+    calls: list[ConditionCall]
 
 
 class LoopRecord:
@@ -287,8 +287,8 @@ LOOP = "denoise"
 class SideRecord:
     #: What the encoders returned, by stage.
     encoded: dict[str, dict[str, torch.Tensor]]
-    moments: dict[str, torch.Tensor]  #: What was encoded of the image.
-    loop: LoopRecord  #: The loop's.
+    moments: dict[str, torch.Tensor]
+    loop: LoopRecord
     #: What upstream raised in a port's loop; None where the loop came to its end.
     stopped: Exception | None = None
 

@@ -44,8 +44,8 @@ Outputs = Callable[[Sequence[Values]], list[Any]]
 class MeasuredUnit:
     """One unit, and what is needed to free further into it."""
 
-    unit: Unit  #: The unit.
-    border: Border  #: Where it was measured.
+    unit: Unit
+    border: Border
     #: The path of the unit of the network that it lies in; empty for the network's forward.
     block: str
     #: The patches that were called between the border before and this one.

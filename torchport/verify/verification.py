@@ -54,7 +54,7 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 class Options:
     #: The denoising steps, from 0; None: those that follow from the loop, see `recording`.
     steps: tuple[int, ...] | None = None
-    decodes: bool = False  #: Whether the decoder is compared.
+    decodes: bool = False
     #: Another mesh, whose drift is printed beside the port's; None: none.
     floor: str | None = None
     #: The folder of a capture, which takes the original's place; None: the original runs.
@@ -307,7 +307,7 @@ def _task_without(task: Task, ids: Collection[str]) -> TaskWithout:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    causes: tuple[Cause, ...]  #: The patches at fault, the likeliest first.
+    causes: tuple[Cause, ...]
     #: The ids of those that were left out, with the unit's error without them, as far as the output shows it; None
     #: where it cannot be called.
     tried: dict[str, float | None]

@@ -160,9 +160,9 @@ class Traced:
 class Pass:
     """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves."""
 
-    kernel: str  #: Its name.
+    kernel: str
     build: str  #: `module:function` for `bundles.compile_kernel`.
-    arguments: Mapping[str, Any]  #: What that is called with.
+    arguments: Mapping[str, Any]
     #: How often each of the kernel's loops runs when it is entered, that over its steps first.
     loops: tuple[int, ...]
     bytes: int  #: Read from HBM and written there.

@@ -282,11 +282,11 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    conv: Conv  #: The convolution.
-    ref: dict[str, Any]  #: The operands, the outputs and the sums, by name.
+    conv: Conv
+    ref: dict[str, Any]
     #: The last three rows of the input, with a column more at each end: one array for each part.
     rings: Any
-    is_first: Any  #: Whether there is no chunk before.
+    is_first: Any
     lead: Any  #: How many frames count as 0.
     row: Any  #: The input's row, of H + 2.
 

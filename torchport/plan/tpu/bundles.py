@@ -63,7 +63,7 @@ Kind = Literal["kernel", "loop", "predicated"]
 class Region:
     """A run of bundles `[start, end)`: the kernel, a loop's body, or what a predicate can rule out."""
 
-    kind: Kind  #: Which of these.
+    kind: Kind
     #: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
     start: int
     #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.

@@ -114,7 +114,7 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 class InstructionRuns:
     """An instruction, and how many times it is executed."""
 
-    instruction: Instruction  #: Which.
+    instruction: Instruction
     times: int  #: By one run of what was walked.
     #: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another that waits
     #: for it.
@@ -168,10 +168,10 @@ class HloProgram:
     Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
     """
 
-    file: Path  #: Where it was read.
-    devices: int  #: How many it runs on.
+    file: Path
+    devices: int
     entry: str  #: The computation that it begins with.
-    computations: dict[str, Computation]  #: By name.
+    computations: dict[str, Computation]
     #: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By default so many that
     #: every estimate counts as it is.
     flops_per_cycle: float = math.inf

@@ -72,8 +72,8 @@ class Draft:
     #: The entry's; those that every entry has may be missing.
     fields: Mapping[str, Any]
     python: str  #: Its function or class; empty for a stub.
-    test: str  #: The text of its test.
-    trial: Trial  #: What the test is of.
+    test: str
+    trial: Trial
     left: Sequence[str]  #: What is left to fill in, a sentence each.
 
 
@@ -84,9 +84,9 @@ class Trial:
     It fails until the patch and its own arguments are filled in, and has a file of its own.
     """
 
-    id: str  #: The entry's id.
-    names: str  #: The file of entries, as a card lists it.
-    name: str  #: The name of the function that is filled in.
+    id: str
+    names: str
+    name: str
     file: str  #: The test's file, by its path in the pack.
 
     def text(self, title: str, imports: str, body: str) -> str:
@@ -439,11 +439,11 @@ def _stub_test(trial: Trial, module: str, package: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class DraftedPatch:
-    id: str  #: Its id.
-    names: str  #: Its file of entries, as a card lists it.
+    id: str
+    names: str
     function: str  #: Its function, as `model.py:forward_12`; empty for a stub.
-    test: str  #: The file of its test.
-    lines: Sequence[str]  #: What happened to each file.
+    test: str
+    lines: Sequence[str]
     left: Sequence[str]  #: What is left to fill in, a sentence each.
 
 

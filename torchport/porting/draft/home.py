@@ -28,7 +28,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    root: Path  #: The folder.
+    root: Path
     place: str  #: What named it, for errors: `--out DIR`.
 
     def text(self, file: str) -> str:

@@ -49,10 +49,10 @@ _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraftRequest:
-    name: str  #: The model's.
+    name: str
     #: The classes, as `[component=]package.module:Class`; the first one is the network.
     entries: Sequence[str]
-    checkpoint: str = UNKNOWN_CHECKPOINT  #: The published weights.
+    checkpoint: str = UNKNOWN_CHECKPOINT
 
     @property
     def place(self) -> str:
@@ -61,8 +61,8 @@ class ModelDraftRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    name: str  #: Its name.
-    target: Target  #: Its class.
+    name: str
+    target: Target
     tiny: dict[str, Any]  #: Its small arguments.
     lacking: list[str]  #: Arguments that have no default and no value yet.
     objects: list[str]  #: Those of them that YAML cannot say.
@@ -384,9 +384,9 @@ _PLAIN |= {"Literal", "Sequence", "Any", "None", "typing"}
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    name: str  #: Its name.
-    default: Any  #: Its default, if that is a literal.
-    required: bool  #: Whether it has none.
+    name: str
+    default: Any
+    required: bool
     annotation: str  #: As written; empty without one.
     plain: bool  #: Whether YAML can say it, as far as its annotation tells.
 

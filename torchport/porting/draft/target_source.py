@@ -29,9 +29,9 @@ class Target:
     """A function or class of upstream, as its source has it."""
 
     name: str  #: `module:attribute.path`.
-    source: SourceFile  #: Its module.
-    node: Function | ast.ClassDef  #: Its definition.
-    kind: Kind  #: What it is.
+    source: SourceFile
+    node: Function | ast.ClassDef
+    kind: Kind
 
     @property
     def module(self) -> str:
@@ -193,7 +193,7 @@ def _yields(node: Function) -> bool:
 class Parameters:
     #: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
     text: str
-    names: list[str]  #: Their names, with stars.
+    names: list[str]
     unknown: list[str]  #: Those whose default is no literal, as `mode=DEFAULT`.
 
 

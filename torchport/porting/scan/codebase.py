@@ -45,7 +45,7 @@ class _Everything:
 class CodeUnit:
     """One function of a codebase, or what one of its modules does at import."""
 
-    module: Module  #: Its module.
+    module: Module
     name: str  #: Its qualified name, `<module>` for what runs at import.
     body: Body | None  #: What it does, until it has been read; then the facts are what is left.
     is_class: bool  #: Whether it is what the decorators of a class do.
@@ -53,7 +53,7 @@ class CodeUnit:
     parameters: tuple[str, ...] = ()  #: Its parameters by position, then those by keyword alone.
     defaults: dict[str, Term] = dataclasses.field(default_factory=dict)  #: What they are where a call leaves them out.
     decorators: frozenset[str] = frozenset()  #: The last names of its decorators.
-    returns: ast.expr | None = None  #: What it is annotated to return.
+    returns: ast.expr | None = None
     tensors: frozenset[str] = frozenset()  #: The parameters and buffers that a constructor registers.
     #: What the imports inside it bind, in full.
     imports: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -86,10 +86,10 @@ class CodeUnit:
 
 @dataclasses.dataclass(eq=False)
 class Class:
-    module: Module  #: Its module.
-    name: str  #: Its qualified name.
-    above: tuple[tuple[str, ...], ...]  #: Its bases, as they are written.
-    variables: frozenset[str]  #: The names that its body assigns.
+    module: Module
+    name: str
+    above: tuple[tuple[str, ...], ...]
+    variables: frozenset[str]
 
     @functools.cached_property
     def dotted(self) -> str:
@@ -99,7 +99,7 @@ class Class:
 @dataclasses.dataclass(eq=False)
 class Module:
     name: str  #: Its name, as others import it.
-    source: Source  #: Its file.
+    source: Source
     #: Its functions by qualified name, and `<module>`.
     units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
     #: Its classes by qualified name.
@@ -469,7 +469,7 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    file: Path  #: Where it is.
+    file: Path
     path: str  #: Its path below the folder, with forward slashes.
 
 
@@ -477,7 +477,7 @@ class Source:
 class Unread:
     """A file or folder that was not read."""
 
-    path: str  #: Its path below the folder.
+    path: str
     line: int  #: The line of a mistake in it; 0 for none.
     rule: str  #: The id that `torchport explain` knows.
     why: str  #: What is wrong with it, without a full stop.

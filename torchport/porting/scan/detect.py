@@ -24,11 +24,11 @@ _LONGEST = 90
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    unit: CodeUnit  #: The function.
-    kind: str  #: The rule's name.
-    line: int  #: Its line.
-    text: str  #: The expression, shortened.
-    conditions: Conditions  #: What it stands under.
+    unit: CodeUnit
+    kind: str
+    line: int
+    text: str
+    conditions: Conditions
     uses: str = ""  #: The name in full of what is called or imported.
     if_none: str = ""  #: A parameter that must be None for it to be one.
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.

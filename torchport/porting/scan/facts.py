@@ -53,32 +53,32 @@ _OPS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Called:
-    line: int  #: Its line.
-    conditions: Conditions  #: What it stands under.
+    line: int
+    conditions: Conditions
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
     name: str  #: These in full; empty where nothing that is known binds them.
     method: str  #: Of an expression without a chain the method.
     of_super: bool  #: Whether it is `super().method`.
     arguments: tuple[Term, ...]  #: Those by position, up to a starred one.
-    keywords: tuple[tuple[str, Term], ...]  #: Those by name.
-    starred: bool  #: Whether arguments are unpacked.
+    keywords: tuple[tuple[str, Term], ...]
+    starred: bool
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Read:
     """A name or attribute that is read and not called."""
 
-    line: int  #: Its line.
-    conditions: Conditions  #: What it stands under.
+    line: int
+    conditions: Conditions
     chain: tuple[str, ...]  #: Its names; of an attribute of an expression empty.
-    name: str  #: These in full.
-    attributes: tuple[str, ...]  #: The attributes that are read.
+    name: str
+    attributes: tuple[str, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Imported:
-    line: int  #: Its line.
-    conditions: Conditions  #: What it stands under.
+    line: int
+    conditions: Conditions
     modules: tuple[str, ...]  #: What may be a module of it, in full.
     packages: tuple[str, ...]  #: The packages outside that it names.
     #: Of `from m import name`: the name, what it is in full, the line.
@@ -88,11 +88,11 @@ class Imported:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
-    steps: tuple[Called | Read | Imported, ...] = ()  #: In order.
+    steps: tuple[Called | Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()  #: The parameters that it binds anew.
-    nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
+    nones: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, and the constant.
-    asked: frozenset[str] = frozenset()  #: The names that its conditions ask for.
+    asked: frozenset[str] = frozenset()
     answer: Term = None  #: What it returns, where it does nothing else.
 
     @property

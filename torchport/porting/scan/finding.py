@@ -18,9 +18,9 @@ Draft = Literal["replace", "rewrite", "stub", "wrap", "op", ""]
 class ScanRule:
     id: str  #: The id, such as PS401.
     kind: str  #: Its name, such as `branch`.
-    title: str  #: What is found, in one sentence.
-    why: str  #: Why it does not port.
-    do: str  #: What to do about it.
+    title: str
+    why: str
+    do: str
     effort: Effort  #: How long that takes.
     wrong: str  #: An example that is found.
     right: str  #: The same, ported.
@@ -60,13 +60,13 @@ class ScanFinding:
 
     rule: str  #: The id that `torchport explain` knows, such as PS401.
     file: str  #: Its file, as it can be opened from the current folder.
-    line: int  #: Its line.
+    line: int
     #: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
     target: str
-    text: str  #: The expression, shortened.
+    text: str
     #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
     uses: str = ""
-    reach: Reach = "unknown"  #: Whether the entry leads there.
+    reach: Reach = "unknown"
     #: The ids of the shipped patches that take care of it.
     covered_by: tuple[str, ...] = ()
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
@@ -97,17 +97,17 @@ class ScanFinding:
 class Absent:
     """A package that the path imports and this environment has not."""
 
-    package: str  #: Its name.
-    file: str  #: The first file that imports it.
-    line: int  #: Its line.
+    package: str
+    file: str
+    line: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ScanReport:
     #: By file and line; files that could not be read are among them.
     findings: tuple[ScanFinding, ...]
-    files: int  #: The number of files that were read.
-    lines: int  #: The number of their lines.
+    files: int
+    lines: int
     #: The entries, as `pkg.mod:Class`; none if none was named.
     entries: tuple[str, ...] = ()
     #: The packages that are imported without condition, are not installed here, and that no stub stands for. Packages

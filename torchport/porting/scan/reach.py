@@ -259,9 +259,9 @@ class Reached:
 class _Fixed:
     """What is known in all functions: an attribute has a value if the whole codebase assigns it no other."""
 
-    attributes: Mapping[str, Any]  #: Attributes of `self`, by name.
-    trains: bool  #: Whether the code is read as training.
-    without: str  #: What is not there.
+    attributes: Mapping[str, Any]
+    trains: bool
+    without: str
     definition: Callable[[str], CodeUnit | Class | None]  #: What a name in full is.
 
 

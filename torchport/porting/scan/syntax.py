@@ -21,7 +21,7 @@ MODULE = "<module>"
 class Guard(NamedTuple):
     """A condition that something stands under."""
 
-    test: ast.expr  #: What is asked.
+    test: ast.expr
     wanted: bool  #: The truth that it must have.
     refused: bool = False  #: Whether the other side raises.
 
@@ -58,10 +58,10 @@ class Act(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Event:
-    act: Act  #: What it is.
-    node: ast.AST  #: Where.
-    guards: Guards  #: The conditions that it stands under.
-    loop: bool  #: Whether it stands in a loop.
+    act: Act
+    node: ast.AST
+    guards: Guards
+    loop: bool
     #: A second node: of an assignment its value, of a loop what it runs over.
     value: ast.expr | None = None
     loops_over: bool = False  #: Whether `value` is run over and not assigned.
@@ -72,7 +72,7 @@ class Body:
     """A function, a class's decorators, or what a module does at import."""
 
     name: str  #: The qualified name, or `<module>`.
-    node: Function | ast.ClassDef | ast.Module  #: The statement.
+    node: Function | ast.ClassDef | ast.Module
     owner: str = ""  #: The class that it is a method of, by name; empty for none.
     #: What it does, in order.
     events: list[Event] = dataclasses.field(default_factory=list)

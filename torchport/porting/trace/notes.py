@@ -18,28 +18,28 @@ PACKAGE = "torchport.porting.trace"
 @dataclasses.dataclass
 class Stopper:
     id: str  #: Of the error that a run would end with.
-    stage: str  #: The first stage that meets it.
+    stage: str
     place: str  #: `file:line`.
-    fact: str  #: What is wrong there.
-    remedy: str  #: What to do.
+    fact: str
+    remedy: str
     #: The foreign frames that lead there, as lines, upstream's own last.
     frames: list[str]
     folded: int  #: How many frames are left out: JAX's, torch's, torchport's.
     entry: str  #: A patch to paste, as YAML; empty where there is none.
     assumed: str  #: What the trace went on with.
-    times: int = 1  #: How often it was met.
+    times: int = 1
 
 
 @dataclasses.dataclass
 class Constant:
     """A tensor of the host that becomes a constant of the program."""
 
-    stage: str  #: The first stage that has it.
+    stage: str
     made: str  #: `file:line` of the code that made it.
     used: str  #: `file:line` of the code in which it meets the network.
-    dtype: str  #: Its dtype.
-    shape: list[int]  #: Its shape.
-    bytes: int  #: Its size.
+    dtype: str
+    shape: list[int]
+    bytes: int
 
 
 class Notes:

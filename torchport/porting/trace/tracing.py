@@ -31,9 +31,9 @@ Calls = Mapping[str, Sequence[recorder.NetworkCall]]
 class TraceReport:
     #: Each place that stops it, in the order in which they were met.
     stoppers: list[Stopper]
-    constants: list[Constant]  #: The constants of its programs.
+    constants: list[Constant]
     programs: list[Program]  #: The programs of each stage, and what makes a second one.
-    stages: list[str]  #: Those that were traced.
+    stages: list[str]
     skipped: dict[str, str]  #: The others, with the reason.
     #: By stage, how many operators its network calls, by what is known of them, in words.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -41,7 +41,7 @@ class TraceReport:
 
 @dataclasses.dataclass
 class Program:
-    stage: str  #: The stage.
+    stage: str
     times: int  #: How often the stage calls it in this job; 0 for one of another job.
     #: What makes it another program than the stage's first; empty of that.
     because: str
