@@ -1,17 +1,7 @@
 """An upper bound of attention scores, computed from the gains of the q and k norms before any token is seen.
 
 Softmax needs no maximum where no exponential can overflow and no sum can vanish: `exp2(s) / sum(exp2(s))` is exact as
-it stands when every score, in units of log 2, lies within `LIMIT`. Most video transformers normalise queries and keys
-and multiply them by learned gains, so that such a bound can be computed once, when the weights are loaded.
-
-Derivation. RMSNorm and LayerNorm leave a vector of length at most sqrt(D); with gains g and offsets b,
-q = g_q * u + b_q with |u| <= sqrt(D), and k likewise. Rotary embedding turns each pair of features by an angle, which
-keeps the pair's length, so by Cauchy and Schwarz over pairs
-
-    |q . k| <= sum_p |q_p| |k_p| <= D * max_p(g_qp * g_kp) + (terms of the offsets),
-
-where g_qp is the larger gain of pair p. Models pair features differently (neighbours, or halves), so we bound the
-maximum over pairs by `max(g_q) * max(g_k)`. That holds for every pairing, and without rotation.
+it stands when every score, in units of log 2, lies within `LIMIT`. docs/attention.md derives the bound.
 
 Source: the idea of a bound in place of the running maximum is maxdiffusion's (`custom_splash_attention.py`, pull
 requests 436 and 452, Apache-2.0), which takes it from the tokens at run time and subtracts it; the static form, and

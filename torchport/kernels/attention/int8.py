@@ -1,13 +1,7 @@
 """Queries and keys of eight bits for `splash_int8`, and the half of the kernel's step that multiplies them.
 
-v5e, v5p and v6e multiply int8 at twice the bfloat16 rate, and K Q^T is half to two thirds of the matrix unit's time.
-The keys' mean is taken off, which softmax does not see: what keys have in common costs no bits. Queries have a scale
-for each token and head, keys one for each head: only calls whose scores have a bound come here (`Problem.int8`), whose
-keys leave a norm and are about equally long. Both scales and the softmax's own are one multiplication of a score.
-
-On v6e the matrix units then wait for the others: each score is taken from its queue, converted, multiplied and
-exponentiated, its probability taken, added up and packed. So there the exponential is of a bfloat16 score, two to a
-register, and a row of ones beside the values adds the probabilities up. The sum has the probabilities as they are used.
+docs/attention.md says what is lost and gained. On v6e the exponential is of a bfloat16 score, two to a register, and a
+row of ones beside the values adds the probabilities up: the sum has the probabilities as they are used.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head, F = H * D; C keys of a chunk.
 

@@ -1,18 +1,8 @@
 """Attention that runs everywhere, the reference for the other forms: float32 softmax, a block at a time.
 
-Scores never exist beyond one block of queries and one of keys, so that 100,000 tokens need the memory of their inputs,
-their outputs and one block. Nothing is padded: the last block of either kind starts earlier instead, and what it sees a
-second time is masked (keys) or written again with the same values (queries). Blocks of keys that a block of queries
-cannot see, beyond the longest length or outside its window, are not computed. So the bounds of the loops are known
-only at run time: this form has no reverse mode.
-
-We chose the precision of each product by the distance to softmax in float64:
-
-* q k^T of bfloat16 inputs: bfloat16 products summed in float32. A product of two bfloat16 is exact in float32, so that
-  a conversion beforehand would only cost time.
-* p v: float32 probabilities with float32 values, whatever the inputs are. Probabilities in bfloat16 would add 2^-9 to
-  every term, as much as the result's own rounding does, and there is no second rounding in PyTorch's eager form.
-* float32 inputs: both products at `HIGHEST`, since a TPU's default for float32 is one pass in bfloat16.
+Nothing is padded: the last block of queries or keys starts earlier instead, and what it sees a second time is masked
+(keys) or written again with the same values (queries). The bounds of the loops are known only at run time: this form
+has no reverse mode. docs/attention.md has the precision of each product.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; Q queries and C keys of a block.
 

@@ -1,12 +1,8 @@
 """Self-attention of tokens that have positions and lie apart: norms, positions, exchanges and kernel in one.
 
-This form is fast on a TPU. Each device projects its own tokens; one pass normalises and turns q and k and parts their
-heads; an all-to-all gives every device all tokens of its own heads (Ulysses, over `sp`); the kernel reads tokens and
-heads as they arrive, values transposed as their projection makes them. Further tokens, a text's, may take part, which
-have no positions and lie whole on every device: their keys stay in arrays of their own. Nothing is joined, padded or
-turned on the way. Without `sp` the same holds with one group of heads.
-
-Heads of 128 features, and pairs of heads of 64, fill the registers. Heads of other sizes are padded with zeros.
+Each device projects its own tokens; one pass normalises and turns q and k and parts their heads; an all-to-all gives
+every device all tokens of its own heads (Ulysses, over `sp`); the kernel reads tokens and heads as they arrive. Nothing
+is joined, padded or turned on the way. docs/attention.md has the steps.
 
 Shapes: B batch, S tokens, T further ones, D features of a head, H heads, F = H * D; K ways of `tp`, N of `sp`.
 

@@ -1,35 +1,11 @@
-"""JAX's own Splash Attention, with exact padding at no cost.
-
-Which kernel: `jax.experimental.pallas.ops.tpu.splash_attention`. tokamax's fork of it has the same schedule on v6e
-(share of peak 38.8 % against 38.7 %; tiles 2048/2048/1024, head size 128, libtpu 0.0.51). What the fork has beyond is a
-constant in place of the running maximum (44.7 %), where `splash_transposed` reaches more, and windows that cost nothing
-in blocks which lie wholly within. For that it brings seven packages that nothing else here needs, among them qwix,
-tensorboardx and a pinned typeguard.
-
-How padding is masked. Lengths are values and the kernel's masks are not, so its own way is segment ids, which are
-compared in every block. Here the matrix unit masks instead: q gets a further feature that is 1, k gets one that is 0
-for a valid key and -2^100 for padding. The score of a valid key is the same bit for bit, that of a padded one is
--2^100, and its exponential 0. A 256-wide matrix unit has room for the feature beside a head size of 128, so the
-products take no longer. Share of peak in the static schedule (bundles from a tile's first product to its last, tiles as
-above; on v6e the pass over q and k that adds the feature, linear in the tokens, takes up to 11 % longer):
-
-    machine   head size   no padding   segment ids   feature
-    v6e       128         39.3 %       34.0 %        39.2 %
-    v6e       64          19.9 %       16.8 %        19.9 %
-    tpu7x     128         38.8 %       33.5 %        39.0 %
-    v5p       128         99.8 %       84.8 %        62.6 %
-
-v5p's matrix unit is 128 wide and would take a second pass: `padding="segments"` there. Windows and causal masks are
-compared in every block that is not left out (v6e: 18,218 bundles a tile instead of 10,412).
+"""JAX's own Splash Attention, with exact padding at no cost: docs/attention.md says how, and why this kernel.
 
 bfloat16 inputs: the scale is applied to q in float32 and rounded, which is exact when it is a power of 2 and otherwise
-adds a rounding as large as the inputs' own. With head size 128 and q and k of unit variance the output's error is
-0.0030 (`plain`: 0.0025), with scores sixteen times as large 0.023 (0.0019). float32 inputs: products at `highest`.
+adds a rounding as large as the inputs' own. float32 inputs: products at `highest`.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head. B and H are one dim to the kernel.
 
-Source: jax 0.10.2, `splash_attention_kernel.py`. Share of peak is against 524,288 operations a bundle (v6e, tpu7x) and
-131,072 (v5p). Masking the padding in the product is our idea.
+Source: jax 0.10.2, `splash_attention_kernel.py`. Masking the padding in the product is our idea.
 """
 
 from __future__ import annotations

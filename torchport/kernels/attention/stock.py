@@ -1,12 +1,5 @@
 """Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention on NVIDIA GPUs, and XLA's own everywhere.
 
-`xla` writes the scores of all queries and keys to memory: B * H * S * T float32, and more for the masks. Use it for
-short sequences and for comparisons. With bfloat16 inputs it rounds the probabilities to bfloat16 before the second
-product.
-
-`cudnn` never holds the scores. It takes bfloat16 or float16, few head sizes, and a window only to the left. The rest
-is refused here by name: we do not fall back to an implementation that nobody chose.
-
 Both mask with a large negative number, not with minus infinity: a query that sees no key would get the mean of all
 values. Its output is set to 0 here, as eager PyTorch has it. Padded keys and values are set to 0 beforehand, since
 neither implementation says what it does with NaN under a weight of 0.

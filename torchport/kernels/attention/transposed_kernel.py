@@ -1,27 +1,7 @@
 """Attention for TPU whose products are both transposed: scores as K Q^T, outputs as V^T P.
 
-The value product then has the keys, not the head's few features, along the depth of the matrix unit, and fills it. With
-head size 128 on a 256-wide unit that is a ceiling of 66.7 % of peak where the usual order has 50 %; with 64, 40 and 25.
-
-Three things bring it close:
-
-* **Two chunks of keys at once.** While the scores of chunk j are computed and exponentiated, the probabilities of chunk
-  j - 1, kept in VMEM, meet its values. Neither waits for the other, so that the matrix unit works while the exponential
-  unit does, and little has to be held in registers. Without a bound it is the scores that are kept.
-* **Keys and values are fetched by the body itself**, a chunk ahead, across tiles too. As a grid dimension, the chunks
-  would cost about 200 bundles of bookkeeping each, in which the matrix unit stands still.
-* **No maximum where none is needed** (see `bound`): a score then costs a multiplication, an exponential, an addition
-  and half a conversion. Otherwise the running maximum, in the same order of work.
-
-16-bit arrays wider than a register lie in VMEM as columns of 128 lanes. There both halves of a register's rows are
-neighbours. In the usual order each register would be put together from two.
-
-Padding costs nothing. Whole chunks beyond a sample's length are never fetched. The rest of the length is cut into
-pieces of `TAIL` keys, of which only the last is masked.
-
-The kernel takes operands in the layout that an all-to-all leaves, so no pass has to transpose or join them: tokens
-first, heads side by side, values transposed and in the parts that came from each device. Further keys (a text's) lie in
-their own arrays, which the kernel reads piece by piece after the first.
+docs/attention.md says what this is good for. 16-bit arrays wider than a register lie in VMEM as columns of 128 lanes:
+there both halves of a register's rows are neighbours. In the usual order each register would be put together from two.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
 W = g * D features of a group, F = G * W; N parts of the values; C keys of a chunk.

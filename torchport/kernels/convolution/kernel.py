@@ -1,16 +1,7 @@
 """A 3 x 3 x 3 convolution, causal in time, of one device's part of a video: a Pallas kernel for TPU.
 
-Rows, columns, frames and channels lie in this order, so that a step in space is another address and frames fill the
-sublanes. A grid step makes one row. It puts the next row of the input into a ring of three, normalised and split into
-bfloat16 parts, and multiplies 256 positions at a time with the weights of a tap in space. The three taps in time are
-columns of one product. They are added in the end, one and two frames later: what is due after the last frame is
-carried to the next chunk as a sum, so that no frame is computed twice or kept.
-
-The parts are `x = high + middle + low`, each of 8 bits. Of two parts three products are made and of three six: all but
-those whose size is that of the rounding. On v6e the matrix units are 95 % busy at 256 channels and more, and 64 % at
-128, whose columns fill them by three quarters (by the instruction schedule, libtpu 0.0.52).
-
-More than 400 lines: one kernel, with all that must follow it when it changes (its blocks, its loops, its bytes).
+A grid step makes one row; docs/decoders.md says how. Of two bfloat16 parts of a float32 operand three products are made
+and of three six: all but those whose size is that of the rounding.
 
 Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
 """
