@@ -8,7 +8,7 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile import network
-from torchport.compile.finite import FirstNotFinite
+from torchport.compile.eager import FirstNotFinite
 from torchport.config.strategy import Rule
 from torchport.errors import NotFiniteError
 from torchport.run import journey

@@ -47,7 +47,7 @@ from torchport.source.modules import is_there, shown
 class StagePatches:
     """What a stage of a card puts in force together."""
 
-    names: tuple[str, ...]  #: The patches, as the card names them, and torchax's.
+    names: tuple[str, ...]
     #: Those that the original needs too, beside all plumbing.
     original: tuple[str, ...] = ()
     home: Path | None = None  #: The highest folder of patches that the card sees.

@@ -43,7 +43,7 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     a: FinishedRun
-    b: Distance  #: How far the second one is from it.
+    b: Distance
     #: How far a run of the same job on another mesh is from it, if there is one.
     floor: Distance | None = None
 

@@ -41,7 +41,7 @@ def command(paths: tuple[str, ...]) -> None:
 class Diagnosis:
     #: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
     state: State
-    what: str  #: The thing that was examined.
+    what: str
     fact: str  #: Its state, and for `bad` the remedy.
 
 

@@ -31,7 +31,7 @@ class Finding:
     id: str  #: The diagnostic id, as TP207.
     place: str  #: `file:line`.
     text: str  #: What is wrong and what to do, without the place.
-    patch: str  #: The entry's id, or empty for a whole file.
+    patch: str
     step: str  #: schema, card, job, targets, drift, apply, undo or called.
     #: For drift, what accepting it would change in the lock file, as a unified diff.
     review: str = ""
@@ -42,8 +42,8 @@ class Case:
     """One step that was tried on one patch or file, with or without a finding."""
 
     place: str  #: `file:line`.
-    patch: str  #: The entry's id, or empty for a whole file.
-    step: str  #: As a finding's.
+    patch: str
+    step: str
     skipped: str = ""  #: Why it was not tried after all; empty where it was.
 
 

@@ -38,13 +38,13 @@ def show(**given: Any) -> None:
 class RuleRow:
     """One rule, and what it does on one device."""
 
-    component: str  #: Whose weights, inputs or modules it is for.
+    component: str
     kind: str  #: `weights`, `inputs` or `activations`.
-    pattern: str  #: Its regular expression.
+    pattern: str
     #: The specs in use: one, or several if some tensors use `otherwise`. For inputs whose shapes are not known
     #: beforehand, all specs in the order in which they are tried.
     specs: tuple[str, ...]
-    matches: int  #: How many tensors, or modules, it is the rule of.
+    matches: int
     #: Of the matched weights on each device; None if the sizes are not known beforehand.
     bytes: int | None
     #: How many tensors use a fallback, whether they are gathered, whether they may be padded.

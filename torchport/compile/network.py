@@ -18,8 +18,7 @@ import torch
 
 from torchport import load, shard
 from torchport.compile import program, step_cache
-from torchport.compile.eager import Eager, How, plainly
-from torchport.compile.finite import FirstNotFinite
+from torchport.compile.eager import Eager, FirstNotFinite, How, plainly
 from torchport.compile.rules import Rules
 from torchport.config import Document
 from torchport.config.card import DENOISING, Implementation, ScoreBound

@@ -22,8 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine, patch, shard
 from torchport.compile import jax_cache, stack
-from torchport.compile.eager import How, plainly
-from torchport.compile.finite import FirstNotFinite
+from torchport.compile.eager import FirstNotFinite, How, plainly
 from torchport.config.card import Stack
 from torchport.config.strategy import ActivationRule, Rule
 from torchport.errors import BadValueError, MachineError, VmemError

@@ -15,7 +15,7 @@ class PageTable(NamedTuple):
 
 
 class BarPart(NamedTuple):
-    kind: str  #: The class of its colour.
+    kind: str
     label: str
     amount: float
     text: str
@@ -33,7 +33,7 @@ class BarChart(NamedTuple):
 
 
 class Curve(NamedTuple):
-    kind: str  #: The class of its colour.
+    kind: str
     label: str
     points: list[tuple[float, float]]  #: Along the axes, each from 0 to 1.
 

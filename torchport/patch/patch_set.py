@@ -23,8 +23,8 @@ from torchport.patch import aliases
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
-from torchport.patch.ledger import Ledger, Record, digest
-from torchport.patch.live import hook, stub, twins
+from torchport.patch.ledger import Ledger, Record, check_twins, digest
+from torchport.patch.live import hook, stub
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.live.registry import registry
 from torchport.patch.source import drift
@@ -128,7 +128,7 @@ class _PatchSet:
         second name for the same file: the module under that name has no patch.
         """
         try:
-            twins.check([record.entry for record in self.records if record.change is not None])
+            check_twins([record.entry for record in self.records if record.change is not None])
         except TwinModuleError as error:
             self.ledger.keep(error)
         for record in self.records:

@@ -45,7 +45,7 @@ SCHEDULED = "*after_codegen.txt"
 class StageNetwork:
     """A stage's network, and all that its verb calls it with, before anything is lowered."""
 
-    program: compile.Compiled  #: The network on the mesh, its weights shapes alone.
+    program: compile.Compiled
     #: Each set of shapes it is called with, in the order of first calls.
     called: list[recorder.NetworkCall]
     #: Calls of attention and of kernels beside it; more with every lowering.
@@ -144,7 +144,7 @@ class CompiledProgram:
     """What is known of a program beside its text, which is in the dump."""
 
     memory: DeviceBytes | Overflow  #: Its bytes, or what does not fit.
-    inputs: dict[str, list[int]]  #: The shapes that the verb calls it with, by name.
+    inputs: dict[str, list[int]]
     times: int
     steps: int  #: The denoising steps of all the verb's calls; 1 for another stage.
     flops: int  #: Of one run, on the whole slice.
@@ -153,7 +153,7 @@ class CompiledProgram:
     calls: list[dispatch.Traced]
     #: Of each kernel beside attention the call that moves most.
     passes: list[dispatch.Pass]
-    spots: list[grid.Spot]  #: Where the mesh's devices are, in its order.
+    spots: list[grid.Spot]
     dump: str | None  #: The name of its file in the dump; None where there is none.
     operators: str  #: How many it calls, by what is known of them, in words.
     trace_s: float

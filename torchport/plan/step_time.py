@@ -46,9 +46,9 @@ _MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-a
 class ProgramTime:
     """A compiled program on a slice, with the times that its compiler does not estimate."""
 
-    program: hlo.HloProgram  #: As the compiler scheduled it.
+    program: hlo.HloProgram
     machine: Machine
-    spots: Sequence[grid.Spot]  #: Where the mesh's devices are, in its order.
+    spots: Sequence[grid.Spot]
     #: The calls of attention, as they were traced: once where blocks are stacked.
     calls: Sequence[Attention]
     #: Seconds of one call of each kernel beside attention, by its name.

@@ -73,7 +73,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    tile: Tile | SplashTile  #: As it would stand in the table.
+    tile: Tile | SplashTile
     #: Of its instruction schedule; None where it was dropped before there was one.
     figures: Figures | None = None
     dropped: str = ""

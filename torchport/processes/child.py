@@ -46,7 +46,7 @@ class Ended:
     """The end of a process that left no answer."""
 
     code: int  #: Its exit code; of one that was killed, minus the signal's number.
-    stderr: str  #: All that it wrote there.
+    stderr: str
 
     def __str__(self) -> str:
         """Returns a clause that follows the process's name, as "ended with exit code 7 and said: nothing"."""

@@ -37,8 +37,8 @@ class Summary:
     """Where the video is, and where the time went."""
 
     folder: Path
-    video: Path | None  #: The video, if this run decoded one.
-    seconds: dict[str, float]  #: By stage and verb: `denoise compile`, `denoise run`.
+    video: Path | None
+    seconds: dict[str, float]
     steps: int
     #: The upstream and its commit, if it is a checkout.
     upstream: checkout.Upstream | None = None

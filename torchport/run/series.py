@@ -188,7 +188,7 @@ class Video:
     #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
     #: process has its folder).
     state: str = "waiting"
-    seconds: float = 0.0  #: Spent on it in this process.
+    seconds: float = 0.0
     error: TorchportError | None = None
 
 

@@ -48,7 +48,7 @@ class HashedPart:
     """A statement without its blocks, or a decorator, argument or base of a definition."""
 
     key: str
-    first: Any  #: The node that it begins with.
+    first: Any
     last: Any  #: The node that it ends with: an argument's default, or the first one.
     mark: str = ""  #: `@` for a decorator, which begins before its node.
 

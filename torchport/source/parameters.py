@@ -22,8 +22,8 @@ _KEEPING = {
 @dataclasses.dataclass(frozen=True)
 class WrittenParameter:
     argument: ast.arg
-    kind: Any  #: How a call passes it, as `inspect` says it.
-    default: ast.expr | None = None  #: Its default; None without one.
+    kind: Any
+    default: ast.expr | None = None
 
     @property
     def name(self) -> str:

@@ -39,7 +39,7 @@ class Request:
     """What to run, as given on the command line or from Python."""
 
     model: str
-    config: str  #: A config: a path, or a name in `configs/`.
+    config: str
     #: What to show; may be left out where no prompt is encoded.
     prompt: str | None = None
     negative_prompt: str | None = None  #: What to avoid; by default nothing.
@@ -63,7 +63,7 @@ class Request:
     upstream_path: str | None = None
     #: Whether JAX keeps compiled programs on disk, and loads them again.
     cache: bool = True
-    execution: Execution = COMPILED  #: How it is executed, and what is shown of that.
+    execution: Execution = COMPILED
 
 
 @dataclasses.dataclass(frozen=True)

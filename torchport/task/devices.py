@@ -26,8 +26,8 @@ class Need:
     devices: int  #: JAX devices that the mesh takes; 0 for what runs in PyTorch.
     #: Weights on each device, by component; one component is there at a time.
     device_bytes: dict[str, int]
-    host_bytes: int  #: Weights that are held in the host's memory at once.
-    checkpoint: str  #: What is read, and from where.
+    host_bytes: int
+    checkpoint: str
     #: Latents and frames that are held there beside the weights, at least.
     host_tensors: int = 0
     #: What each device holds beside weights, at least, by component.

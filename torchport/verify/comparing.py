@@ -50,7 +50,7 @@ class Measurements:
     networks: list[Unit] = dataclasses.field(default_factory=list)
     #: The other units.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
-    seams: Any = None  #: What its stages and its loop pass on, beside the original's.
+    seams: Any = None
     #: What was not compared, a line each.
     unlike: list[str] = dataclasses.field(default_factory=list)
     #: Of the free-running port.

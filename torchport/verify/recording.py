@@ -52,14 +52,14 @@ class RecordedCall:
     number: int  #: The call in this step, from 0.
     inputs: dict[str, Any]
     output: Any
-    wide_output: Any  #: What the yardstick returned.
+    wide_output: Any
     #: The original's at the borders; empty where those of another call of the step are too large already.
     values: Values
     #: The yardstick's at the borders of units, with the original's at those borders; large ones in some rows.
     outer: Values
     #: The yardstick's at all borders, with the original's at all; empty where that would be too large.
     inner: Values
-    is_whole: bool = True  #: Whether all modules were recorded.
+    is_whole: bool = True
 
     @property
     def rounding(self) -> float:
@@ -93,7 +93,7 @@ class Recording:
     states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     #: What each denoising stage returned, by its name.
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    seams: Any = None  #: What its stages and its loop pass on.
+    seams: Any = None
     #: What a call of each network returns, for loops without a network.
     likes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     #: Frames of the original and of the yardstick, and the latents; None where they are not compared.

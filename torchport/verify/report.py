@@ -111,10 +111,10 @@ class Seam:
 
     #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
     name: str
-    stage: str  #: The stage that makes or takes it.
+    stage: str
     step: int | None  #: The denoising step, from 0; None for what is before the loop.
-    original: str  #: The original's, in words.
-    port: str  #: The port's, in words.
+    original: str
+    port: str
     #: max|a - b| / max|b|; 0 for words that agree, and infinity for others.
     distance: float
     allowed: float  #: The greatest distance that is rounding.
@@ -130,9 +130,9 @@ class Cause:
 
     patch: str
     place: str  #: Where it is declared, `file:line`.
-    promise: str  #: What it promised of its equivalence, in words.
+    promise: str
     unit: str
-    with_it: float  #: The unit's error with it.
+    with_it: float
     #: Without it; None where the network cannot be called without it.
     without_it: float | None
     #: Absence: the error goes when it is left out; elimination: no other patch is at fault.
@@ -154,7 +154,7 @@ class Cause:
 class Drift:
     """How far a free-running port is from the original, which is no verdict."""
 
-    step: int  #: The steps that were taken.
+    step: int
     distance: float  #: max|a - b| / max|b| of the latents after them.
     floor: float | None = None  #: The same of another mesh; None where none was run.
 
@@ -179,9 +179,9 @@ class Decoded:
 @dataclasses.dataclass(frozen=True)
 class Verification:
     model: str
-    config: str  #: The job, as it was named.
-    dtypes: dict[str, str]  #: Of the networks, by component.
-    yardstick: dict[str, str]  #: The dtype of the yardstick, by component.
+    config: str
+    dtypes: dict[str, str]
+    yardstick: dict[str, str]
     strategy: str
     mesh: dict[str, int]
     steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
@@ -191,7 +191,7 @@ class Verification:
     seams: tuple[Seam, ...] = ()
     units: tuple[Unit, ...] = ()
     causes: tuple[Cause, ...] = ()
-    clue: str = ""  #: Where to look when no patch is at fault; else empty.
+    clue: str = ""
     drift: tuple[Drift, ...] = ()  #: Of the free-running port.
     floor: str = ""  #: What the floor of the drift is, in words; empty without one.
     #: The decoder's frames; None where they were not compared.
@@ -475,7 +475,7 @@ def page_of(verification: Verification) -> str:
 
 class Cell(NamedTuple):
     text: str
-    kind: str  #: The class of its colour.
+    kind: str
     shade: float  #: Its opacity, 0 to 1.
 
 

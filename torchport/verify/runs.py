@@ -58,8 +58,8 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    folder: Path  #: Where they lie.
-    manifests: dict[StageName, Manifest]  #: Of all stages that are there, in order.
+    folder: Path
+    manifests: dict[StageName, Manifest]
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
     #: What `denoise` ended with, of any shape and floating-point dtype.
     latents: torch.Tensor
@@ -124,7 +124,7 @@ class Difference:
 
     field: str  #: Its path: `mesh`, `dtypes.transformer`.
     a: Any  #: What the first run has; None if it has none.
-    b: Any  #: What the second run has.
+    b: Any
     #: The stages in which they differ; () if they differ in all that have the field.
     stages: tuple[StageName, ...] = ()
 
@@ -244,10 +244,10 @@ class Frames:
 
     psnr: float  #: Of the whole video, dB; infinite where no byte differs.
     worst_psnr: float  #: Of the frame in which it is least.
-    worst_psnr_frame: int  #: That frame, from 1.
+    worst_psnr_frame: int
     ssim: float | None  #: The mean of all frames; None for frames under 11 x 11 pixels.
     worst_ssim: float | None  #: Of the frame in which it is least.
-    worst_ssim_frame: int | None  #: That frame, from 1.
+    worst_ssim_frame: int | None
     greatest: int  #: The greatest difference of a byte.
 
 
@@ -266,9 +266,9 @@ class Distance:
     """How far a run is from the first one."""
 
     run: FinishedRun
-    differences: list[Difference]  #: The fields in which what made them differs.
+    differences: list[Difference]
     frames: Frames
-    same_frames: bool  #: Whether every byte of those is the same.
+    same_frames: bool
     #: After each step that both kept, and at last those that `denoise` ends with.
     latents: list[Latents]
     #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.

@@ -58,9 +58,9 @@ class ConditionCall:
 
 @dataclasses.dataclass
 class SchedulerStep:
-    state: dict[str, Any]  #: The scheduler's fields before the step.
+    state: dict[str, Any]
     arguments: dict[str, Any]  #: What `step` was called with, by its own names.
-    latents: torch.Tensor | None  #: What it returned first.
+    latents: torch.Tensor | None
     calls: list[ConditionCall]
 
 

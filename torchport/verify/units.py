@@ -50,13 +50,13 @@ class MeasuredUnit:
     block: str
     #: The patches that were called between the border before and this one.
     patches: frozenset[str] = frozenset()
-    block_patches: frozenset[str] = frozenset()  #: Those that were called in its block.
+    block_patches: frozenset[str] = frozenset()
     #: The paths of the modules whose borders had the original's values.
     forced: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()  #: Those that were not called.
+    skipped: tuple[str, ...] = ()
     #: The first module in the call that returns another shape than the original's, in words; empty where none does.
     reshaped: str = ""
-    reshaped_patches: frozenset[str] = frozenset()  #: Those that were called up to there.
+    reshaped_patches: frozenset[str] = frozenset()
 
 
 class Units:

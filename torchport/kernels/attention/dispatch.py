@@ -51,12 +51,12 @@ class Problem:
     dtype: Any  #: Of q, k and v.
     head_size: int  #: D.
     scale: float  #: What scores are multiplied by.
-    causal: bool  #: Whether query s sees keys up to s only.
+    causal: bool
     window: Window | None  #: (left, right) around the query's own index, or None.
-    masked: bool  #: Whether there is a mask beyond key padding.
+    masked: bool
     bound: float | None  #: Upper bound of |scale * q . k|, or None.
-    tile: tiles.Tile | None  #: The tile that the caller wants, or None.
-    interpret: bool  #: Run a TPU kernel as plain JAX.
+    tile: tiles.Tile | None
+    interpret: bool
 
     @property
     def windowed(self) -> bool:
@@ -161,7 +161,7 @@ class Pass:
     """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves."""
 
     kernel: str
-    build: str  #: `module:function` for `bundles.compile_kernel`.
+    build: str
     arguments: Mapping[str, Any]
     #: How often each of the kernel's loops runs when it is entered, that over its steps first.
     loops: tuple[int, ...]

@@ -33,7 +33,7 @@ Cell = tuple[int, Any, int]
 class Plan:
     """What is known before tracing."""
 
-    tile: Tile  #: Fitted to the numbers of queries and keys.
+    tile: Tile
     heads: int  #: g.
     head_size: int  #: D.
     groups: int  #: G, H / g.

@@ -45,7 +45,7 @@ class Conv:
     edges: bool = True
     rows: bool = False  #: Whether the input has a row more at each end.
     normal: bool = False  #: Whether the input goes through RMSNorm and SiLU first.
-    residual: bool = False  #: Whether something is added to the output.
+    residual: bool = False
     carried: bool = False  #: Whether there are chunks before and after this one.
     led: bool = False  #: Whether some of its frames, from the first on, may count as 0.
     dtype: str = "float32"  #: Of input, output and residual.

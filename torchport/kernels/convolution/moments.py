@@ -107,7 +107,7 @@ class Sums:
     width: int  #: W.
     frames: int  #: T, a multiple of 8.
     channels: int  #: C.
-    padded: bool = False  #: Whether some rows or columns may be padding.
+    padded: bool = False
     dtype: str = "float32"  #: Of the video.
 
     @property

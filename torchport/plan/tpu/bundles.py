@@ -69,7 +69,7 @@ class Region:
     #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
     end: int
     depth: int  #: How many loops surround its bundles; a loop counts itself.
-    inside: tuple[Region, ...] = ()  #: The regions directly in it, in order.
+    inside: tuple[Region, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class KernelBundles:
     #: How many are taken, int64 [bundle, slot]. A product counts in each of the 8 or 16 bundles for which it holds its
     #: matrix unit; products that overlap in one unit's queue count once.
     counts: numpy.typing.NDArray[numpy.int64]
-    root: Region  #: The whole kernel, with its loops and predicated regions in it.
+    root: Region
 
     @property
     def size(self) -> int:
@@ -276,7 +276,7 @@ def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, 
 class CompiledKernel:
     """A kernel that was compiled for a TPU that is not there."""
 
-    bundles: KernelBundles  #: Of the one kernel that was named.
+    bundles: KernelBundles
     compile_seconds: float  #: What lowering and compiling took, on this host.
     #: Every Pallas kernel of the program, by the compiler's name.
     kernels: tuple[str, ...]

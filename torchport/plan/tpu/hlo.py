@@ -57,7 +57,7 @@ class Instruction:
     cycles: int | None = None
     #: The innermost line of Python that is not internal. A fusion without one has that of its root.
     source: SourceLine | None = None
-    op_name: str = ""  #: JAX's name of what it was made from.
+    op_name: str = ""
     target: str = ""  #: Of a custom call, such as tpu_custom_call.
     #: Of a collective: the devices that exchange, by their positions in the program's own order of devices; of a
     #: permutation [source, target] pairs.
@@ -115,7 +115,7 @@ class InstructionRuns:
     """An instruction, and how many times it is executed."""
 
     instruction: Instruction
-    times: int  #: By one run of what was walked.
+    times: int
     #: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another that waits
     #: for it.
     beside: bool = False
@@ -137,11 +137,11 @@ class InstructionRuns:
 class CollectiveExecution:
     """A collective, and how many times it is executed; one that starts and ends in two instructions is one."""
 
-    kind: str  #: One of `KINDS`.
+    kind: str
     bytes: int  #: Of its output on one device, each time.
-    times: int  #: How many times it is executed.
-    groups: tuple[tuple[int, ...], ...]  #: As an instruction has them.
-    source: SourceLine | None  #: The line that asks for it.
+    times: int
+    groups: tuple[tuple[int, ...], ...]
+    source: SourceLine | None
     #: Whether the core can do other work between its start and its end.
     overlapped: bool
 
@@ -170,7 +170,7 @@ class HloProgram:
 
     file: Path
     devices: int
-    entry: str  #: The computation that it begins with.
+    entry: str
     computations: dict[str, Computation]
     #: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By default so many that
     #: every estimate counts as it is.
@@ -405,10 +405,10 @@ class _LoopTrips(dict[str, int]):
 class PerBlock:
     """What one more block adds to a program."""
 
-    cycles: float  #: Estimated cycles, as `Program.cycles` counts them.
+    cycles: float
     #: How many, by kind, bytes of output on one device and size of the group.
     collectives: dict[tuple[str, int, int], float]
-    kernels: dict[str, float]  #: How many calls of each Pallas kernel.
+    kernels: dict[str, float]
 
 
 def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:

@@ -33,13 +33,13 @@ WHY = "say here what fails, or is slow, without it"
 @dataclasses.dataclass(frozen=True)
 class PatchDraftRequest:
     target: str  #: `module:attribute.path`.
-    kind: str  #: One of `KINDS`.
+    kind: str
     #: The name of its files in `patches/<package>/`, without their endings; by default its module's.
     file: str | None = None
     #: Of a rewrite, the line of the statement in upstream's file.
     line: int | None = None
     importers: Sequence[str] = ()  #: Of a stub, the modules that import the package.
-    why: str = WHY  #: What fails without it.
+    why: str = WHY
     #: Whether its id and its test have the file's name, too: two modules have functions of this name.
     in_full: bool = False
 
@@ -71,10 +71,10 @@ class PatchDraftRequest:
 class Draft:
     #: The entry's; those that every entry has may be missing.
     fields: Mapping[str, Any]
-    python: str  #: Its function or class; empty for a stub.
+    python: str
     test: str
     trial: Trial
-    left: Sequence[str]  #: What is left to fill in, a sentence each.
+    left: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Trial:
     id: str
     names: str
     name: str
-    file: str  #: The test's file, by its path in the pack.
+    file: str
 
     def text(self, title: str, imports: str, body: str) -> str:
         return _HEAD.format(title=title, file=self.file, imports=imports, names=self.names, id=self.id) + body
@@ -444,7 +444,7 @@ class DraftedPatch:
     function: str  #: Its function, as `model.py:forward_12`; empty for a stub.
     test: str
     lines: Sequence[str]
-    left: Sequence[str]  #: What is left to fill in, a sentence each.
+    left: Sequence[str]
 
 
 def write_draft(wish: PatchDraftRequest, home: Home) -> DraftedPatch:

@@ -19,9 +19,9 @@ from torchport.source.bindings import DEFINITIONS
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    file: str  #: The file, by its path in the pack.
+    file: str
     text: str  #: What is written; where the file is there, what is added at its end.
-    head: str = ""  #: What stands above it in a new file.
+    head: str = ""
     #: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
     mode: str = "append"
 

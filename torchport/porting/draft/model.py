@@ -63,7 +63,7 @@ class ModelDraftRequest:
 class Part:
     name: str
     target: Target
-    tiny: dict[str, Any]  #: Its small arguments.
+    tiny: dict[str, Any]
     lacking: list[str]  #: Arguments that have no default and no value yet.
     objects: list[str]  #: Those of them that YAML cannot say.
 

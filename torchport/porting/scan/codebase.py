@@ -52,9 +52,9 @@ class CodeUnit:
     class_name: str  #: The class that it is a method of; empty for none.
     parameters: tuple[str, ...] = ()  #: Its parameters by position, then those by keyword alone.
     defaults: dict[str, Term] = dataclasses.field(default_factory=dict)  #: What they are where a call leaves them out.
-    decorators: frozenset[str] = frozenset()  #: The last names of its decorators.
+    decorators: frozenset[str] = frozenset()
     returns: ast.expr | None = None
-    tensors: frozenset[str] = frozenset()  #: The parameters and buffers that a constructor registers.
+    tensors: frozenset[str] = frozenset()
     #: What the imports inside it bind, in full.
     imports: dict[str, str] = dataclasses.field(default_factory=dict)
     facts: Facts = dataclasses.field(default_factory=Facts)  #: What it does, when its syntax tree is dropped.
@@ -479,7 +479,7 @@ class Unread:
 
     path: str
     line: int  #: The line of a mistake in it; 0 for none.
-    rule: str  #: The id that `torchport explain` knows.
+    rule: str
     why: str  #: What is wrong with it, without a full stop.
 
 

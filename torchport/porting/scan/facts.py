@@ -58,7 +58,7 @@ class Called:
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
     name: str  #: These in full; empty where nothing that is known binds them.
     method: str  #: Of an expression without a chain the method.
-    of_super: bool  #: Whether it is `super().method`.
+    of_super: bool
     arguments: tuple[Term, ...]  #: Those by position, up to a starred one.
     keywords: tuple[tuple[str, Term], ...]
     starred: bool
@@ -79,8 +79,8 @@ class Read:
 class Imported:
     line: int
     conditions: Conditions
-    modules: tuple[str, ...]  #: What may be a module of it, in full.
-    packages: tuple[str, ...]  #: The packages outside that it names.
+    modules: tuple[str, ...]
+    packages: tuple[str, ...]
     #: Of `from m import name`: the name, what it is in full, the line.
     aliases: tuple[tuple[str, str, int], ...]
     always: bool  #: Whether it stands under no condition at all.
@@ -89,7 +89,7 @@ class Imported:
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
     steps: tuple[Called | Read | Imported, ...] = ()
-    assigned: frozenset[str] = frozenset()  #: The parameters that it binds anew.
+    assigned: frozenset[str] = frozenset()
     nones: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, and the constant.
     asked: frozenset[str] = frozenset()

@@ -262,15 +262,15 @@ class _Fixed:
     attributes: Mapping[str, Any]
     trains: bool
     without: str
-    definition: Callable[[str], CodeUnit | Class | None]  #: What a name in full is.
+    definition: Callable[[str], CodeUnit | Class | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
     """What is known in one function: a parameter has a value if every call on the way gives it the same."""
 
-    names: Mapping[str, Any]  #: Parameters that are never assigned, with their values.
-    fixed: _Fixed  #: What is known everywhere.
+    names: Mapping[str, Any]
+    fixed: _Fixed
     depth: int = 0  #: How many functions were asked for their answers on the way.
 
     def open(self, conditions: Conditions) -> bool:

@@ -25,8 +25,8 @@ class Stopper:
     #: The foreign frames that lead there, as lines, upstream's own last.
     frames: list[str]
     folded: int  #: How many frames are left out: JAX's, torch's, torchport's.
-    entry: str  #: A patch to paste, as YAML; empty where there is none.
-    assumed: str  #: What the trace went on with.
+    entry: str
+    assumed: str
     times: int = 1
 
 
