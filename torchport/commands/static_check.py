@@ -302,7 +302,6 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
 
 
 def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, report: Report) -> None:
-    """Checks that a card's demo is there, and where the card has no mistakes, that the model can do it."""
     try:
         job, job_document = pack.job(pack.demo(card))
     except UnknownNameError as error:

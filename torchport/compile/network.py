@@ -98,7 +98,6 @@ def is_left_out(stage: Stage, name: str) -> bool:
 
 
 def _built(task: Task, component: str, folder: Path) -> torch.nn.Module:
-    """Returns a component of a checkpoint without storage."""
     maker, config, place = recipe(task, component, folder)
     return load.build(maker, config, task.dtype(component), place)
 
@@ -136,7 +135,6 @@ def layout(task: Task, component: str, variant: str | None = None) -> load.Layou
 
 
 def _loras(task: Task, component: str) -> load.Loras:
-    """Returns the job's LoRA files of a component."""
     files = [load.Lora(expand_home(each.path), each.scale) for each in task.job.lora if each.component == component]
     names, path = task.card.components[component].lora_names, ["components", task.card.written(component), "lora_names"]
     return load.Loras(component, files, names, [task.card_document.place([*path, n]) for n in range(len(names))])

@@ -40,8 +40,6 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 class TraceGuard(Protocol):
-    """The patches under which a program was traced."""
-
     def check(self) -> None:
         """Raises StaleTraceError if it is about to be traced without that set."""
 
@@ -381,7 +379,6 @@ class Compiled:
         return self.programs[key]
 
     def _compiled(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, Origin]:
-        """Returns the program of these inputs, traced and compiled now."""
         before = None if self.ledger is None else self.ledger.trace()
         with waiting(f"compile {self.network.name}"):
             self.operators = self.network.operators()

@@ -190,7 +190,6 @@ class StepCached:
     def _finished(
         self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: family.Kept | None = None
     ) -> None:
-        """Notes that a step is over; what the next one needs of it is saved with it."""
         self.step, self.calls = number, 0
         if self._ratios:
             self.curve.append(sum(self._ratios) / len(self._ratios))

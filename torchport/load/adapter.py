@@ -159,7 +159,6 @@ class Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _check_rank(self, source: _Source, names: Sequence[str], rank: int) -> None:
-        """Refuses a source whose alpha belongs to another rank."""
         of_layer = self._by_pattern(source, "rank_pattern", names)
         known = [of_layer] if of_layer else [(name, source.values[name]) for name in RANKS if name in source.values]
         for name, value in known:

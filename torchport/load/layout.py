@@ -51,7 +51,6 @@ class Layout:
         return self.file is not None and not self.file.endswith((".safetensors", ".safetensors.index.json"))
 
     def place(self, folder: Path) -> Path:
-        """Returns what errors name: the file, or the folder of several."""
         return folder if self.file is None else folder / self.file
 
     def stored(self, folder: Path) -> dict[str, Stored]:

@@ -276,7 +276,6 @@ class _Reader:
                 yield from self._bare(name.removeprefix(prefix))
 
     def _of_layer(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, Addition]]:
-        """Yields what the file adds to one layer's weight and bias."""
         up, down = keys.get("up"), keys.get("down")
         if up is None or down is None:
             lone = next((keys[part] for part in ("up", "down", "up_bias", "alpha") if part in keys), None)

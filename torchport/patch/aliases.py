@@ -30,8 +30,6 @@ from torchport.source.modules import SourceFile, read_source, shown
 
 @dataclasses.dataclass(slots=True)
 class _Pair:
-    """An object, what takes its place, and the record that wants it."""
-
     record: Record | None
     old: Any
     new: Any
@@ -286,7 +284,6 @@ def importer(module: str) -> str | None:
 
 
 def local_variable(thing: Any) -> str | None:
-    """Returns the local variable of a running function that holds an object."""
     frame = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):

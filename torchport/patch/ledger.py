@@ -183,7 +183,6 @@ class Ledger:
         self.pending.append(error)
 
     def raise_pending(self) -> None:
-        """Raises the first error that was kept."""
         if self.pending:
             raise self.pending[0]
 
@@ -223,7 +222,6 @@ def check_twins(entries: Iterable[Entry]) -> None:
 
 
 def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
-    """Returns the file and the second name of each patched module that has one."""
     names = {name: sys.modules[name] for name in sorted(patched) if name in sys.modules}
     by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):

@@ -141,8 +141,6 @@ class DeviceBytes:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What is known of a program beside its text, which is in the dump."""
-
     memory: DeviceBytes | Overflow  #: Its bytes, or what does not fit.
     inputs: dict[str, list[int]]
     times: int

@@ -137,7 +137,6 @@ def _block_lines(block: BlockTime) -> list[str]:
 
 
 def _divided(step: KnownTime) -> str:
-    """Returns what the factor made of a step's parts, in words."""
     factor, left = step.factor, step.model_s - step.attention_s
     return "" if factor == 1.0 else f"; the last two divided by {factor:.3g} make {left:.3g}"
 

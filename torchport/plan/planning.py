@@ -167,7 +167,6 @@ def lossy(task: Task) -> list[str]:
 
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
-    """Compiles a stage's programs, and returns what is known of each and of all together."""
     compiled = aot.compiled_in_child(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
     network = str(stage.network)
@@ -280,7 +279,6 @@ def combined(
 
 
 def _largest_of_steps(programs: Sequence[ProgramPlan], steps: int) -> list[Operation]:
-    """Returns the operations that take longest in all calls, a step."""
     each = [
         operation.model_copy(update={"ms": operation.ms * program.times / steps})
         for program in programs
@@ -290,7 +288,6 @@ def _largest_of_steps(programs: Sequence[ProgramPlan], steps: int) -> list[Opera
 
 
 def _communication_of_steps(programs: Sequence[ProgramPlan], steps: int) -> Communication:
-    """Returns the collectives of all calls, a step."""
     sent = [
         collective.model_copy(update={"count": collective.count * program.times / steps})
         for program in programs

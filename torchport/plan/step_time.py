@@ -170,7 +170,6 @@ class ProgramTime:
         return list(dict.fromkeys(facts))
 
     def _in_passes(self, computation: str | None) -> float:
-        """Returns the seconds of a computation's kernels beside attention."""
         return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(computation).items())
 
     def _ms(self, cycles: int) -> float:

@@ -143,7 +143,6 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
 
 
 def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> Candidate:
-    """Returns a candidate with its figures, or with the reason why it is none."""
     if implementation == "splash_int8":
         job = _of_int8(job)
     arguments = _arguments(_reduced(job, tile), implementation, bounded, tile)
@@ -292,7 +291,6 @@ def _best_row(result: Result) -> tiles.Row:
 
 
 def sized_workload(machine: Machine, tokens: int, heads: int, head_size: int, note: str = "") -> Workload:
-    """Returns the job of as many queries as keys."""
     remedy = f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4)"
     machine.require_tpu(f"--topology {machine.name}", remedy)
     group, _ = transposed.grouping(heads, head_size)

@@ -97,7 +97,6 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _reason(stderr: str) -> str:
-    """Returns in a few words why git fails."""
     if "not a git repository" in stderr:
         return "no git repository"
     if "Needed a single revision" in stderr:

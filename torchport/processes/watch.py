@@ -139,7 +139,6 @@ class Watch:
                 self._lose(number)
 
     def _lose(self, number: int) -> NoReturn:
-        """Ends this process since another is lost."""
         fact, remedy = "It was killed, or its host is lost", "Start all processes again with the same command"
         if self.folder is not None:
             fact = f"{fact}; what was finished is in {self.folder}"

@@ -216,7 +216,6 @@ class Journey:
             hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
-        """Writes a stage's artefact, and what goes beside it."""
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:

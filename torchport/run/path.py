@@ -194,7 +194,6 @@ class StageAtHand:
         self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
 
     def unload(self) -> None:
-        """Forgets parts, network and programs."""
         self._parts, self._call = {}, None
 
     def carry(self, journey: Journey) -> None:

@@ -120,7 +120,6 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
 
 
 def remove(folder: Path, name: str) -> None:
-    """Removes an artefact that is of no more use."""
     atomic.remove(_copy(folder, name), file_of(folder, name))
 
 

@@ -241,13 +241,11 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
 
 
 def _uneven_dims(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
-    """Returns the dims that their axes do not divide."""
     pairs = zip(shape, dims_of(spec), strict=False)
     return [(dim, axes) for dim, (size, axes) in enumerate(pairs) if size % _parts(axes, mesh)]
 
 
 def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
-    """Returns into how many parts axes split a dim."""
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 

@@ -26,7 +26,6 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
-    """Returns where an attribute path leads in a module's source."""
     holder: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(path, 1):
         node = last_bindings(holder).get(_as_written(name, path[: depth - 1]))

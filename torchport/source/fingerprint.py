@@ -64,7 +64,6 @@ class HashedPart:
 
 
 def parts(node: ast.stmt) -> list[HashedPart]:
-    """Returns the parts of a definition, from its decorators to its last statement."""
     return [HashedPart(hashlib.sha256(text.encode()).hexdigest()[:6], *rest) for text, *rest in _parts(node)]
 
 

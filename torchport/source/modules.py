@@ -46,7 +46,6 @@ class SourceFile:
 
     @property
     def names(self) -> dict[str, ast.stmt]:
-        """The last statement of the module that binds each name."""
         with parsing.nesting(self.shown):
             return last_bindings(self.tree)
 

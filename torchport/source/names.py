@@ -158,7 +158,6 @@ def _head(node: ast.stmt) -> ast.AST:
 
 
 def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
-    """Returns the names that a function binds itself, with the imports in it that bind them."""
     local: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
     for inner in _nodes_in(node) if local or isinstance(node, _FUNCTIONS) else ():
         if isinstance(inner, (ast.Import, ast.ImportFrom)):
@@ -255,7 +254,6 @@ class _Lookup:
         return len(self._asked) > before
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the definition to which names lead from a module's globals."""
         source = _source(module)
         if source is None or not self._is_new(module, chain):
             return

@@ -91,7 +91,6 @@ class Task:
 
     @property
     def inputs(self) -> Path:
-        """Where earlier stages' artefacts are read."""
         return self.request.inputs or self.folder
 
     @property
@@ -110,7 +109,6 @@ class Task:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether that is the card's own tiny checkpoint."""
         return is_tiny(self.checkpoint)
 
     def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
@@ -137,7 +135,6 @@ class Task:
 
     @property
     def takes_steps(self) -> bool:
-        """Whether any of the stages to run takes denoising steps."""
         return any(stage.name in DENOISING for stage in self.stages)
 
     def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
@@ -152,11 +149,9 @@ class Task:
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
     def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
-        """Returns where the sharding rules of a component are written, `file:line`."""
         return self.card_document.place(["strategies", self.job.strategy, kind, self.card.written(component)])
 
     def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
-        """Returns where each sharding rule of a component is written, `file:line`."""
         strategy = self.card.strategies[self.job.strategy]
         rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
         path = ["strategies", self.job.strategy, kind, self.card.written(component)]

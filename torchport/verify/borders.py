@@ -219,7 +219,6 @@ class Original:
         return output, call.observed
 
     def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
-        """Returns what the network returns with other values at some borders."""
         call = WatchedCall(self.eager.module, {border.path for border in values}, values, _cast, Copies())
         with call.watching():
             return self.eager(**inputs)

@@ -44,8 +44,6 @@ _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 
 @dataclasses.dataclass
 class Measurements:
-    """What the port's process found."""
-
     #: Units that are whole networks, in the order of their calls.
     networks: list[Unit] = dataclasses.field(default_factory=list)
     #: The other units.
@@ -187,7 +185,6 @@ class _StageComparison:
         self._note_drift(self._run_loop(call, parts, recording.start_of(ends, self.stage), steps - 1, ends))
 
     def _program(self) -> tuple[Compiled, dict[str, Any]]:
-        """Returns the network as a run compiles it, and the stage's parts."""
         mesh = shard.make_mesh(self.task.job.mesh, devices(self.task.machine))
         return compiled_network(self.task, self.stage, self.folder, mesh)
 
@@ -352,7 +349,6 @@ def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[Lowe
 
 
 def _differing_fields(run: LoweredProgram, plan: LoweredProgram) -> Iterator[str]:
-    """Yields what differs between two programs, the cause before what follows from it."""
     for what in ("modules", "static", "arguments", "constants"):
         ours, theirs = getattr(run, what), getattr(plan, what)
         for name in [*ours, *(name for name in theirs if name not in ours)]:

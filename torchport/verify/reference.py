@@ -56,7 +56,6 @@ class TensorTable:
         return tree.as_data(value, self._entry)
 
     def cost(self, values: Iterable[Any]) -> int:
-        """Returns the bytes that trees would add."""
         leaves = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
         new = {_digest(leaf): leaf.numel() * leaf.dtype.itemsize for leaf in leaves}
         return sum(size for digest, size in new.items() if digest not in self._names)
@@ -87,8 +86,6 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the tree that `TensorTable.add` returned as data."""
-
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
@@ -130,7 +127,6 @@ def _list_words(names: list[str]) -> str:
 
 
 def _identity(task: Task) -> dict[str, Any]:
-    """Returns the fields in which a capture and a verification must agree."""
     image = task.settings.image
     settings = {name: getattr(task.settings, name) for name in (*SETTINGS, *OPTIONAL)}
     settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]

@@ -120,8 +120,6 @@ def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A field in which two runs differ."""
-
     field: str  #: Its path: `mesh`, `dtypes.transformer`.
     a: Any  #: What the first run has; None if it has none.
     b: Any
@@ -253,8 +251,6 @@ class Frames:
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """How alike two runs' latents are."""
-
     step: int | None  #: After how many steps; None for what `denoise` ends with.
     cosine: float  #: Of the angle between them.
     difference: float  #: max|a - b| / max|b|.
@@ -263,8 +259,6 @@ class Latents:
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """How far a run is from the first one."""
-
     run: FinishedRun
     differences: list[Difference]
     frames: Frames

@@ -94,7 +94,6 @@ class LoopRecord:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Records every step of every scheduler for the length of a `with`."""
         changed = [(cls, vars(cls)["step"]) for cls in _schedulers() if "step" in vars(cls)]
         for cls, step in changed:
             cls.step = self._recorder(step)
@@ -201,8 +200,6 @@ def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
 
 
 class UpstreamLoop(Loop):
-    """A loop whose every step is upstream's."""
-
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.real(*args, **kwargs)
 
@@ -308,7 +305,6 @@ class Seams:
 def against(
     port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, torch.Tensor]
 ) -> Seams:
-    """Returns the seams of a port beside the original's record; see `record`."""
     side = record(port, folder, chosen, likes, reference)
     rows, unlike = differences(reference, side), []
     if side.stopped is not None:
@@ -323,7 +319,6 @@ def against(
 
 
 def output_like(task: Task, stage: Stage) -> torch.Tensor:
-    """Returns what the stage's network returns, without values."""
     output = preflight.rehearse(task, stage).calls[0].output
     first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return first
@@ -411,7 +406,6 @@ def _resume(first: Mapping[str, torch.Tensor]) -> tuple[int, Mapping[str, torch.
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
-    """Returns what both sides passed on, compared by name."""
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
     # A loop that stopped took fewer steps because of what differs before.

@@ -92,7 +92,6 @@ class Units:
         return self._with_shapes(blocks)
 
     def modules(self, block: str) -> list[MeasuredUnit]:
-        """Returns the modules of a block, and what its forward computes between them."""
         assert self.forced_call is not None
         all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
         values = inner_values(self.call.values)

@@ -296,7 +296,6 @@ class TaskWithout(Task):
     without: frozenset[str] = frozenset()  #: The ids of those that are left out.
 
     def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
-        """Returns the patches of some stages that are not left out."""
         return [entry for entry in super().patches(stages) if entry.id not in self.without]
 
 

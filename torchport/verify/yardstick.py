@@ -124,7 +124,6 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_sampled(tree: Any) -> bool:
-    """Returns whether a tree has a tensor that is some rows of another."""
     return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
 
 
@@ -273,7 +272,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns whether two tensors have the same dtype, shape and bytes."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))

@@ -138,7 +138,6 @@ def _on_shards(
     lengths: jax.Array | None,
     size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs a function of one device's tokens on every device's."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return run(tokens, further, cos, sin, lengths)
@@ -255,7 +254,6 @@ def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
 
 
 def _local_heads(x_BTF: jax.Array, groups: int) -> jax.Array:
-    """Returns the features of a device's own heads."""
     if groups == 1:
         return x_BTF
     part = x_BTF.shape[2] // groups

@@ -191,14 +191,11 @@ PLAIN = (((1,), (0,)), ((), ()))
 
 
 class Softmax:
-    """The products and the softmax of one chunk, cell by cell."""
-
     def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan = plan
         self.refs = refs
 
     def clear(self) -> None:
-        """Clears the sums, and separates the heads' queries."""
         refs, plan = self.refs, self.plan
         refs.acc[...] = jnp.zeros_like(refs.acc)
         refs.sums[...] = jnp.zeros_like(refs.sums)
@@ -304,7 +301,6 @@ def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
 
 
 def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
-    """Runs through all keys of the sample."""
     lengths = refs.lengths
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]

@@ -63,7 +63,6 @@ def current() -> Canvas:
 
 @contextlib.contextmanager
 def using(canvas: Canvas) -> Iterator[None]:
-    """Applies a canvas to every convolution inside."""
     token = _CANVAS.set(canvas)
     try:
         yield

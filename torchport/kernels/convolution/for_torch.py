@@ -65,7 +65,6 @@ def spread(
 
 
 def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
-    """Returns what is made of latents without padding."""
     frames, height, width = video_BCTHW.shape[2:]
     video = video_BCTHW[:, :, max(0, form.lead_of(frames)) : frames - form.tail_of(frames)]
     return video[..., : form.valid_rows(height), : form.valid_columns(width)]

@@ -31,8 +31,6 @@ VMEM = 110 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """What is known of a convolution before it is traced."""
-
     height: int  #: H of the output.
     width: int  #: W.
     #: T, a multiple of 8, and of 16 for bfloat16 products without a conversion for each tap.
@@ -90,7 +88,6 @@ class Conv:
 
     @property
     def blocks(self) -> int:
-        """How many blocks of channels out there are."""
         return -(-self.outputs // self.block)
 
     @property
@@ -327,7 +324,6 @@ class _Step:
             ring[self.row % 3, pl.ds(column, x.shape[0])] = part
 
     def make_row(self) -> None:
-        """Makes a row of the output, some columns at a time."""
         count, columns = self.conv.width // self.conv.columns, self.conv.columns
 
         def make(number: Any, _: Any) -> Any:

@@ -101,8 +101,6 @@ def _valid(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What is known of a call before it is traced."""
-
     height: int  #: H.
     width: int  #: W.
     frames: int  #: T, a multiple of 8.

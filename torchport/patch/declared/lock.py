@@ -49,8 +49,6 @@ class LockRow(Frozen):
 
 
 class Locked(Frozen):
-    """The known-good sources of one target."""
-
     target: TargetName
     rows: list[LockRow] = pydantic.Field(min_length=1)
 

@@ -131,7 +131,6 @@ def _is_word(name: str) -> bool:
 
 
 def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
-    """Returns each file of the names once: the lowest folder's first."""
     roots = [root for root in stack if root.is_dir()]
     if not roots:
         shown = ", ".join(map(as_named, stack))

@@ -49,7 +49,6 @@ def file_of(entry: Entry, reference: str) -> Path:
 
 
 def load(entry: Entry, reference: str) -> Any:
-    """Returns what a `file.py:name` names, loading its file once."""
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
     with Explained(lambda error: does_not_load(entry, path, error)):

@@ -26,8 +26,6 @@ from torchport.source.parameters import POSITIONAL
 
 @dataclasses.dataclass(slots=True)
 class Calls:
-    """How often a patch was called."""
-
     count: int = 0
 
 

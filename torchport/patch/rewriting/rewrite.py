@@ -179,7 +179,6 @@ def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
 
 
 def _outward(statement: ast.AST) -> list[ast.AST]:
-    """Returns the breaks and continues that leave a statement."""
     if isinstance(statement, (ast.Break, ast.Continue)):
         return [statement]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -314,7 +314,6 @@ def written(fields: Mapping[str, Any], package: str) -> str:
 
 
 def _lines(key: str, value: Any) -> list[str]:
-    """Returns a field as lines of YAML, a text of several lines as a block."""
     if key == "rewrite":
         return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
     if isinstance(value, str) and "\n" in value:

@@ -339,7 +339,6 @@ def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str
 
 
 def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
-    """Returns what the compiler's refusal means."""
     scoped, whole = _SCOPED.search(text), _WHOLE.search(text)
     if scoped and "memory space vmem" in text:
         sizes = [float(scoped[n]) * 1024 ** " KMG".index(scoped[n + 1] or " ") for n in (1, 3)]

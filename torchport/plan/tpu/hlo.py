@@ -112,8 +112,6 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class InstructionRuns:
-    """An instruction, and how many times it is executed."""
-
     instruction: Instruction
     times: int
     #: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another that waits

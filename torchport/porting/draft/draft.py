@@ -55,7 +55,6 @@ class PatchDraftRequest:
 
     @property
     def files(self) -> str:
-        """The name of its files, without their endings."""
         if self.file is not None:
             return self.file
         if self.kind in ("op", "stub"):
@@ -396,7 +395,6 @@ def test_{module_name}_is_imported_without_{package}():
 
 
 def _agreement_test(trial: Trial, target: Target) -> str:
-    """Returns the test of a function or class that is replaced, wrapped or rewritten."""
     path = ".".join(target.path)
     end = _AGREE.format(name=trial.name)
     title = f"{path} with the patch '{trial.id}' and without it."
@@ -510,7 +508,6 @@ ORIGINAL = "original"
 
 
 def head(names: str) -> str:
-    """Returns what a new file of functions begins with."""
     return f'"""Functions of the patches in {names}.yaml."""\n\n{FUTURE}\n\n'
 
 
@@ -578,7 +575,6 @@ def lowering(name: str, given: str, operator: str) -> str:
 
 
 def _class(target: Target, node: ast.ClassDef, name: str) -> str:
-    """Returns a class with the public methods of the target's own body."""
     bases = ", ".join(map(ast.unparse, node.bases))
     is_module = any(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in node.bases)
     above = f", which derives from {bases}" if bases else ""

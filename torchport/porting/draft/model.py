@@ -289,7 +289,6 @@ def _is_of_images(target: Target) -> bool:
 
 
 def job(components: Sequence[Part]) -> str:
-    """Returns the config of the card's demo."""
     frames = 1 if _is_of_images(components[0].target) else 5
     return (
         f"{{height: 64, width: 64, frames: {frames}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
@@ -437,7 +436,6 @@ Place = tuple[SourceFile, ast.ClassDef]
 
 
 def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
-    """Yields a class and those above it, as far as source shows them."""
     pending: list[Place] = [(source, node)]
     for _ in range(DEEPEST):
         if not pending:

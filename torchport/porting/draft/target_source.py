@@ -26,8 +26,6 @@ _PLAIN = {"staticmethod", "classmethod", "property", "cached_property", "abstrac
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A function or class of upstream, as its source has it."""
-
     name: str  #: `module:attribute.path`.
     source: SourceFile
     node: Function | ast.ClassDef

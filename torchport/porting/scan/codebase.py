@@ -429,7 +429,6 @@ def _unit(module: Module, body: Body) -> CodeUnit:
 
 
 def _registered(init: Body) -> Iterator[str]:
-    """Yields the parameters and buffers that a constructor registers."""
     for event in init.events:
         node, value = event.node, event.value
         if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
@@ -439,7 +438,6 @@ def _registered(init: Body) -> Iterator[str]:
 
 
 def _bind_value(module: Module, name: str, value: ast.expr) -> None:
-    """Notes `klass = Other`, of names that no import binds, and tables."""
     if isinstance(value, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
         nodes = [node for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))]
         module.tables.setdefault(name, []).extend(map(chain_of, nodes))

@@ -344,7 +344,6 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _given(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
-    """Returns the constants that a call gives to a function's parameters."""
     names = unit.parameters
     method = unit.owner is not None and bound and not unit.is_static
     result = {name: _UNKNOWN if call.starred else _default(unit, name) for name in names}

@@ -116,7 +116,6 @@ def _scan(path: Path, codebase: Codebase, entries: Sequence[str], folders: Seque
 
 
 def _read(codebase: Codebase) -> list[Site]:
-    """Reads all files, each once; returns what is found in each function alone."""
     found: dict[CodeUnit, list[Site]] = {}
     for number, module in enumerate(track(codebase.read(), "scan", "file", len(codebase.sources)), 1):
         for unit in module.units.values():
@@ -230,7 +229,6 @@ def _may_help(codebase: Codebase, unit: CodeUnit) -> bool:
 
 
 def _constructs(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
-    """Returns whether making an object of a class leads to torch.distributed."""
     pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
     if any("autograd" in base for base in codebase.bases(kind)):
         return False
@@ -402,7 +400,6 @@ class Patches:
         return Closed(frozenset(self.by_unit), lines, frozenset(self.given))
 
     def at(self, unit: CodeUnit, line: int) -> list[str]:
-        """Returns the patches that take the place of a line of a function."""
         return self.by_unit.get(unit, []) + [
             id for first, last, id in self.by_lines.get(unit, ()) if first <= line <= last
         ]
@@ -463,8 +460,6 @@ def _add_given(result: Patches, folder: Path) -> None:
 
 
 class Coverage:
-    """What patches do for the findings of one entry."""
-
     def __init__(self, patches: Patches, before: Reached, after: Reached, sites: Iterable[Site]) -> None:
         self._patches = patches
         self._before = before
@@ -486,7 +481,6 @@ class Coverage:
         return tuple(ids)
 
     def ids(self, site: Site) -> tuple[str, ...]:
-        """Returns the ids of the patches that take care of a finding."""
         return self.of_place(site) or self.of_name(site) or (self.alone if site.kind in _GROUPS else ())
 
     def of_place(self, site: Site) -> tuple[str, ...]:

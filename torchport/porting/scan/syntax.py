@@ -19,8 +19,6 @@ MODULE = "<module>"
 
 
 class Guard(NamedTuple):
-    """A condition that something stands under."""
-
     test: ast.expr
     wanted: bool  #: The truth that it must have.
     refused: bool = False  #: Whether the other side raises.

@@ -32,8 +32,6 @@ class Stopper:
 
 @dataclasses.dataclass
 class Constant:
-    """A tensor of the host that becomes a constant of the program."""
-
     stage: str
     made: str  #: `file:line` of the code that made it.
     used: str  #: `file:line` of the code in which it meets the network.

@@ -166,7 +166,6 @@ def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
 
 
 def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
-    """Returns the calls of a stage's network; its verb runs on shapes alone."""
     with preflight.without_values():
         parts = network.as_shapes(task, stage)
         module, how = network.module_of(stage, parts), network.how(stage, task)
