@@ -50,11 +50,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds that a task of unknown length takes, such as compilation.
-
-    Args:
-        what: What is being done: `compile transformer`.
-    """
+    """Shows the seconds that a task of unknown length takes, such as compilation."""
     from tqdm import tqdm
 
     if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):

@@ -80,21 +80,12 @@ def topology(default: str = "") -> Decorator[Any]:
 
 
 def prompt(default: str) -> Decorator[Any]:
-    """Returns the flag `--prompt`.
-
-    Args:
-        default: What is taken without it, in words.
-    """
+    """Returns the flag `--prompt`."""
     return click.option("--prompt", metavar="TEXT", help=f"What the video shows [{default}].")
 
 
 def report(formats: str, multiple: bool = False) -> Decorator[Any]:
-    """Returns the flag `--report`.
-
-    Args:
-        formats: The formats that the command can write, in words.
-        multiple: Whether it may be given more than once.
-    """
+    """Returns the flag `--report`."""
     more = " Repeatable." if multiple else ""
     name = "files" if multiple else "file"
     return click.option(

@@ -131,7 +131,6 @@ def lock(
 
     Args:
         names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
-        check: Only return what would change.
         check_apply: Refuses upstreams, by name, on which their patches cannot be applied; called before anything is
             written.
     """

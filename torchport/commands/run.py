@@ -109,11 +109,7 @@ def command(**given: Any) -> None:
 
 
 def lines(summary: Summary, quiet: bool = False) -> list[str]:
-    """Returns the lines.
-
-    Args:
-        quiet: Whether to say no more than where the video is.
-    """
+    """Returns the lines."""
     from torchport.config.card import DENOISING
     from torchport.save.artefact import CONTACT_SHEET
 

@@ -351,7 +351,6 @@ def compiled(
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
 
     Args:
-        trace: The patches under which alone it may be traced.
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
@@ -405,8 +404,6 @@ def ported(
     Args:
         module: With its weights, in the host's memory; it is changed, and its parameters go to meta.
         how: How it is called. It returns a tuple of one tree of tensors.
-        trace: The patches under which alone it may be traced.
-        attention: The implementation; by default the platform's.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {axis: mesh.shape[axis] for axis in shard.AXES}

@@ -42,7 +42,6 @@ class Rehearsal:
     """A stage's network whose rules all fit.
 
     Attributes:
-        module: What is compiled of it, on meta.
         weights: The rule of every parameter and buffer, with the spec that fits.
         calls: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
         inputs: The rule of every input of the largest call, with the spec that fits.

@@ -50,11 +50,6 @@ class Network:
 
     Attributes:
         module: The network; a program that is made of it changes it.
-        name: What it is called in logs and errors.
-        place: Where the rules for inputs are written, for errors.
-        places: The same of each rule; may be empty.
-        precision: Of matrix products and convolutions, as JAX names it.
-        activations: The rules for what its modules return.
         stacks: Its repeated blocks that become one block of stacked weights, by the path of their list.
         gathered: Weights that are gathered where they are used.
         place_of: Returns where one of the card's fields for this network is written, for errors.
@@ -130,7 +125,6 @@ class Compiled:
     Args:
         network: The network; its module is changed.
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
-        trace: The patches under which alone it may be traced.
         attention: What the config and the weights say of attention.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.

@@ -43,12 +43,9 @@ class Rules:
     """What is said of one network.
 
     Attributes:
-        bounds: Attention with bounded scores.
         divides: For an axis, the number of the network's configuration that it must divide.
-        extra: Rules of the caller for inputs, before the others.
         strict: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
         strategy: The path of the strategy in there; none of a caller's own rules.
-        written: What the network's rules are called there.
     """
 
     name: str
@@ -88,11 +85,7 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
-    """Returns what a card says of one of its networks.
-
-    Args:
-        extra: Rules of the caller for inputs, before the card's.
-    """
+    """Returns what a card says of one of its networks."""
     if strategy not in card.strategies:
         fact = f"'{card.model}' has no strategy '{strategy}'"
         raise UnknownNameError("port", fact, nearest(strategy, card.strategies), name=strategy)

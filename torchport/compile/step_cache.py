@@ -84,7 +84,6 @@ class _Slot:
 
     Attributes:
         differences: What was kept in the last whole step, and its differences to those before, one for each order.
-        shapes: Of the call's inputs, by path.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -96,7 +95,6 @@ class StepCached:
     """A network's two programs and the loop's steps: the `Call` of a stage under a cache.
 
     Args:
-        compiled: The network, with `calling`.
         steps: The loop's; what a saved step kept is among its state.
 
     Attributes:

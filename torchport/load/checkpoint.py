@@ -89,7 +89,6 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
 
     Args:
         name: A folder, or `owner/repo@revision` (`main` if no revision is given).
-        card: The model card whose components the checkpoint must hold.
     """
     if is_folder(name):
         folder = _existing_folder(name)

@@ -115,9 +115,5 @@ DIFFUSERS = Layout()
 
 
 def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
-    """Returns a component's layout.
-
-    Args:
-        file: Its file, with the variant filled in.
-    """
+    """Returns a component's layout."""
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

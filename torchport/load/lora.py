@@ -145,7 +145,6 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
     """Returns what a component's LoRA files add to its tensors, every key accounted for.
 
     Args:
-        shapes: Of the component's tensors, by the module's names.
         name_in_file: What the checkpoint calls each of them: a LoRA may use those names, too.
     """
     of_tensor: dict[str, list[Addition]] = {}

@@ -86,7 +86,6 @@ class Builder:
     """A card's function that builds a module.
 
     Attributes:
-        function: Takes the module's arguments as keywords.
         class_path: What it must return a module of, `package.module:Class`.
         reference: How the card names it, `file.py:function`.
     """
@@ -116,7 +115,6 @@ def build(maker: Maker, config: Mapping[str, Any], dtype: str, place: str) -> to
     Args:
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
         dtype: Of floating-point weights; what the class keeps in float32 stays float32.
-        place: Where the configuration is written, for errors.
     """
     with default_dtype(getattr(torch, dtype)):
         return _cast(_without_storage(maker, config, place), getattr(torch, dtype))
@@ -156,8 +154,6 @@ def published(
 
     Args:
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
-        place: Where the configuration is written, for errors.
-        dtype: Of weights, as `build` gives it to them; by default PyTorch's own.
     """
     construct = _as_shapes if takes_arguments(maker) else _construct_on_meta
     if dtype is None:

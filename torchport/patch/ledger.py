@@ -28,11 +28,8 @@ class Record:
     """One patch of a run.
 
     Attributes:
-        loaded: What its `file.py:name` named.
-        change: The live change. None until it is made.
         outcome: "not needed" or, after a run, the last state. None while it can still change.
         detail: What led to that outcome, or what else is worth printing.
-        late: Whether its module had been imported before.
         drift: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
         imported: Whether the target is a name that its module imports. Then that name alone is changed. None where
             the source does not say.
@@ -65,7 +62,6 @@ class Op:
 
     Attributes:
         target: The torch function or ATen overload, `module:attribute.path`.
-        function: The lowering; it counts its calls.
     """
 
     id: str
@@ -85,10 +81,6 @@ class Trace:
     """The patches that a program was traced under, and how often each had been called by then.
 
     Keep it with the compiled program.
-
-    Attributes:
-        digests: The hash of every patch, by id.
-        calls: The number of calls of each, by id.
     """
 
     digests: Mapping[str, str]

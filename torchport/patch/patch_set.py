@@ -39,10 +39,8 @@ class _PatchSet:
         ledger: It hears of every error.
 
     Attributes:
-        changed: The records whose change was made, in that order.
         replaced: Changes of modules that were imported again since: somebody may still hold the old functions.
         rebindings: What made holders of originals hold what took their place.
-        failed: Whether a patch could not be applied.
     """
 
     def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:

@@ -63,7 +63,6 @@ def plan(
     """Returns the plan of a job.
 
     Args:
-        topology_name: A TPU slice in place of the config's machine.
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
         bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
         stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes. By

@@ -84,7 +84,6 @@ def sweep(
     """Returns the plans of a job under every strategy of its card, on every mesh of its slice that is valid.
 
     Args:
-        topology_name: A TPU slice in place of the config's machine.
         keep: A folder for the compiler's dumps, a folder in it for each plan.
         count: How many compilations at once; by default as many as there is room for.
     """

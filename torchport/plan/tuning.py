@@ -336,7 +336,6 @@ def workload_of_model(
     """Returns the job of a model and a config, from configurations alone: no weights are read.
 
     Args:
-        machine: Where it would run; takes the place of the config's.
         tokens: S = T; by default the tokens of the pictures, to which those of the text come on top.
         heads: Of one device; by default the model's, over the axes that split them.
         head_size: D; by default the model's.

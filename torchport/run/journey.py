@@ -57,7 +57,6 @@ class Journey:
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
 
     Attributes:
-        seconds: By stage and verb: `denoise compile`, `denoise run`.
         begins: The step, from 0, at which the network of the stage that was read for last begins.
     """
 
@@ -488,11 +487,7 @@ def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
 
 
 def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
-    """Returns the memory of a stage whose steps are done, as lines of text.
-
-    Args:
-        call: The stage's network; anything else runs on the host.
-    """
+    """Returns the memory of a stage whose steps are done, as lines of text."""
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]
     planned = [_planned(call.network.name, program) for program in call.programs.values()]

@@ -56,7 +56,6 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> No
     Args:
         file: An older one gives way, once the new one is whole.
         tensors: Contiguous, in host memory.
-        text: What `read_file` returns beside them.
     """
     from safetensors.torch import save
 
@@ -99,11 +98,7 @@ def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> No
 
 
 def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
-    """Removes artefacts of later stages that were made from another artefact of this name.
-
-    Args:
-        name: The stage whose artefact has just been written.
-    """
+    """Removes artefacts of later stages that were made from another artefact of this name."""
     changed: dict[StageName, str] = {name: sha256}
     for stage in later:
         file = file_of(folder, stage)
@@ -139,7 +134,6 @@ def read(
 
     Args:
         identity: What it must have been made for: the identity of the reading stage's task.
-        components: Digests of the checkpoint that the reading stage uses.
         embeddings: The card's names for embeddings; see `hand_written.read`.
 
     Returns:

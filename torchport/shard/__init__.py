@@ -138,12 +138,7 @@ def match(
     place: str,
     places: Sequence[str] = (),
 ) -> dict[str, RuleT]:
-    """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
-
-    Args:
-        place: Where the rules are written, `file:line` of the list.
-        places: Where each rule is written; by default where the list is.
-    """
+    """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`."""
     rule_of: dict[str, RuleT] = {}
     for name in shapes:
         rule = next((rule for rule in rules if matches(rule, name)), None)

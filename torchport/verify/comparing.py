@@ -155,7 +155,6 @@ class _StageComparison:
         """Compares the stage's programs, and then its modules.
 
         Args:
-            planned: The programs that a plan has of the stage; None where they are not known.
             outputs_of: Returns what shows the effect of errors in a call; None: the port does.
         """
         self._compare_programs(ends, planned)

@@ -344,7 +344,6 @@ def record(
         chosen: Steps, from 0, whose large tensors are compared.
         reference: The original's, for a port: its loop gets the original's embeddings, so that what an encoder does
             wrong is told once.
-        encoded: What the stages before the loop return, where that is known.
     """
     with in_force(task, task.stages):
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))

@@ -82,7 +82,6 @@ def of_weights(
         weights: Every weight by name, as arrays; shapes alone, of a network that is not loaded, give None.
         queries: Regular expressions of the gains of every norm that queries leave. Those of one block have the same
             first number in their names, and an offset `bias` beside a gain `weight` is counted in.
-        what: What the bound is called, for the error.
     """
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
     for side, patterns in enumerate((queries, keys)):

@@ -111,7 +111,6 @@ def self_attention(
         further: Those without, such as a text's, the valid ones first; None: there are none.
         rotary: Cosines and sines [S, D] of the tokens' positions, float32, for features 2i and 2i + 1 as a pair.
         rotate: Upstream's own rotation of [B, S, H, D] by them, for wherever there is no kernel.
-        project: What the tokens' outputs go through.
         lengths: Integers [B]: valid further tokens; None: all.
         bound: The model card's name for the bound of these scores.
 

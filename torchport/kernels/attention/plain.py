@@ -47,7 +47,6 @@ def visible(
     Args:
         rows_S: int32 [S], indices of queries.
         lengths_B: int32 [B], numbers of valid keys; None: all are.
-        causal: Whether later keys are hidden.
         window: Farthest key to the left and to the right that is seen.
 
     Returns:
@@ -107,7 +106,6 @@ class _Inputs:
 
         Args:
             q_BHQD: The block's queries.
-            first_column: Index of the block's first key.
             unseen: Index of the first key that no block before this one held.
         """
         k_BHCD = lax.dynamic_slice_in_dim(self.k, first_column, self.block_kv, axis=2)

@@ -44,7 +44,6 @@ def attention(
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
         bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
         tile: How the work is cut.
-        vmem_bytes: What the compiler may use of VMEM.
         int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
             exponentials of scores of this dtype; None: neither.
         interpret: Run the kernel as plain JAX, on any platform.

@@ -63,7 +63,6 @@ def convolved(
     """Returns the convolution [H, W, T, D] of x's dtype, and what it adds to the first two frames of the next chunk.
 
     Args:
-        request: How it treats what is outside.
         rows: Whether x has a row more at each end.
         x: [H, W, T, C], or with `rows` [H + 2, W, T, C]; H and W divided by `request.zoom`.
         sides: The columns before and after it, [H, 1, T, C].

@@ -302,9 +302,6 @@ def frame_attention(
     """Returns attention of each latent position to all of its own frame, with one head.
 
     Scores are computed for a frame of queries at a time.
-
-    Args:
-        causal: Whether it sees all earlier frames, too.
     """
     if engine.is_traced(q_BCTHW):
         from torchport.kernels.convolution import frame_attention as form

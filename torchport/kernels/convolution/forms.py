@@ -49,7 +49,6 @@ def convolved(
     """Returns a causal convolution on the canvas that is set, and what the next chunk of time needs of this one.
 
     Args:
-        request: How it treats what is outside.
         x_BCTHW: As the canvas has it.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
         bias_D: Or None.

@@ -68,11 +68,7 @@ class Placed:
 
 @dataclasses.dataclass(slots=True)
 class Recompiled:
-    """Code swapped inside a function, which stays the same object for everybody who holds it.
-
-    Attributes:
-        function: The function, from under its decorators.
-    """
+    """Code swapped inside a function, which stays the same object for everybody who holds it."""
 
     slot: Slot
     function: types.FunctionType
@@ -94,11 +90,7 @@ class Recompiled:
 
 
 def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
-    """Makes an entry's change in a module that has been executed.
-
-    Args:
-        loaded: What the entry's `file.py:name` named, or None.
-    """
+    """Makes an entry's change in a module that has been executed."""
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)
     slot = locate(entry, module)

@@ -73,7 +73,6 @@ def counting(
 
     Args:
         original: What it takes the place of. None for the replacement itself.
-        name: The target, `module:path`, if it has one.
     """
     return _stand_in(function if original is None else original, function, calls, name, function)
 

@@ -210,7 +210,6 @@ class Referrers:
     """What the garbage collector knows about the holders of objects.
 
     Args:
-        objects: What to find the holders of.
         is_own: Whether a referrer is torchport's: it is counted, and is no alias.
     """
 

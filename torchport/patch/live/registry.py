@@ -25,8 +25,6 @@ class Registry:
     Attributes:
         lock: Is held while a set of patches is entered or left.
         owner: The thread that has patches in force, or None.
-        sets: The sets of patches in force, the last one entered last.
-        digests: The digest of every patch in force, by its id.
         before: Callbacks for a module that is about to be executed, by its name.
         after: Callbacks for a module that has been executed, by its name.
         windows: Contexts that stay open while a package's modules execute, by the package.

@@ -185,7 +185,6 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
 
     Args:
         entries: The entries to lock. Those of one folder must all be there: what is left out is dropped.
-        write: False to only tell what would change.
 
     Returns:
         One line per target that is new, changed or dropped; empty if the locks are as they should be.

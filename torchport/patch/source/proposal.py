@@ -36,7 +36,6 @@ class Proposal:
 
     Attributes:
         text: The entry as YAML, a list with one item. It follows the schema.
-        names: What to list in a card: `upstream/file`.
         write: The Python to write beside it, as `forward_12(x, mask), which returns y`; empty for a stub.
         fields: The entry's fields; those that every entry has are left out.
         parameters: Of a rewrite, those of its function.
@@ -303,7 +302,6 @@ def written(fields: Mapping[str, Any], package: str) -> str:
     """Returns an entry as YAML. The only place that makes one, so that each follows the schema.
 
     Args:
-        fields: Its fields; those that every entry has may be left out.
         package: The upstream package whose versions it fits.
     """
     whole = _whole(fields, package)

@@ -292,7 +292,6 @@ def compile_kernel(
     Args:
         build: `module:function`; the function returns the callable to compile and its operands as a list of
             `jax.ShapeDtypeStruct`.
-        arguments: What the function is called with.
         kernel: Which kernel, as `read` takes it; None where the program has a single one.
         keep: An empty folder for the compiler's files, which are otherwise deleted (200 MB for a large kernel).
 
@@ -369,14 +368,12 @@ def attention_call(
     """Returns a function of q, k, v and lengths, and their shapes [1, H, S, D], [1, H, T, D], [1, H, T, D], [1].
 
     Args:
-        implementation: `splash_transposed`, `splash_int8` or `splash`.
         chip: Which decides how `splash_int8` takes exponentials.
         queries: S.
         keys: T.
         heads: H, of one device.
         head_size: D.
         bounded: Whether the caller knows a bound of the scores.
-        tile: The fields of a `tiles.Tile`, or of a `tiles.SplashTile`.
         vmem_bytes: What the compiler may use of VMEM; JAX's own kernel takes no such limit.
         padding: How JAX's own kernel hides padded keys.
     """

@@ -562,7 +562,6 @@ def rewriting(name: str, given: Sequence[str], gives: str, where: str) -> str:
     Args:
         given: Its parameters: names that are bound in upstream's function.
         gives: What it returns, in words.
-        where: What it takes the place of, in words.
     """
     returns = f" Returns {gives}." if gives else ""
     doc = f'"""Fill in: does what is done at {where}.{returns}"""'

@@ -111,11 +111,6 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
 
 
 def check_command(out: Path, upstream_path: Path | str | None, *names: str) -> str:
-    """Returns the command that checks what was written.
-
-    Args:
-        upstream_path: The checkout of upstream, if it is not installed.
-        names: The upstreams to check; all of them if none is named.
-    """
+    """Returns the command that checks what was written."""
     flags = ["--upstream-path", str(upstream_path)] if upstream_path is not None else []
     return shlex.join(["torchport", "check", "--static", *names, "--path", str(out), *flags])

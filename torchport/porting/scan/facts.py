@@ -109,7 +109,6 @@ class Terms:
 
     Args:
         first: The name of `self`.
-        full: Who is meant by a chain of names in it.
     """
 
     def __init__(self, parameters: Iterable[str], first: str, full: Callable[[ast.AST], str]) -> None:

@@ -54,7 +54,6 @@ class Reached:
     """What some functions lead to.
 
     Args:
-        trains: Whether the code is read as training.
         without: What is not there: `process-group` or `cuda`; without it, conditions that ask for it are decided.
     """
 

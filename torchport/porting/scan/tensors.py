@@ -85,9 +85,6 @@ class Tensors:
 
     Args:
         kinds: What its names are, as far as it was followed; it is filled here.
-        full: Who is meant by a chain of names in it.
-        attributes: Those of `self` that are parameters or buffers.
-        returns: What a function of the codebase is annotated to return.
     """
 
     def __init__(
