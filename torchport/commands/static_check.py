@@ -33,7 +33,7 @@ from torchport.errors import (
 from torchport.files.folder import as_named
 from torchport.patch import patch_set
 from torchport.patch.declared import versions
-from torchport.patch.declared.reading import LOCK
+from torchport.patch.declared.reading import LOCK, stack_of
 from torchport.patch.declared.replacement import file_of
 from torchport.patch.source import checks, drift
 from torchport.source.bindings import binding_at
@@ -65,7 +65,7 @@ def check(
 
 def with_entries(folders: patch.Folders) -> list[str]:
     """Returns the upstreams of which folders have a file of patches; such a folder may hold a family alone."""
-    return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in _stack(folders))]
+    return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in stack_of(folders))]
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
@@ -75,8 +75,8 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
             raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
         if "/" in name:
             check_file(folders, name, f"torchport check {name}")
-        elif not any(_files(root, name) for root in _stack(folders)):
-            having = [other for other in known if any(_files(root, other) for root in _stack(folders))]
+        elif not any(_files(root, name) for root in stack_of(folders)):
+            having = [other for other in known if any(_files(root, other) for root in stack_of(folders))]
             fact = f"There are no patches in patches/{name}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
     return list(names) or known
@@ -89,14 +89,10 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
         name: `upstream/file`.
     """
     upstream, _, file = name.partition("/")
-    files = {other for root in _stack(folders) for other in _files(root, upstream)}
+    files = {other for root in stack_of(folders) for other in _files(root, upstream)}
     if name not in files:
         known = sorted(other.partition("/")[2] for other in files)
         raise UnknownNameError(place, f"There is no patches/{upstream}/{file}.yaml", nearest(file, known))
-
-
-def _stack(folders: patch.Folders) -> list[Path]:
-    return [Path(folders)] if isinstance(folders, str | Path) else list(folders)
 
 
 def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
@@ -105,7 +101,7 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
     Args:
         home: The highest folder in which the names are looked up, as `patch.read` takes it.
     """
-    stack = _stack(folders)
+    stack = stack_of(folders)
     readable: dict[str, None] = {}
     entries: list[patch.Entry] = []
     for root in stack if home is None else stack[stack.index(home) :]:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -180,17 +181,16 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
 
 def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoises: bool) -> ProgramPlan:
     """Returns what is known of a program whose dump lies in a folder, and that denoises or does not."""
-    dump = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"
+    names = ("inputs", "times", "operators", "trace_s", "compile_s")
+    shared = {name: getattr(compiled, name) for name in names} | {"borders_bytes": compiled.borders}
+    shared["dump"] = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"
     if isinstance(compiled.memory, Overflow):
-        return _unfit(task, compiled, compiled.memory, dump)
+        return _unfit(task, compiled.flops, compiled.memory, shared)
     sizes, chip = compiled.memory, task.machine.require_tpu()
     # Where there is no dump, `hlo` says what is in the folder in its stead.
     program = hlo.read(folder / (compiled.dump or ""), flops_per_cycle=chip.cores * chip.bundle_flops)
     time = program_time(task, compiled, program, denoises)
     return ProgramPlan(
-        inputs=compiled.inputs,
-        times=compiled.times,
-        borders_bytes=compiled.borders,
         fits=sizes.peak <= chip.memory,
         per_device=Memory(
             arguments_bytes=sizes.argument,
@@ -206,24 +206,15 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoi
         largest=time.largest(),
         findings=[*time.underestimates()],
         not_modelled=time.not_modelled(),
-        operators=compiled.operators,
-        trace_s=compiled.trace_s,
-        compile_s=compiled.compile_s,
-        dump=dump,
+        **shared,
     )
 
 
-def _unfit(task: Task, compiled: aot.CompiledProgram, overflow: Overflow, dump: str | None) -> ProgramPlan:
+def _unfit(task: Task, flops: int, overflow: Overflow, shared: dict[str, Any]) -> ProgramPlan:
     """Returns what is known of a program that does not fit: the compiler made none."""
     limit = overflow.limit_bytes if overflow.what == "hbm" else None
-    unknown = dict.fromkeys(StepTime.model_fields) | {
-        "floor_s": floor_seconds(compiled.flops, task.machine),
-        "flops": compiled.flops,
-    }
+    unknown = dict.fromkeys(StepTime.model_fields) | {"floor_s": floor_seconds(flops, task.machine), "flops": flops}
     return ProgramPlan(
-        inputs=compiled.inputs,
-        times=compiled.times,
-        borders_bytes=compiled.borders,
         fits=False,
         per_device=Memory(
             arguments_bytes=None,
@@ -239,10 +230,7 @@ def _unfit(task: Task, compiled: aot.CompiledProgram, overflow: Overflow, dump: 
         largest=[],
         findings=[overflow],
         not_modelled=[],
-        operators=compiled.operators,
-        trace_s=compiled.trace_s,
-        compile_s=compiled.compile_s,
-        dump=dump,
+        **shared,
     )
 
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention.plain import Window, limits, sees_a_key, without_padding
+from torchport.kernels.attention.tiles import up
 
 LANES = 128
 HIDDEN = -(2.0**100)
@@ -26,10 +27,6 @@ HIDDEN = -(2.0**100)
 
 FEATURES = 8
 """Features added to a head for the padding; one would do, eight are a whole sublane."""
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
@@ -68,9 +65,9 @@ def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compu
             block_kv=block_kv,
             block_kv_compute=block_kv_compute,
         )
-    block_kv_compute = min(block_kv_compute, _up(keys, LANES))
-    block_kv = min(block_kv // block_kv_compute * block_kv_compute, _up(keys, block_kv_compute))
-    return splash_attention_kernel.BlockSizes(min(block_q, _up(queries, LANES)), block_kv, block_kv_compute)
+    block_kv_compute = min(block_kv_compute, up(keys, LANES))
+    block_kv = min(block_kv // block_kv_compute * block_kv_compute, up(keys, block_kv_compute))
+    return splash_attention_kernel.BlockSizes(min(block_q, up(queries, LANES)), block_kv, block_kv_compute)
 
 
 def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
@@ -133,7 +130,7 @@ def attention(
     batch, heads, queries, _ = q_BHSD.shape
     keys, size = v_BHTD.shape[2:]
     blocks = _blocks(queries, keys, block_q, block_kv, block_kv_compute)
-    all_queries, all_keys = _up(queries, blocks.block_q), _up(keys, blocks.block_kv)
+    all_queries, all_keys = up(queries, blocks.block_q), up(keys, blocks.block_kv)
     q_BHSD = (q_BHSD.astype(jnp.float32) * scale).astype(q_BHSD.dtype)
     k_BHTD = smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
     valid_BT = _valid(batch, keys, all_keys, lengths_B)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import PartitionSpec
 
+from torchport.kernels.attention.tiles import up
+
 
 @dataclasses.dataclass(frozen=True)
 class Canvas:
@@ -89,15 +91,15 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
     rows, columns = min(_partings(sizes), key=lambda parting: _positions(height, width, sizes, *parting))
     lead = frames % 2 if paired else -frames % multiple
     return Canvas(
-        _up(frames + lead, multiple),
-        _up(height, _ways(sizes, rows)),
-        _up(width, _ways(sizes, columns)),
+        up(frames + lead, multiple),
+        up(height, _ways(sizes, rows)),
+        up(width, _ways(sizes, columns)),
         lead,
         height,
         width,
         rows,
         columns,
-        _up(frames + lead, multiple) - frames - lead,
+        up(frames + lead, multiple) - frames - lead,
         not paired or frames % 2 == 1,
     )
 
@@ -124,7 +126,3 @@ def _positions(
 
 def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
     return math.prod(sizes[axis] for axis in axes)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

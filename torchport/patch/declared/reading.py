@@ -51,7 +51,7 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
         BadValueError: A name or link that leads out of the folder, a file that would never be read, fields that
             contradict each other, or an entry that overrides nothing.
     """
-    stack = _stack(folders)
+    stack = stack_of(folders)
     by_id: dict[str, Entry] = {}
     for file in _files(stack if home is None else stack[stack.index(home) :], names):
         for entry in read_file(file):
@@ -66,7 +66,7 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     return list(by_id.values())
 
 
-def _stack(folders: Folders) -> list[Path]:
+def stack_of(folders: Folders) -> list[Path]:
     return [Path(folders)] if isinstance(folders, str | Path) else list(folders)
 
 
@@ -113,7 +113,7 @@ def _every(root: Path) -> list[Entry]:
 
 def upstreams(folders: Folders) -> list[str]:
     """Returns the names of the upstreams that folders of patches have, sorted."""
-    return sorted({name for root in _stack(folders) if root.is_dir() for name in _upstreams(root)})
+    return sorted({name for root in stack_of(folders) if root.is_dir() for name in _upstreams(root)})
 
 
 def _upstreams(root: Path) -> list[str]:
