@@ -46,7 +46,6 @@ class StageNetwork:
     """A stage's network, and all that its verb calls it with, before anything is lowered."""
 
     program: compile.Compiled
-    #: Each set of shapes it is called with, in the order of first calls.
     called: list[recorder.NetworkCall]
     #: Calls of attention and of kernels beside it; more with every lowering.
     kernels: list[dispatch.Traced | dispatch.Pass]

@@ -51,7 +51,6 @@ class ProgramTime:
     spots: Sequence[grid.Spot]
     #: The calls of attention, as they were traced: once where blocks are stacked.
     calls: Sequence[Attention]
-    #: Seconds of one call of each kernel beside attention, by its name.
     passes: dict[str, float]
     flops: int  #: Of one run, on the whole slice.
     #: Whether it is a network of blocks, as those that denoise are.

@@ -68,9 +68,7 @@ class Sweep:
     machine: str
     #: Choices with their plans, the fastest first; those that do not fit come last.
     planned: list[tuple[SweptMesh, JobPlan]]
-    #: Choices whose plan was refused, with the refusal.
     failed: list[tuple[SweptMesh, TorchportError]]
-    #: Choices that no plan was made for, with the reason.
     skipped: list[tuple[SweptMesh, TorchportError]]
 
 

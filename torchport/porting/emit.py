@@ -37,11 +37,8 @@ class Drawn:
 class Outcome:
     """What became of the findings that no patch covers."""
 
-    #: The patches that were drafted.
     written: list[draft.DraftedPatch] = dataclasses.field(default_factory=list)
-    #: The ids of patches that the folder has already.
     there: list[str] = dataclasses.field(default_factory=list)
-    #: Findings that no draft is for, each with the reason.
     left: list[tuple[ScanFinding, str]] = dataclasses.field(default_factory=list)
 
 

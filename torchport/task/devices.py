@@ -24,7 +24,6 @@ class Need:
     """What a job takes, in bytes, computed from shapes alone."""
 
     devices: int  #: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-    #: Weights on each device, by component; one component is there at a time.
     device_bytes: dict[str, int]
     host_bytes: int
     checkpoint: str

@@ -44,23 +44,16 @@ _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 
 @dataclasses.dataclass
 class Measurements:
-    #: Units that are whole networks, in the order of their calls.
     networks: list[Unit] = dataclasses.field(default_factory=list)
-    #: The other units.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
     seams: Any = None
-    #: What was not compared, a line each.
     unlike: list[str] = dataclasses.field(default_factory=list)
-    #: Of the free-running port.
     drift: list[Drift] = dataclasses.field(default_factory=list)
-    #: The decoder's frames; None where they were not compared.
     decoded: Decoded | None = None
     #: What differs from the programs that a plan has, a line each.
     programs: list[str] = dataclasses.field(default_factory=list)
-    #: By stage, how many operators its programs call, by what is known of them, in words.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
     folder: Path = Path()
-    #: Its dtype, by component.
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     #: The patches that were called where no network ran: in encoders and loops.
     loop_patches: frozenset[str] = frozenset()
@@ -286,7 +279,6 @@ class _WatchedProgram:
 class LoweredProgram:
     """A program before it is compiled, as far as two are compared."""
 
-    #: Dtype, shape and sharding of each weight and input, by path.
     arguments: dict[str, str]
     static: dict[str, str]
     outputs: list[str]

@@ -83,15 +83,12 @@ def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]
 
 @dataclasses.dataclass
 class Recording:
-    #: What the stages before denoising returned, by stage.
     encoded: dict[str, dict[str, torch.Tensor]]
-    #: Of its networks in the chosen steps, in order.
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
     #: After each step, by its number from 1.
     latents: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     #: What a loop goes on from at each chosen step, by the number of steps before it.
     states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    #: What each denoising stage returned, by its name.
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     seams: Any = None
     #: What a call of each network returns, for loops without a network.

@@ -194,16 +194,12 @@ class Verification:
     clue: str = ""
     drift: tuple[Drift, ...] = ()  #: Of the free-running port.
     floor: str = ""  #: What the floor of the drift is, in words; empty without one.
-    #: The decoder's frames; None where they were not compared.
     decoded: Decoded | None = None
     #: Facts that are no measurement and no verdict, a line each: what was not compared.
     unlike: tuple[str, ...] = ()
     left_out: int = 0
-    #: A line for each program that `run` and `plan` do not have in common.
     programs: tuple[str, ...] = ()
-    #: By stage, how many operators its programs call, by what is known of them, in words.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
-    #: By what took them.
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property

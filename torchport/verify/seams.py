@@ -282,7 +282,6 @@ LOOP = "denoise"
 
 @dataclasses.dataclass(frozen=True)
 class SideRecord:
-    #: What the encoders returned, by stage.
     encoded: dict[str, dict[str, torch.Tensor]]
     moments: dict[str, torch.Tensor]
     loop: LoopRecord

@@ -51,7 +51,6 @@ class MeasuredUnit:
     #: The patches that were called between the border before and this one.
     patches: frozenset[str] = frozenset()
     block_patches: frozenset[str] = frozenset()
-    #: The paths of the modules whose borders had the original's values.
     forced: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     #: The first module in the call that returns another shape than the original's, in words; empty where none does.

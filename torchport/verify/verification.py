@@ -52,7 +52,6 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    #: The denoising steps, from 0; None: those that follow from the loop, see `recording`.
     steps: tuple[int, ...] | None = None
     decodes: bool = False
     #: Another mesh, whose drift is printed beside the port's; None: none.

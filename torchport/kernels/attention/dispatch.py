@@ -178,7 +178,6 @@ class Context:
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     #: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
     note: Callable[[Traced | Pass], None] | None = None
-    #: Run TPU kernels as plain JAX, on any platform: for tests.
     interpret: bool = False
     #: Check that a kernel takes a call, and return the queries instead.
     rehearse: bool = False

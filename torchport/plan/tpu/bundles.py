@@ -278,7 +278,6 @@ class CompiledKernel:
 
     bundles: KernelBundles
     compile_seconds: float  #: What lowering and compiling took, on this host.
-    #: Every Pallas kernel of the program, by the compiler's name.
     kernels: tuple[str, ...]
 
 

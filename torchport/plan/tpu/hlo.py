@@ -48,7 +48,6 @@ class Instruction:
     #: The arrays that it makes, dtype and shape; several where it makes a tuple.
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bytes: int = 0  #: Of all of them, on one device.
-    #: The names of instructions of the same computation.
     operands: tuple[str, ...] = ()
     #: The computations that it runs or applies; a loop's condition, then its body.
     calls: tuple[str, ...] = ()

@@ -55,7 +55,6 @@ class CodeUnit:
     decorators: frozenset[str] = frozenset()
     returns: ast.expr | None = None
     tensors: frozenset[str] = frozenset()
-    #: What the imports inside it bind, in full.
     imports: dict[str, str] = dataclasses.field(default_factory=dict)
     facts: Facts = dataclasses.field(default_factory=Facts)  #: What it does, when its syntax tree is dropped.
 
@@ -100,13 +99,10 @@ class Class:
 class Module:
     name: str  #: Its name, as others import it.
     source: Source
-    #: Its functions by qualified name, and `<module>`.
     units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
-    #: Its classes by qualified name.
     classes: dict[str, Class] = dataclasses.field(default_factory=dict)
     #: What its own imports and assignments of names bind, in full.
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
-    #: The modules that it imports everything of.
     stars: list[str] = dataclasses.field(default_factory=list)
     #: What stands in the lists and dictionaries that its names are bound to.
     tables: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)

@@ -67,7 +67,6 @@ class ScanFinding:
     #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
     uses: str = ""
     reach: Reach = "unknown"
-    #: The ids of the shipped patches that take care of it.
     covered_by: tuple[str, ...] = ()
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     sure: bool = True

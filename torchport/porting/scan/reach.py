@@ -38,7 +38,6 @@ _NOT_NONE: Any = _Unknown()
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    #: Functions whose own code no longer runs.
     units: frozenset[CodeUnit] = frozenset()
     #: Lines of a function that no longer run, first and last.
     lines: Mapping[CodeUnit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)

@@ -384,7 +384,6 @@ _GROUPS = ("process-group", "parallel-state", "cuda-import")
 
 @dataclasses.dataclass
 class Patches:
-    #: Those that put another function in a function's place.
     by_unit: dict[CodeUnit, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     #: Those that rewrite lines of a function: first line, last line, and the id.
     by_lines: dict[CodeUnit, list[tuple[int, int, str]]] = dataclasses.field(default_factory=lambda: defaultdict(list))

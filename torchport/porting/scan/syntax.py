@@ -72,7 +72,6 @@ class Body:
     name: str  #: The qualified name, or `<module>`.
     node: Function | ast.ClassDef | ast.Module
     owner: str = ""  #: The class that it is a method of, by name; empty for none.
-    #: What it does, in order.
     events: list[Event] = dataclasses.field(default_factory=list)
 
     @functools.cached_property

@@ -29,13 +29,11 @@ Calls = Mapping[str, Sequence[recorder.NetworkCall]]
 
 @dataclasses.dataclass
 class TraceReport:
-    #: Each place that stops it, in the order in which they were met.
     stoppers: list[Stopper]
     constants: list[Constant]
     programs: list[Program]
     stages: list[str]
     skipped: dict[str, str]
-    #: By stage, how many operators its network calls, by what is known of them, in words.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
