@@ -141,7 +141,6 @@ def _example(key: str) -> list[str]:
 
 @functools.cache
 def examples() -> dict[str, Example]:
-    """Returns the example of every error that is no group, by its id."""
     import yaml  # `torchport --help` answers without it
 
     text = Path(__file__).with_name("examples.yaml").read_text(encoding="utf-8")

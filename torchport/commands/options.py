@@ -80,12 +80,10 @@ def topology(default: str = "") -> Decorator[Any]:
 
 
 def prompt(default: str) -> Decorator[Any]:
-    """Returns the flag `--prompt`."""
     return click.option("--prompt", metavar="TEXT", help=f"What the video shows [{default}].")
 
 
 def report(formats: str, multiple: bool = False) -> Decorator[Any]:
-    """Returns the flag `--report`."""
     more = " Repeatable." if multiple else ""
     name = "files" if multiple else "file"
     return click.option(

@@ -88,7 +88,6 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
 
 
 def _check(flags: PlanFlags) -> None:
-    """Refuses flags that nothing would read."""
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
     for name, value in {"--stage": flags.stage, "--report": flags.file}.items():

@@ -109,7 +109,6 @@ def command(**given: Any) -> None:
 
 
 def lines(summary: Summary, quiet: bool = False) -> list[str]:
-    """Returns the lines."""
     from torchport.config.card import DENOISING
     from torchport.save.artefact import CONTACT_SHEET
 

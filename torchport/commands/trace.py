@@ -56,12 +56,10 @@ def request_of(model: str, config: str | None, strict: bool = False, **fields: A
 
 
 def data(report: TraceReport) -> dict[str, Any]:
-    """Returns a report as plain data."""
     return dataclasses.asdict(report)
 
 
 def lines(report: TraceReport, patched: bool) -> list[str]:
-    """Returns a report as text."""
     text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]
     text += _of_programs(report)
     text += [f"{stage}: {operators}" for stage, operators in report.operators.items()]

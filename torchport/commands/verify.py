@@ -109,7 +109,6 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
 
 
 def write_report(file: Path, verification: Verification) -> None:
-    """Writes the report of a verification, in the format that the file's name ends with."""
     with _named(f"--report {file}"):
         WRITERS[file.suffix](file, verification)
 
@@ -190,7 +189,6 @@ WRITERS = {".html": _write_html, ".json": _write_json, ".sarif": _write_sarif}
 
 
 def _reference(against: str) -> Path | None:
-    """Returns the folder of `run:DIR`; None for the original."""
     if against == "original":
         return None
     kind, _, name = against.partition(":")

@@ -78,7 +78,6 @@ class Eager:
         self.first: FirstNotFinite | None = None
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are: an eager module runs on the host."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:

@@ -118,7 +118,6 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
 
 
 def maker(task: Task, component: str) -> load.Maker:
-    """Returns what builds a component: its class, or the card's function."""
     entry = task.card.components[component]
     if entry.build is None:
         return entry.class_
@@ -263,7 +262,6 @@ def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def how(stage: Stage, task: Task) -> How:
-    """Returns how the stage's network is called while it is traced."""
     return plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 

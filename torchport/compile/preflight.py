@@ -224,7 +224,6 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
-    """Returns the rule of every input of each call, with the spec that fits."""
     rules = task.card.strategies[task.job.strategy].inputs[component]
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))

@@ -95,8 +95,6 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Executable:
-    """A compiled program with the tables that it takes first."""
-
     compiled: Any
     tables: tuple[list[jax.Array], ...]
 

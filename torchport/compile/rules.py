@@ -22,8 +22,6 @@ MESH = "port(mesh=...)"
 
 
 class OwnRules(Frozen):
-    """Rules of a caller for one network, in a card's words."""
-
     weights: list[WeightRule]
     """The rules for its parameters and buffers."""
     inputs: list[Rule]
@@ -65,7 +63,6 @@ class Rules:
 
     @property
     def inputs(self) -> list[Rule]:
-        """All rules for inputs, the caller's first."""
         return [*self.extra, *self.own.inputs]
 
     def place(self, kind: Kind) -> str:
@@ -85,7 +82,6 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
-    """Returns what a card says of one of its networks."""
     if strategy not in card.strategies:
         fact = f"'{card.model}' has no strategy '{strategy}'"
         raise UnknownNameError("port", fact, nearest(strategy, card.strategies), name=strategy)

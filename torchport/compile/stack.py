@@ -39,7 +39,6 @@ Run = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 def through(carry: tuple[torch.Tensor, ...], run: Run) -> tuple[torch.Tensor, ...]:
-    """Returns what leaves stacked blocks."""
     return run(carry)
 
 
@@ -206,7 +205,6 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
 
 
 def prefix(name: str, entry: Stack) -> str:
-    """Returns what the names of a stack's weights begin with."""
     return f"{name}.{entry.first}.{BLOCK}."
 
 

@@ -128,7 +128,6 @@ class StepCached:
 
     @property
     def seconds(self) -> float:
-        """Spent tracing and compiling so far."""
         return self.compiled.seconds
 
     def place(self, **inputs: Any) -> dict[str, Any]:
@@ -196,7 +195,6 @@ class StepCached:
         self.finished(number, state, timestep, self._kept if is_needed else kept)
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        """Returns what is kept, on the host, by the names in a saved step."""
         tensors = {
             f"{STATE}{number}.{order}.{path}": shard.to_torch(array)
             for number, slot in enumerate(self.slots)

@@ -83,7 +83,6 @@ def write_json(file: Path, data: Any) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Writes UTF-8 text, whole or not at all."""
     with writing(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

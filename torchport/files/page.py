@@ -39,8 +39,6 @@ class Curve(NamedTuple):
 
 
 class LineChart(NamedTuple):
-    """Lines over a common axis."""
-
     title: str
     curves: list[Curve]
     #: Of the vertical axis: where, from 0 to 1, and the text.

@@ -21,8 +21,7 @@ from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameError, nearest
 from torchport.files.folder import expand_home, has_file
 from torchport.load import checkpoint
-from torchport.load.adapter import config_beside
-from torchport.load.lora import check_format
+from torchport.load.lora import check_format, config_beside
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
 from torchport.stages import picture

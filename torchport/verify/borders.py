@@ -277,14 +277,12 @@ class Port:
 def compiled_network(
     task: Task, stage: Stage, folder: Path, mesh: jax.sharding.Mesh
 ) -> tuple[Compiled, dict[str, Any]]:
-    """Returns a stage's network as a run compiles it, and the stage's parts."""
     parts = network.loaded(task, stage, folder)
     weights = network.placed(task, stage, parts, mesh, folder)
     return network.compiled(task, stage, network.module_of(stage, parts), weights, mesh), parts
 
 
 def call_counts(ledger: patch.Ledger) -> dict[str, int]:
-    """Returns how often each patch was called so far."""
     return {record.entry.id: record.calls.count for record in ledger.records}
 
 

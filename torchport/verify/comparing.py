@@ -318,7 +318,6 @@ def run_programs(compiled: Compiled) -> list[LoweredProgram]:
 
 
 def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram]:
-    """Returns the programs that a plan has of a stage, whose inputs' shapes are known beforehand."""
     with aot.outlined(task, stage, devices) as outline:
         compiled = outline.program
         return [lower(compiled, compiled.shapes(called.inputs), called.static) for called in outline.called]

@@ -63,7 +63,6 @@ class RecordedCall:
 
     @property
     def rounding(self) -> float:
-        """The distance of the network's output from the yardstick's."""
         return distance(self.output, self.wide_output) or 0.0
 
 
@@ -98,7 +97,6 @@ class Recording:
 
     @property
     def embeddings(self) -> dict[str, torch.Tensor]:
-        """What the denoising stages get, by the names of the artefacts."""
         return {name: tensor for outputs in self.encoded.values() for name, tensor in outputs.items()}
 
     @property

@@ -52,7 +52,6 @@ class TensorTable:
         self._names: dict[str, str] = {}
 
     def add(self, value: Any) -> Any:
-        """Returns a tree as data of JSON, after its tensors are added."""
         return tree.as_data(value, self._entry)
 
     def cost(self, values: Iterable[Any]) -> int:
@@ -226,7 +225,6 @@ def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
 
 
 def _rows(values: Values) -> Values:
-    """Returns values that are only compared in rows: those that leave a module."""
     return {
         border: pytree.tree_map_only(torch.Tensor, sampled, value) if border.side == "out" else value
         for border, value in values.items()

@@ -46,7 +46,6 @@ class Verdict(enum.StrEnum):
 
 
 def _verdict_of(ratio: float) -> Verdict:
-    """Returns the verdict of an error over the original's own."""
     if math.isnan(ratio) or ratio > FAULT:
         return Verdict.OTHER
     return Verdict.SAME if ratio <= ROUNDING else Verdict.UNCLEAR
@@ -161,8 +160,6 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Frames of the decoder given the same latents."""
-
     #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
     rounding: float
     added: float  #: Of the port's.

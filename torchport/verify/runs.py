@@ -68,7 +68,6 @@ class FinishedRun:
 
     @property
     def total(self) -> int | None:
-        """How many steps the run took."""
         total: int | None = job(self.manifests["denoise"]).get("steps")
         return total
 
@@ -132,7 +131,6 @@ class Difference:
         return self.field.partition(".")[0]
 
     def words(self) -> str:
-        """Returns the difference as a person reads it."""
         where = f" (in {' and '.join(self.stages)})" if self.stages else ""
         return f"{_field_words(self.field)}: {_value_words(self.a)} and {_value_words(self.b)}{where}"
 

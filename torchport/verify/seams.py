@@ -295,8 +295,6 @@ class SideRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Seams:
-    """What was compared by name."""
-
     seams: tuple[Seam, ...]  #: In the order of the run.
     unlike: tuple[str, ...]  #: What could not be compared, a line each.
 
@@ -324,7 +322,6 @@ def output_like(task: Task, stage: Stage) -> torch.Tensor:
 
 
 def _encoders(task: Task) -> list[Stage]:
-    """Returns the stages before the first that takes denoising steps."""
     names = [stage.name for stage in task.family.STAGES]
     return list(task.family.STAGES[: names.index(task.denoising[0].name)])
 

@@ -169,7 +169,6 @@ def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -
 
 
 def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -> Verification:
-    """Returns a verification with the drift of another mesh beside the port's."""
     request, steps = _on_mesh(task, mesh), max(row.step for row in verification.drift)
     floors: list[Drift] = _call("comparing:drift_of_mesh", request, file, steps)
     by_step = {row.step: row.distance for row in floors}
@@ -249,7 +248,6 @@ def _not_compared(options: Options, decoded: Decoded | None) -> list[str]:
 
 
 def _blame(verification: Verification, found: Measurements, request: Request, file: Path) -> Verification:
-    """Returns a verification with the patch at fault, or with where to look."""
     if verification.bad_seams:
         seam = verification.bad_seams[0]
         search: Search = _call("verification:causes_of_seam", request, file, found.folder, seam, found.loop_patches)

@@ -49,8 +49,6 @@ def reason(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An exception, the frame whose code is at fault, and all frames."""
-
     owners: Owners
     error: BaseException
     frame: Frame
@@ -226,7 +224,6 @@ def _absent_package(failure: Failure) -> Cure:
 
 
 def _versions(package: str) -> dict[str, str]:
-    """Returns the versions of the distributions that bring a package."""
     names = importlib.metadata.packages_distributions().get(package, [])
     return {name: importlib.metadata.version(name) for name in names}
 
