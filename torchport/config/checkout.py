@@ -49,7 +49,6 @@ class Upstream:
     revision: git.Revision  #: Its commit.
 
     def row(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {"package": self.package, "commit": self.revision.commit, "dirty": self.revision.dirty}
 
     def __str__(self) -> str:

@@ -123,7 +123,6 @@ class _YamlReader:
         self.lines: dict[Location, int] = {(): 1}
 
     def document(self) -> Document:
-        """Returns the one document of a stream."""
         data, count = None, 0
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -213,7 +212,6 @@ def overridden(document: Document, override: str) -> Document:
 
 
 def validated(model: type[ModelT], document: Document) -> ModelT:
-    """Returns the document as a model."""
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:

@@ -69,11 +69,9 @@ class Pack:
         return [pack for pack in layers if pack.chosen] or layers[-1:]
 
     def models(self) -> list[str]:
-        """Returns the names of the model cards, sorted."""
         return sorted({name for pack in self.layers() for name in pack.cards_here()})
 
     def cards_here(self) -> list[str]:
-        """Returns the names of the model cards in this folder alone."""
         return [file.stem for file in self._configs("models/*.yaml")]
 
     def _configs(self, pattern: str) -> list[Path]:
@@ -91,7 +89,6 @@ class Pack:
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
-        """Returns the highest pack with a file, by its path in a pack."""
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
             document = home.read(home.root / name)

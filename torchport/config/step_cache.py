@@ -100,7 +100,6 @@ class Schedule(_Kind):
     """The steps that compute all blocks, from 0. The first is among them."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps that compute all blocks, from 0."""
         numbers = sorted(set(self.full))
         if numbers[-1] >= steps:
             fact = f"'cache.full' names step {numbers[-1]}, and the job has {steps}, counted from 0"
@@ -130,7 +129,6 @@ class MagCache(_Kind):
     """The share of steps at the beginning that compute all blocks."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps that compute all blocks, from 0."""
         return tuple(self._computed(steps))
 
     def _computed(self, steps: int) -> Iterator[int]:
@@ -153,7 +151,6 @@ class Calibrate(_Kind):
     """This kind."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns all steps."""
         return tuple(range(steps))
 
 

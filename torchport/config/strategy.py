@@ -150,7 +150,6 @@ class SharedTable(Frozen):
 
 @functools.cache
 def shared_strategies() -> dict[str, SharedStrategy]:
-    """Returns the strategies that the package ships, by name."""
     table = validated(SharedTable, read_document(FILE, FILE.name)).strategies
     for rules in (rules for strategy in table.values() for rules in (strategy.network, strategy.vae)):
         every: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]

@@ -48,7 +48,6 @@ class FlagSet(Frozen):
 
     @property
     def texts(self) -> list[str]:
-        """The flags alone."""
         return [flag.flag for flag in self.flags]
 
     @property
@@ -65,12 +64,10 @@ class FlagTable(Frozen):
 
 @functools.cache
 def sets() -> dict[str, FlagSet]:
-    """Returns the sets that the package ships, by name."""
     return validated(FlagTable, read_document(FILE, FILE.name)).sets
 
 
 def set_of(name: str, machine: Machine) -> FlagSet:
-    """Returns a set by its name."""
     if name not in sets():
         raise UnknownNameError(f"--xla-flags {name}", "There is no such set of flags", nearest(name, sets()), name=name)
     chosen = sets()[name]

@@ -225,7 +225,6 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 
 
 def check_file(folder: Path, file: str) -> None:
-    """Refuses a component whose one file is not there."""
     if (folder / file).is_file():
         return
     near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE

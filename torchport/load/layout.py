@@ -64,7 +64,6 @@ class Layout:
         return {name: held[key] for name, key in names.items() if not name.startswith(unwanted)}
 
     def is_unread(self, name: str) -> bool:
-        """Whether the module does not use a tensor, by its name in the file."""
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
     def held(self, folder: Path) -> dict[str, Stored]:
@@ -115,5 +114,4 @@ DIFFUSERS = Layout()
 
 
 def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
-    """Returns a component's layout."""
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

@@ -64,8 +64,6 @@ class _Source:
 
 
 class Adapter:
-    """The settings of one LoRA file's training."""
-
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
         self._file = file
         self._component = component

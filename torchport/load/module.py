@@ -217,7 +217,6 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
 
 
 def _arguments(function: Callable[..., Any], config: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Returns keyword arguments with the defaults of those that are left out."""
     signature = inspect.signature(function)
     kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
     rest = next((key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)

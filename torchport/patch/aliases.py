@@ -37,8 +37,6 @@ class _Pair:
 
 @dataclasses.dataclass(slots=True)
 class Rebinding:
-    """A place in which an original was exchanged for what takes its place."""
-
     place: Place
     old: Any
     new: Any

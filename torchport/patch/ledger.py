@@ -87,7 +87,6 @@ class Trace:
     calls: Mapping[str, int]
 
     def check(self) -> None:
-        """Refuses to trace the program again under other patches."""
         for key in sorted(self.digests.keys() | registry.digests.keys()):
             before, now = self.digests.get(key), registry.digests.get(key)
             if before != now:
@@ -141,7 +140,6 @@ class Ledger:
             self._traced[key] = self._traced.get(key, 0) + calls
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one plain dict per patch, fit for JSON."""
         return [self._row(record) for record in self.records]
 
     def _row(self, record: Record) -> dict[str, Any]:

@@ -168,7 +168,6 @@ class Journey:
         log.warning("%s was made by %s at %s; this run has %s", file, self.upstream.package, theirs, self.upstream)
 
     def inputs_of(self, stage: family.Stage) -> dict[str, str]:
-        """Returns the sha256 of the artefacts that a stage reads, by stage."""
         return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
 
     def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:

@@ -105,7 +105,6 @@ class Line:
     name: str  #: Of the video's folder in `--out`.
 
     def sizes(self) -> tuple[str, ...]:
-        """Returns the sizes that the line has of its own, as overrides of a config."""
         sizes = {key: getattr(self.prompt, key) for key in ("height", "width", "frames")}
         return tuple(f"{key}={value}" for key, value in sizes.items() if value is not None)
 
@@ -316,7 +315,6 @@ class _Taken:
             log.info("%s is done: %s", self.video.name, summary.video)
 
     def end(self, state: str, error: TorchportError | None = None) -> None:
-        """Ends the video, and unlocks its folder."""
         self.video.state, self.video.error, self.stage = state, error, None
         self.lock.close()
 

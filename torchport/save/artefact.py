@@ -69,7 +69,6 @@ def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
-    """Writes an artefact's manifest beside it, for people."""
     atomic.write_text(_copy(folder, name), text_of(manifest))
 
 
@@ -384,7 +383,6 @@ def step_name(stage: StageName, number: int) -> str:
 
 
 def step_numbers(folder: Path, stage: StageName) -> list[int]:
-    """Returns the steps of a stage whose latents a folder holds, in order."""
     files = folder.glob(f"{stage}.step-*.safetensors")
     matches = (re.fullmatch(rf"{stage}\.step-(\d{{4}})\.safetensors", file.name) for file in files)
     return sorted(int(match[1]) for match in matches if match)

@@ -23,8 +23,6 @@ class ManifestPart(pydantic.BaseModel):
 
 
 class Tensor(ManifestPart):
-    """A tensor as a manifest describes it."""
-
     dtype: str
     shape: list[int]
 

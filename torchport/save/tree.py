@@ -34,7 +34,6 @@ def packed(value: Any) -> dict[str, torch.Tensor]:
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the tree that `packed` made these tensors of."""
     return from_data(json.loads(bytes(tensors[STRUCTURE].tolist())), lambda entry: tensors[entry["tensor"]])
 
 

@@ -72,7 +72,6 @@ def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
 
 
 def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
-    """Yields the positions of the devices that differ in one axis only."""
     stride = math.prod(sizes[axis + 1 :])
     for outer in range(0, math.prod(sizes), stride * sizes[axis]):
         for inner in range(stride):

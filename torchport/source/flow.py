@@ -70,7 +70,6 @@ def taken(alias: ast.alias) -> str:
 
 
 def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
-    """Returns the names that statements bind in their own scope."""
     return _union(map(binds, in_scope(nodes)))
 
 

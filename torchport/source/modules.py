@@ -21,8 +21,6 @@ from torchport.source.bindings import Binding, all_bindings, binding_at, last_bi
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceFile:
-    """The text and syntax tree of one module."""
-
     module: str
     file: str
     text: str  #: Its text, with newlines as Python reads them.

@@ -37,7 +37,6 @@ class Callee:
 
 
 def home_of(target: str) -> Home:
-    """Returns a `module:path` in its parts."""
     module, _, path = target.partition(":")
     return module, tuple(path.split("."))
 

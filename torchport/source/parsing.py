@@ -62,7 +62,6 @@ def _status(file: Path, name: str) -> os.stat_result:
 
 @contextlib.contextmanager
 def decoded(name: str) -> Iterator[None]:
-    """Refuses a file, while it is opened and decoded, that cannot be."""
     try:
         yield
     except OSError as error:

@@ -85,7 +85,6 @@ class Task:
 
     @property
     def original(self) -> bool:
-        """Whether upstream runs as it is, in PyTorch."""
         return self.request.backend == "original"
 
     @property

@@ -37,7 +37,6 @@ class Need:
 
     @property
     def largest(self) -> str | None:
-        """The component that takes most on a device, if any is there."""
         return max(self.device_bytes, key=self.bytes_of, default=None)
 
 

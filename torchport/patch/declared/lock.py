@@ -41,7 +41,6 @@ class LockRow(Frozen):
         return {**self.versions, **self.model_dump(include={"commit", "dirty"}, exclude_defaults=True)}
 
     def seen_at_in_words(self) -> str:
-        """Returns the same for a sentence."""
         words = [f"{name} {version}" for name, version in self.versions.items()]
         if self.commit is not None:
             words.append(f"commit {self.commit[:12]}{' with changes' if self.dirty else ''}")

@@ -112,7 +112,6 @@ def _every(root: Path) -> list[Entry]:
 
 
 def upstreams(folders: Folders) -> list[str]:
-    """Returns the names of the upstreams that folders of patches have, sorted."""
     return sorted({name for root in stack_of(folders) if root.is_dir() for name in _upstreams(root)})
 
 
@@ -190,7 +189,6 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(file: Path) -> list[Entry]:
-    """Returns the entries of one file. See `read`."""
     document = read_document(file, as_named(file))
     if document.data is None:
         return []
