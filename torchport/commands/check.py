@@ -50,7 +50,7 @@ class StagePatches:
     names: tuple[str, ...]
     #: Those that the original needs too, beside all plumbing.
     original: tuple[str, ...] = ()
-    home: Path | None = None  #: The highest folder of patches that the card sees.
+    home: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)

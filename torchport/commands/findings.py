@@ -30,7 +30,7 @@ _CODES = {"TP207": DRIFT_EXIT_CODE, "TP203": 4, "TP204": 4, "TP206": 5}
 class Finding:
     id: str  #: The diagnostic id, as TP207.
     place: str  #: `file:line`.
-    text: str  #: What is wrong and what to do, without the place.
+    text: str
     patch: str
     step: str  #: schema, card, job, targets, drift, apply, undo or called.
     #: For drift, what accepting it would change in the lock file, as a unified diff.

@@ -1,7 +1,4 @@
-"""Reads YAML strictly into frozen models: every mistake is an error that names the file and the line.
-
-It has more than 400 lines, because a mistake in a value is found by its line: reading and refusing need each other.
-"""
+"""Reads YAML strictly into frozen models: every mistake is an error that names the file and the line."""
 
 from __future__ import annotations
 

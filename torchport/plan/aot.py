@@ -140,7 +140,7 @@ class DeviceBytes:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    memory: DeviceBytes | Overflow  #: Its bytes, or what does not fit.
+    memory: DeviceBytes | Overflow
     inputs: dict[str, list[int]]
     times: int
     steps: int  #: The denoising steps of all the verb's calls; 1 for another stage.

@@ -63,7 +63,7 @@ CALLS = 5
 @dataclasses.dataclass(frozen=True)
 class Workload:
     machine: Machine
-    work: Work  #: One device's attention, a sample of it.
+    work: Work
     note: str = ""
 
     @property

@@ -1,10 +1,7 @@
 """A series: the videos of a file of prompts, those of one shape together, so that each stage is loaded for several.
 
-Up to `together` videos of one shape go through a stage one after the other, then through the next stage. So weights are
-read once, and programs compiled or loaded once, for that many videos; and no more than one network is on the devices.
-All videos of a shape at once would read them less often, and would delay the first video to the end.
-
-A process locks the folder of each video that it takes, until the video is finished. Several processes with one `--out`
+Up to `together` videos of one shape go through a stage one after the other, then through the next stage
+(docs/prompts.md). A process locks the folder of each video that it takes, until the video is finished. Several processes with one `--out`
 take turns in this way. The kernel releases the locks of a process that is killed, and another one goes on.
 """
 
@@ -102,7 +99,7 @@ class Line:
 
     prompt: Prompt
     place: str  #: `file:line`.
-    name: str  #: Of the video's folder in `--out`.
+    name: str
 
     def sizes(self) -> tuple[str, ...]:
         sizes = {key: getattr(self.prompt, key) for key in ("height", "width", "frames")}

@@ -79,7 +79,7 @@ class Task:
     family: ModuleType
     settings: families.Settings
     folder: Path
-    upstream: Path | None  #: The upstream's checkout, where it is one.
+    upstream: Path | None
     #: Components as shapes, each built once; see `network.published`.
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 

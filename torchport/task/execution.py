@@ -21,9 +21,9 @@ SKIPPED = 2
 class Execution:
     #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
     jit: bool = True
-    xla_flags: str | None = None  #: A named set of flags for the compiler.
+    xla_flags: str | None = None
     profile: int | None = None
-    memory: bool = False  #: Whether the devices' memory is printed after each stage.
+    memory: bool = False
     #: Whether an operator is refused of which no sample has shown that it computes what PyTorch does.
     strict: bool = False
 

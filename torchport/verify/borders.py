@@ -75,7 +75,7 @@ class WatchedCall:
         self.skipped = skipped
         self.counts = counts
         self.whole = whole
-        self.observed: Values = {}  #: The values before they are replaced.
+        self.observed: Values = {}
         #: Those that were called since the border before.
         self.patches: dict[Border, frozenset[str]] = {}
         #: Whether a region of CUDA autocast was entered around a module.
@@ -201,7 +201,7 @@ class Original:
 
     def __init__(self, eager: Eager, dtype: torch.dtype) -> None:
         self.eager = eager
-        self.dtype = wide_dtype(dtype)  #: The yardstick's.
+        self.dtype = wide_dtype(dtype)
         self.units = unit_paths(eager.module)
         self._wide: Eager | None = None
 

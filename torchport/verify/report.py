@@ -128,7 +128,7 @@ class Cause:
     """A patch that a unit's error comes from, or that it may come from."""
 
     patch: str
-    place: str  #: Where it is declared, `file:line`.
+    place: str
     promise: str
     unit: str
     with_it: float
@@ -189,7 +189,7 @@ class Verification:
     units: tuple[Unit, ...] = ()
     causes: tuple[Cause, ...] = ()
     clue: str = ""
-    drift: tuple[Drift, ...] = ()  #: Of the free-running port.
+    drift: tuple[Drift, ...] = ()
     floor: str = ""  #: What the floor of the drift is, in words; empty without one.
     decoded: Decoded | None = None
     #: Facts that are no measurement and no verdict, a line each: what was not compared.

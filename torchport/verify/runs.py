@@ -120,7 +120,7 @@ def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
 @dataclasses.dataclass(frozen=True)
 class Difference:
     field: str  #: Its path: `mesh`, `dtypes.transformer`.
-    a: Any  #: What the first run has; None if it has none.
+    a: Any
     b: Any
     #: The stages in which they differ; () if they differ in all that have the field.
     stages: tuple[StageName, ...] = ()

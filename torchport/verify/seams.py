@@ -1,11 +1,7 @@
 """The loop's side faults, by name: schedule, noise, embeddings, guidance and dtypes, compared before a network runs.
 
-Both loops are run with networks whose outputs are made up. What each passes on is recorded and compared: the first seam
-that differs is where the loop went wrong.
-
-Each call returns numbers that depend on the step and on the condition alone. So two loops that do the same arithmetic
-have the same numbers everywhere, whether the conditions of guidance come in one batch or one by one. The original's
-loop is upstream's own, its pipeline's `__call__`, where that can be called.
+Both loops are run with networks whose outputs are made up: docs/verify.md. The original's loop is upstream's own, its
+pipeline's `__call__`, where that can be called.
 """
 
 from __future__ import annotations
@@ -295,8 +291,8 @@ class SideRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Seams:
-    seams: tuple[Seam, ...]  #: In the order of the run.
-    unlike: tuple[str, ...]  #: What could not be compared, a line each.
+    seams: tuple[Seam, ...]
+    unlike: tuple[str, ...]
 
 
 def against(

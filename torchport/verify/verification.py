@@ -290,7 +290,7 @@ def _clue(search: Search) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TaskWithout(Task):
-    without: frozenset[str] = frozenset()  #: The ids of those that are left out.
+    without: frozenset[str] = frozenset()
 
     def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
         return [entry for entry in super().patches(stages) if entry.id not in self.without]

@@ -12,8 +12,6 @@ If the caller names an implementation, that one runs, or it is an error. Otherwi
 `splash_int8` is only ever named. Calls that it does not compute faster, or whose scores have no bound
 (`Problem.int8`), are then `splash_transposed`'s.
 
-The choice, its refusals and the split over devices stand together, in over 400 lines: each reads the same call.
-
 Shapes: B batch, H heads, S queries, T keys, D features of a head.
 """
 
@@ -50,7 +48,7 @@ class Problem:
     chip: str | None  #: The TPU's kind, `v6e`; None elsewhere.
     dtype: Any  #: Of q, k and v.
     head_size: int  #: D.
-    scale: float  #: What scores are multiplied by.
+    scale: float
     causal: bool
     window: Window | None  #: (left, right) around the query's own index, or None.
     masked: bool

@@ -41,7 +41,7 @@ class Plan:
     bounded: bool  #: Whether exp2 of a score can neither overflow nor vanish.
     #: Of the products: float32 needs `HIGHEST` to be float32.
     precision: lax.Precision | None
-    arrays: int = 1  #: How many arrays the keys lie in.
+    arrays: int = 1
     #: dtype of queries and keys, where it is not that of the values.
     scores: Any = None
     packed: bool = False  #: Whether probabilities wait as pairs of bfloat16 in int32.

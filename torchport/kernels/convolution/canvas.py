@@ -25,8 +25,8 @@ class Canvas:
     lead: int  #: Frames of padding before the first; each counts as it.
     valid_height: int  #: H.
     valid_width: int  #: W.
-    rows: tuple[str, ...] = ()  #: The mesh's axes over which rows are parted.
-    columns: tuple[str, ...] = ()  #: The axes over which columns are.
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     tail: int = 0  #: Frames of padding after the last.
     #: Whether the first latent frame becomes one frame; otherwise as many as each of the others.
     single: bool = True

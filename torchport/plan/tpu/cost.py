@@ -180,7 +180,7 @@ class Figures:
     steady_bundles: int  #: Of a steady step.
     #: Cycles that the step takes beyond its bundles, until the matrix units are done.
     waits: int
-    body_bundles: int  #: Of the whole kernel: its size in instruction memory.
+    body_bundles: int
 
 
 def padding(head_size: int, width: int) -> Literal["feature", "segments"]:

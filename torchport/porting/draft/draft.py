@@ -38,7 +38,7 @@ class PatchDraftRequest:
     file: str | None = None
     #: Of a rewrite, the line of the statement in upstream's file.
     line: int | None = None
-    importers: Sequence[str] = ()  #: Of a stub, the modules that import the package.
+    importers: Sequence[str] = ()
     why: str = WHY
     #: Whether its id and its test have the file's name, too: two modules have functions of this name.
     in_full: bool = False

@@ -97,7 +97,7 @@ class Class:
 
 @dataclasses.dataclass(eq=False)
 class Module:
-    name: str  #: Its name, as others import it.
+    name: str
     source: Source
     units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
     classes: dict[str, Class] = dataclasses.field(default_factory=dict)

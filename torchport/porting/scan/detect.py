@@ -29,7 +29,7 @@ class Site:
     line: int
     text: str
     conditions: Conditions
-    uses: str = ""  #: The name in full of what is called or imported.
+    uses: str = ""
     if_none: str = ""  #: A parameter that must be None for it to be one.
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     sure: bool = True

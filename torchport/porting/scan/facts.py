@@ -91,7 +91,7 @@ class Facts:
     steps: tuple[Called | Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()
     nones: frozenset[str] = frozenset()
-    attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, and the constant.
+    attributes: tuple[tuple[str, Term], ...] = ()
     asked: frozenset[str] = frozenset()
     answer: Term = None  #: What it returns, where it does nothing else.
 

@@ -24,7 +24,7 @@ class ScanRule:
     effort: Effort  #: How long that takes.
     wrong: str  #: An example that is found.
     right: str  #: The same, ported.
-    draft: Draft = ""  #: The kind of patch to begin with.
+    draft: Draft = ""
     #: Whether it stops a port for certain; else it may be harmless, and a trace shows it.
     stops: bool = False
     #: Whether it is in code that was read; else it is about a file that could not be.

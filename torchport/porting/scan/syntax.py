@@ -69,7 +69,7 @@ class Event:
 class Body:
     """A function, a class's decorators, or what a module does at import."""
 
-    name: str  #: The qualified name, or `<module>`.
+    name: str
     node: Function | ast.ClassDef | ast.Module
     owner: str = ""  #: The class that it is a method of, by name; empty for none.
     events: list[Event] = dataclasses.field(default_factory=list)
