@@ -11,7 +11,7 @@ from torchport import patch
 from torchport import shard as sharding
 from torchport.commands import shard
 from torchport.compile import network, preflight
-from torchport.compile.preflight import check, check_machine
+from torchport.compile.preflight import check
 from torchport.config import checkout, machine
 from torchport.config.strategy import ActivationRule, Rule, WeightRule
 from torchport.errors import (
@@ -28,6 +28,11 @@ from torchport.load import Layout
 from torchport.task import Request, accept, devices
 
 GIB = 2**30
+
+
+def require(task):
+    """Checks a task against this machine, before any rehearsal."""
+    preflight._require(task, preflight._memory(task), {})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +78,7 @@ def need(monkeypatch):
     monkeypatch.setattr(devices, "require", lambda named, need, instead: kept.append((named, need, instead)))
 
     def ask(found):
-        check_machine(found)
+        require(found)
         return kept.pop()
 
     return ask
@@ -113,14 +118,14 @@ def test_a_checkpoint_that_is_here_is_measured_and_not_assumed(asked, need, tiny
 def test_a_checkpoint_whose_configuration_is_no_network_is_refused(asked, tiny_folder, tmp_path):
     copy = shutil.copytree(tiny_folder, tmp_path / "copy")
     (copy / "transformer" / "config.json").write_text('{"num_layers": "two"}')
-    text = refusal(CheckpointForeignError, lambda: check_machine(asked(checkpoint=str(copy), backend="torchax")))
+    text = refusal(CheckpointForeignError, lambda: require(asked(checkpoint=str(copy), backend="torchax")))
     assert text.startswith(f"{copy}/transformer/config.json: HunyuanVideo15Transformer3DModel cannot be built from it")
 
 
 def test_a_machine_that_is_too_small_is_refused_before_anything_is_loaded(asked, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
     monkeypatch.setattr(devices, "host_memory", lambda: GIB)
-    text = refusal(MachineError, lambda: check_machine(asked(checkpoint="a/b@c")))
+    text = refusal(MachineError, lambda: require(asked(checkpoint="a/b@c")))
     assert "the checkpoint a/b@c" in text and "this machine has 1.0 GiB of free host memory" in text
 
 

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from torchport.compile import preflight
 from torchport.compile.in_force import in_force
 from torchport.load import tiny
 from torchport.stages.module import file_of
@@ -34,7 +35,8 @@ def world(root, pack, model, **fields):
     port, original = accept(request), accept(dataclasses.replace(request, backend="original"))
     folder = tiny.write(port.card, file_of(pack, port.card, ""))
     with in_force(port, port.stages):
-        likes = {str(stage.network): seams.output_like(port, stage) for stage in port.denoising}
+        calls = {str(stage.network): preflight.rehearse(port, stage).calls[0] for stage in port.denoising}
+        likes = {name: call.output if torch.is_tensor(call.output) else call.output[0] for name, call in calls.items()}
     return types.SimpleNamespace(
         port=port, folder=folder, likes=likes, reference=seams.record(original, folder, {0, 1, 2}, likes)
     )

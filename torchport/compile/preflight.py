@@ -98,11 +98,6 @@ def check_checkpoint(task: Task, folder: Path) -> None:
             network.account(task, name, folder)
 
 
-def check_machine(task: Task) -> None:
-    """Refuses a task that does not fit this machine, from shapes alone; patches must be in place by now."""
-    _require(task, _memory(task), {})
-
-
 @dataclasses.dataclass(frozen=True)
 class _Memory:
     """What a task's stages hold in memory.

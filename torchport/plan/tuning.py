@@ -152,7 +152,7 @@ def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile |
             fitted = tile.fitted(job.work.queries, job.work.keys)
             group, vmem = job.work.group, job.chip.vmem
             tiles.check_vmem(fitted, head_size=size, heads=group, itemsize=2, bounded=bounded, vmem=vmem)
-        kernel = compile_kernel(BUILD, arguments, job.machine).bundles
+        kernel = compile_kernel(BUILD, arguments, job.machine)
     except VmemError as error:
         asked, limit = vars(error)["asked"], vars(error)["limit"]
         return Candidate(tile, dropped=f"VMEM: {asked:,} bytes, limit {limit:,} ({size_text(limit)})")

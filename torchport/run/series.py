@@ -1,8 +1,8 @@
 """A series: the videos of a file of prompts, those of one shape together, so that each stage is loaded for several.
 
-Up to `together` videos of one shape go through a stage one after the other, then through the next stage
-(docs/prompts.md). A process locks the folder of each video that it takes, until the video is finished. Several processes with one `--out`
-take turns in this way. The kernel releases the locks of a process that is killed, and another one goes on.
+docs/prompts.md has the order. A process locks the folder of each video that it takes, until the video is finished.
+Several processes with one `--out` take turns in this way. The kernel releases the locks of a process that is killed,
+and another one goes on.
 """
 
 from __future__ import annotations

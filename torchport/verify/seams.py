@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchport import load, patch
-from torchport.compile import network, preflight
+from torchport.compile import network
 from torchport.compile.in_force import in_force
 from torchport.load.foreign import brief, refusals
 from torchport.save import tree
@@ -309,12 +309,6 @@ def against(
     if not _has_upstream_loop(port):
         unlike.append("the loop: that of the family is both the port's and the original's")
     return Seams(tuple(rows), tuple(unlike))
-
-
-def output_like(task: Task, stage: Stage) -> torch.Tensor:
-    output = preflight.rehearse(task, stage).calls[0].output
-    first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
-    return first
 
 
 def _encoders(task: Task) -> list[Stage]:

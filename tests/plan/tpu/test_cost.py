@@ -150,9 +150,7 @@ def test_the_count_of_a_real_kernel_holds_all_of_the_matrix_work(machine, passes
     chip, work, tile = TPU_CHIPS[machine.partition(":")[0]], Work(4000, 8292, 2, 128), Tile(1024, 512)
     arguments = {"implementation": "splash_transposed", "queries": 4000, "keys": 8292, "heads": 2, "head_size": 128}
     arguments |= {"bounded": True, "tile": vars(tile), "vmem_bytes": 2**25}
-    found = compile_kernel(
-        "torchport.plan.tpu.bundles:attention_call", arguments, parse_machine(machine, "a.yaml:1")
-    ).bundles
+    found = compile_kernel("torchport.plan.tpu.bundles:attention_call", arguments, parse_machine(machine, "a.yaml:1"))
     fitted = tile.fitted(4000, 8292)
     trips = transposed_trips(work, fitted, chip.cores)
     padded = 4 * (4 * fitted.block_q) * (33 * 256) * 128 * passes * work.heads / chip.cores

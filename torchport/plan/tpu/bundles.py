@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import importlib
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,18 +271,7 @@ def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, 
     return Region(kind, start, end, depth, tuple(inside))
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledKernel:
-    """A kernel that was compiled for a TPU that is not there."""
-
-    bundles: KernelBundles
-    compile_seconds: float  #: What lowering and compiling took, on this host.
-    kernels: tuple[str, ...]
-
-
-def compile_kernel(
-    build: str, arguments: dict[str, Any], machine: Machine, *, kernel: str | None = None, keep: Path | None = None
-) -> CompiledKernel:
+def compile_kernel(build: str, arguments: dict[str, Any], machine: Machine) -> KernelBundles:
     """Compiles a function for one device of an absent TPU and reads the bundles of its Pallas kernel.
 
     A child process does it: libtpu reads its settings once, and may end the process.
@@ -291,49 +279,40 @@ def compile_kernel(
     Args:
         build: `module:function`; the function returns the callable to compile and its operands as a list of
             `jax.ShapeDtypeStruct`.
-        kernel: Which kernel, as `read` takes it; None where the program has a single one.
-        keep: An empty folder for the compiler's files, which are otherwise deleted (200 MB for a large kernel).
 
     Raises:
         VmemError: The tile does not fit the chip's vector memory; carries `asked` and `limit`, in bytes.
     """
     place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-    with atomic.scratch() as scratch:
-        dump = keep.resolve() if keep else scratch / "dump"
-        dump.mkdir(parents=True, exist_ok=True)
-        seconds, kernels = child.call(
+    remedy = "The function must build and lower on any machine"
+    with atomic.scratch() as dump:
+        kernels = child.call(
             "torchport.plan.tpu.bundles:compiled",
             *(build, arguments, machine, place),
-            ended=lambda end: _ended(place, end),
+            ended=lambda end: TopologyError(place, f"The process that compiles it {end}", remedy, stderr=end.stderr),
             environment=environment(dump),
         )
-        if kernel is None and len(kernels) != 1:
+        if len(kernels) != 1:
             fact = f"The program has {len(kernels)} Pallas kernels: {', '.join(kernels) or 'none'}"
-            raise TopologyError(place, fact, "It must have one, or 'kernel' must name one of them")
-        return CompiledKernel(read(dump, kernel or kernels[0]), seconds, kernels)
+            raise TopologyError(place, fact, "It must have one")
+        return read(dump, kernels[0])
 
 
-def _ended(place: str, end: child.Ended) -> TopologyError:
-    remedy = "The function must build and lower on any machine"
-    return TopologyError(place, f"The process that compiles it {end}", remedy, stderr=end.stderr)
-
-
-def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> tuple[float, tuple[str, ...]]:
-    """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`."""
+def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> list[str]:
+    """Returns the names of the Pallas kernels; the child's side of `compile_kernel`."""
     devices = describe(machine).devices
     module, _, function = build.partition(":")
     call, operands = getattr(importlib.import_module(module), function)(**arguments)
     mesh = jax.sharding.Mesh(numpy.array(devices[:1]), ("x",))
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     operands = [jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=here) for operand in operands]
-    began = time.monotonic()
     try:
         with jax.set_mesh(mesh):
             program = jax.jit(call).lower(*operands).compile()
-        took, text = time.monotonic() - began, program.as_text()  # XLA cannot print every program that it compiles
+        text = program.as_text()  # XLA cannot print every program that it compiles
     except jax.errors.JaxRuntimeError as error:
         raise refused(str(error), machine, place) from error
-    return took, tuple(sorted(set(_PALLAS.findall(text))))
+    return sorted(set(_PALLAS.findall(text)))
 
 
 def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:

@@ -98,7 +98,7 @@ def splash_trips(work: Work, tile: SplashTile, cores: int) -> Trips:
 def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
     """Returns how long a kernel beside attention takes on a device: its bundles, or its bytes if they take longer."""
     chip = machine.require_tpu()
-    kernel = compile_kernel(call.build, dict(call.arguments), machine).bundles
+    kernel = compile_kernel(call.build, dict(call.arguments), machine)
     loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])
     count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # a loop of one pass is none
     return max(count / chip.clock, call.bytes / chip.bandwidth)
