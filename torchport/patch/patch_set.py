@@ -251,7 +251,6 @@ def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
 
 
 def _load_and_check(records: Iterable[Record]) -> None:
-    """Loads what the entries name, and checks all of it against upstream's source."""
     wanted = [record for record in records if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
     check_sources([record.entry for record in wanted], loaded)

@@ -100,7 +100,6 @@ def _underestimates(stage: StagePlan) -> list[Underestimate]:
 
 
 def _estimate_line(finding: Underestimate) -> str:
-    """Returns what counts with more than the compiler's estimate, in words."""
     negative = f", {finding.negative} of them negative" if finding.negative else ""
     return (
         f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "

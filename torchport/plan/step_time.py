@@ -178,7 +178,6 @@ class ProgramTime:
 def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
 ) -> ProgramTime:
-    """Returns a program of a task with the times that its compiler does not estimate."""
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {call.kernel: cost.pass_seconds(call, task.machine) for call in compiled.passes}
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
@@ -296,7 +295,6 @@ def calibrated(parts: Parts[float], by: Calibration | None) -> float:
 
 
 def calibration_words(by: Calibration | None, versions: Mapping[str, str]) -> str:
-    """Returns what a plan says of the factor among its assumptions."""
     if by is None:
         return "uncalibrated"
     factor = f"factor {by.factor:.3g} for all but attention"

@@ -136,7 +136,6 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
 
 
 def _named(strategy: Strategy) -> set[str]:
-    """Returns the axes that any of a strategy's rules names."""
     rules: list[Rule] = [rule for group in strategy.weights.values() for rule in group]
     rules += [rule for group in strategy.inputs.values() for rule in group]
     outputs = [rule.outputs for group in strategy.activations.values() for rule in group]

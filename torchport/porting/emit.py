@@ -55,7 +55,6 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
 
 
 def home_of(report: ScanReport, path: Path, out: Path) -> Home:
-    """Returns the folder of the pack; the codebase must be on the search path."""
     modules = {finding.target.partition(":")[0] for finding in report.findings if finding.target}
     packages = {name.partition(".")[0] for name in modules}
     found = [folder_of(name) for name in sorted(packages)]
@@ -160,7 +159,6 @@ class _Names:
         return "_".join(part.strip("_") for part in module.split(".")[1:]) or None
 
     def is_double(self, target: str) -> bool:
-        """Returns whether two modules of a package have a function of this name."""
         return self._paths[target.partition(".")[0], target.partition(":")[2]] > 1
 
 

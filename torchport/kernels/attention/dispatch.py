@@ -187,7 +187,6 @@ _CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("attention", 
 
 @contextlib.contextmanager
 def context(value: Context) -> Iterator[None]:
-    """Applies settings to every call of `attention` inside."""
     token = _CONTEXT.set(value)
     try:
         yield
@@ -196,7 +195,6 @@ def context(value: Context) -> Iterator[None]:
 
 
 def current() -> Context:
-    """Returns the settings that apply."""
     return _CONTEXT.get()
 
 

@@ -42,7 +42,6 @@ def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
 
 
 def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
-    """Returns JAX's mask for one head, over the padded numbers of queries and keys."""
     if (left, right) == (None, None):
         return splash_attention_mask.FullMask((queries, keys))
     if (left, right) == (None, 0):

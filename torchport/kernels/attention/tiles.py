@@ -214,7 +214,6 @@ def key(row: Row) -> tuple[str, int, bool]:
 
 @functools.cache
 def table() -> TileTable:
-    """Returns the table that the package ships; see `read_table`."""
     return read_table(TABLE)
 
 

@@ -163,7 +163,6 @@ def _divmod(number: Any, by: int) -> tuple[Any, Any]:
 
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:
-    """Returns the kernel's scratch memory, in the order of `Refs` from `acc` on."""
     block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
     width = g * plan.head_size
     # A bound leaves the maximum unused; a reference has to be there.
@@ -295,7 +294,6 @@ def _by_sublane(x: jax.Array) -> jax.Array:
 
 
 def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
-    """One tile of queries against all keys of its sample."""
     refs = Refs.in_order(plan, lengths, q, others)
     attend(plan, refs, Softmax(plan, refs))
 

@@ -45,7 +45,6 @@ class Canvas:
         return self.valid_height * (height // self.height)
 
     def valid_columns(self, width: int) -> int:
-        """Returns how many of so many columns are no padding."""
         return self.valid_width * (width // self.width)
 
     @property

@@ -192,6 +192,5 @@ def sums_trips(sums: Sums) -> tuple[int, ...]:
 
 
 def sums_moved(sums: Sums) -> int:
-    """Returns the bytes that a call reads from HBM and writes there."""
     read = sums.height * sums.width * jnp.dtype(sums.dtype).itemsize
     return (read + 3 * 4) * sums.frames * sums.channels

@@ -60,13 +60,11 @@ def load(entry: Entry, reference: str) -> Any:
 
 
 def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> ReplacementError:
-    """Returns the refusal of a name that a file does not define."""
     fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
     return ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
 
 
 def does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
-    """Returns the refusal of a file that fails when it is loaded, or is not Python."""
     fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
     return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 

@@ -90,7 +90,6 @@ class Recompiled:
 
 
 def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
-    """Makes an entry's change in a module that has been executed."""
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)
     slot = locate(entry, module)

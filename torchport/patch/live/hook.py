@@ -91,7 +91,6 @@ def _windows(name: str) -> list[Window]:
 
 @contextlib.contextmanager
 def _open_windows(name: str) -> Iterator[None]:
-    """Holds open every window that a module's package has."""
     with contextlib.ExitStack() as stack:
         for window in _windows(name):
             stack.enter_context(window())

@@ -74,7 +74,6 @@ class Default(Slot):
 
 
 def is_dispatching(raw: Any) -> bool:
-    """Returns whether `functools.singledispatch` made a function."""
     return isinstance(raw, types.FunctionType) and {"register", "dispatch", "registry"} <= vars(raw).keys()
 
 

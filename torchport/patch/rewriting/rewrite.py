@@ -272,7 +272,6 @@ def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function
 
 
 def _chain(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
-    """Returns the definitions that lead to a code object's, outermost first."""
     pending: list[tuple[ast.AST, list[Scope]]] = [(tree, [])]
     while pending:
         node, chain = pending.pop()

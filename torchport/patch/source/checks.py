@@ -69,7 +69,6 @@ def parsed(entry: Entry, reference: str) -> Any:
 
 
 def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
-    """Checks entries against the source of their targets."""
     texts: dict[str, str] = {}
     for entry in entries:
         if entry.edits:
@@ -154,7 +153,6 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
 
 
 def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) -> None:
-    """Checks that a function takes a function's place, and a class a class's."""
     if isinstance(node, ast.ClassDef):
         if entry.kind == "replace" and not isinstance(loaded, type):
             fact = f"{entry.target} is a class, and '{entry.reference}' is none"

@@ -51,7 +51,6 @@ def compiling(dump: Path) -> dict[str, str]:
 
 
 def installed() -> bool:
-    """Returns whether libtpu, the TPU's compiler, is installed here."""
     return importlib.util.find_spec("libtpu") is not None
 
 

@@ -197,7 +197,6 @@ class HloProgram:
         return sum(run.cycles for run in self._priced(computation))
 
     def kernels(self, computation: str | None = None) -> dict[str, int]:
-        """Returns how many times each Pallas kernel is called, by its name."""
         count: Counter[str] = Counter()
         for run in self.walk(computation):
             for _, inner in self._inner(run.instruction):

@@ -497,7 +497,6 @@ def _checked(wish: PatchDraftRequest, drafted: Draft, home: Home, file: str, tex
 
 
 def upstreams(wish: PatchDraftRequest, checkout: Path | None) -> list[Path]:
-    """Returns the folders of upstream that a draft must not be written into."""
     modules = [wish.target.partition(":")[0], *wish.importers]
     found = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]
     return [*([checkout] if checkout else []), *(version for version in found if version is not None)]
@@ -512,14 +511,12 @@ def head(names: str) -> str:
 
 
 def name_of(path: Sequence[str]) -> str:
-    """Returns the name of a function that stands for an attribute path."""
     snake = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part.strip("_")).lower() for part in path]
     name = re.sub(r"\W", "_", "_".join(part for part in snake if part)) or "patched"
     return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
 
 
 def replacement(target: Target, name: str) -> str:
-    """Returns a function, or a class, that takes the target's place."""
     if isinstance(target.node, ast.ClassDef):
         return _class(target, target.node, name)
     return _function(target, target.node, name, None)

@@ -111,6 +111,5 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
 
 
 def check_command(out: Path, upstream_path: Path | str | None, *names: str) -> str:
-    """Returns the command that checks what was written."""
     flags = ["--upstream-path", str(upstream_path)] if upstream_path is not None else []
     return shlex.join(["torchport", "check", "--static", *names, "--path", str(out), *flags])

@@ -92,7 +92,6 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
 
 
 def _check_network(target: Target, place: str) -> None:
-    """Refuses a class that is no network, as far as its source and that of its bases says."""
     assert isinstance(target.node, ast.ClassDef)
     if _derives_from_nothing(target.source, target.node):
         fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
@@ -219,7 +218,6 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
 
 
 def upstreams(wish: ModelDraftRequest, checkout: Path | None) -> list[Path]:
-    """Returns the folders of upstream that a card must not be written into."""
     folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
     return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
 
@@ -297,7 +295,6 @@ def job(components: Sequence[Part]) -> str:
 
 
 def flow(value: Any) -> str:
-    """Returns a value as one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
@@ -452,7 +449,6 @@ def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
 
 
 def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
-    """Returns whether every class above a class is known from source, and none of them is of torch."""
     return all(
         home.module.partition(".")[0] != "torch"
         and len(list(_classes(Classes(None).bases(home.module, base)))) >= len(base.bases) - _derives_from_object(base)

@@ -230,6 +230,5 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def summary(node: Function | ast.ClassDef) -> str:
-    """Returns the first line of a definition's docstring, or nothing."""
     text = ast.get_docstring(node)
     return inspect.cleandoc(text).splitlines()[0] if text else ""

@@ -60,7 +60,6 @@ class CodeUnit:
 
     @property
     def target(self) -> str:
-        """`module:Qual.name`, as patches have it."""
         return f"{self.module.name}:{self.name}"
 
     @functools.cached_property
@@ -112,7 +111,6 @@ class Module:
     meant: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
     def drop_syntax(self) -> None:
-        """Drops its syntax tree; the facts of its functions are left."""
         self.in_tables.clear()
         for unit in self.units.values():
             unit.body = None
@@ -323,7 +321,6 @@ class Codebase:
 
     @functools.cached_property
     def subclasses(self) -> dict[str, list[Class]]:
-        """The classes right below each class, by its name in full."""
         result: dict[str, list[Class]] = defaultdict(list)
         for module in self.modules.values():
             for kind in module.classes.values():
@@ -384,7 +381,6 @@ def _as_shallow() -> Iterator[None]:
 
 
 def _fill(module: Module, tree: ast.Module) -> None:
-    """Reads a module's functions, classes, and what its names are bound to."""
     functions, classes = bodies(tree)
     for name, node in classes.items():
         variables = frozenset(name for statement in node.body for name in _names_set(statement))
@@ -478,7 +474,6 @@ class Unread:
 
 
 def find_sources(root: Path) -> tuple[list[Source], list[Unread]]:
-    """Returns the files of a folder, or one file, and what could not be entered."""
     unread: list[Unread] = []
     files = iter([(root, root.name)]) if root.is_file() else _walk(root, unread)
     return [Source(file, name) for file, name in files], unread

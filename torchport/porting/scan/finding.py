@@ -78,7 +78,6 @@ class ScanFinding:
 
     @property
     def kind(self) -> str:
-        """The rule's name, such as `branch`."""
         return self.meaning.kind
 
     @property

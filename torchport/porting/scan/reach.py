@@ -45,7 +45,6 @@ class Closed:
     given: frozenset[str] = frozenset()
 
     def has(self, unit: CodeUnit, line: int) -> bool:
-        """Returns whether a line of a function no longer runs."""
         return unit in self.units or any(first <= line <= last for first, last in self.lines.get(unit, ()))
 
 
@@ -72,7 +71,6 @@ class Reached:
         self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
 
     def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
-        """Follows functions and constructors that are called with any arguments."""
         for unit in units:
             self._import(unit.module.name)
             self._reach(unit, None, None)

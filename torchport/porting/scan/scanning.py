@@ -283,7 +283,6 @@ def _is_script(call: Called) -> bool:
 
 
 def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
-    """Yields the imports by which other modules hold functions by value."""
     for module in codebase.modules.values():
         top = module.units[MODULE]
         for step in top.facts.imports:
@@ -294,7 +293,6 @@ def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
 
 
 def _tensor_attributes(codebase: Codebase, unit: CodeUnit) -> frozenset[str]:
-    """Returns the parameters and buffers that a network's class registers."""
     if unit.owner is None or not unit.module.uses_torch:
         return frozenset()
     init = codebase.method(unit.owner, "__init__")
@@ -528,7 +526,6 @@ class Coverage:
             yield from ids if asked & set(_flags(unit)) else ()
 
     def of_name(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches of what a finding uses."""
         if not site.uses:
             return ()
         if site.kind == "kernel":

@@ -87,7 +87,6 @@ class Notes:
                 self.stoppers[key].fact += f" (the tensor is made at {made})"
 
     def record_refusal(self, error: TorchportError, assumed: str) -> None:
-        """Notes a refusal of torchport's own, which an earlier assumption may have led to."""
         stopper = Stopper(error.id, self.stage, error.place, error.fact, error.remedy, [], 0, "", assumed)
         self.stoppers.setdefault((error.id, error.place), stopper)
 
