@@ -74,7 +74,6 @@ class Rules:
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
 
     def program_place(self, what: str) -> str:
-        """Returns where the rules for activations, or one of the stacks (`stacks.<list>`), are written."""
         if what == "activations":
             return self.place("activations")
         path = ["stacks", *([self.written] if self.of_card else []), what.removeprefix("stacks.")]

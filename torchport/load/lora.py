@@ -409,7 +409,6 @@ class _Reader:
         self.adapter = Adapter(self.file, component, metadata, list(self.entries))
 
     def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, Addition]]:
-        """Yields what the file adds to each tensor, by the module's name for it."""
         name_of_layer: dict[str, str] = {}
         for name, keys in self._keys_by_name().items():
             layer = self._layer(name, next(iter(keys.values())), layers)

@@ -88,7 +88,6 @@ def _check_rebound(audit: _Audit) -> None:
 
 
 def _rebind(audit: _Audit) -> list[Rebinding]:
-    """Makes an audit's holders hold the new object, and notes it in the record."""
     pair = audit.pair
     if pair.record is not None:
         notes = [f"rebound {holder.where}" for holder in audit.holders]

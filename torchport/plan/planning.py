@@ -180,7 +180,6 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
 
 
 def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoises: bool) -> ProgramPlan:
-    """Returns what is known of a program whose dump lies in a folder, and that denoises or does not."""
     names = ("inputs", "times", "operators", "trace_s", "compile_s")
     shared = {name: getattr(compiled, name) for name in names} | {"borders_bytes": compiled.borders}
     shared["dump"] = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"

@@ -104,7 +104,6 @@ class ProgramTime:
         )
 
     def step(self) -> StepTime:
-        """Returns the model of the time of one run, and the floor from arithmetic alone."""
         parts = self.parts()
         by = shipped_calibration() if self.denoises else None  # it was fitted to steps that denoise
         return StepTime(
@@ -150,7 +149,6 @@ class ProgramTime:
         ]
 
     def not_modelled(self) -> list[str]:
-        """Returns what takes time and is in no part of the model."""
         facts, unpriced = [], self.program.unpriced()
         if unpriced:
             size = sum(runs.instruction.bytes * runs.times for runs in unpriced)

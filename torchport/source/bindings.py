@@ -20,7 +20,7 @@ class Binding:
     #: The statement that binds the path's last name, or its first name that is bound by an import; None if the source
     #: does not say (a star import, an inherited name, a name made at run time).
     node: ast.stmt | None
-    depth: int  #: How many names of the path lead to it.
+    depth: int
     #: Whether the name may come from somewhere that the source does not show.
     open: bool
 

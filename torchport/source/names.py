@@ -33,7 +33,7 @@ Home = tuple[str, tuple[str, ...]]
 class Callee:
     source: SourceFile
     node: ast.stmt
-    through: str  #: The `module:path` of the definition that uses it.
+    through: str
 
 
 def home_of(target: str) -> Home:

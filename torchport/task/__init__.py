@@ -41,7 +41,7 @@ class Request:
     config: str
     #: What to show; may be left out where no prompt is encoded.
     prompt: str | None = None
-    negative_prompt: str | None = None  #: What to avoid; by default nothing.
+    negative_prompt: str | None = None
     seed: int | None = None  #: Of the noise; by default 42.
     #: A folder, `repo@revision`, `tiny` or `tiny:random`; by default the config's, else the card's.
     checkpoint: str | None = None
@@ -52,7 +52,7 @@ class Request:
     stage: str = "all"  #: One stage, or `all`.
     #: `torchax`, or `original`: upstream, eager, in PyTorch.
     backend: Backend = "torchax"
-    overrides: tuple[str, ...] = ()  #: `path.to.field=value`, into the config.
+    overrides: tuple[str, ...] = ()
     #: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
     paths: tuple[str, ...] = ()
     #: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.

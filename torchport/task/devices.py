@@ -67,7 +67,6 @@ def prepare(machine: Machine) -> None:
 
 
 def devices(machine: Machine) -> list[Any]:
-    """Returns the JAX devices of the machine that a job may use."""
     import jax
 
     all_devices: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)

@@ -116,7 +116,7 @@ class Seam:
     port: str
     #: max|a - b| / max|b|; 0 for words that agree, and infinity for others.
     distance: float
-    allowed: float  #: The greatest distance that is rounding.
+    allowed: float
 
     @property
     def verdict(self) -> Verdict:

@@ -244,7 +244,7 @@ class Frames:
     ssim: float | None  #: The mean of all frames; None for frames under 11 x 11 pixels.
     worst_ssim: float | None  #: Of the frame in which it is least.
     worst_ssim_frame: int | None
-    greatest: int  #: The greatest difference of a byte.
+    greatest: int
 
 
 @dataclasses.dataclass(frozen=True)

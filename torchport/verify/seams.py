@@ -49,7 +49,7 @@ class ConditionCall:
     number: int
     #: Its inputs by path, the condition's row of each.
     tensors: dict[str, torch.Tensor]
-    values: dict[str, Any]  #: Its inputs that are numbers, texts, true or false.
+    values: dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ class LoopRecord:
     def __init__(self, chosen: Collection[int]) -> None:
         self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
         self.steps: list[SchedulerStep] = []
-        self.calls: list[ConditionCall] = []  #: Since the last of the steps.
+        self.calls: list[ConditionCall] = []
         self._depth = 0
 
     def copy_of(self, value: Any) -> Any:

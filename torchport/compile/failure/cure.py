@@ -56,7 +56,6 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The exception's own message: its first line."""
         return reason(self.error)
 
     @property

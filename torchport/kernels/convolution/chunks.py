@@ -42,7 +42,6 @@ class Tape:
         return None if self.values is None else self.values[len(self.left)]
 
     def leave(self, value: Any) -> None:
-        """Keeps what this call will need in the next chunk."""
         self.left.append(value)
 
 

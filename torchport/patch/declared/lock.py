@@ -37,7 +37,6 @@ class LockRow(Frozen):
     relies_on: dict[str, str] = {}
 
     def seen_at(self) -> dict[str, Any]:
-        """Returns the versions and the commit, without what is not known."""
         return {**self.versions, **self.model_dump(include={"commit", "dirty"}, exclude_defaults=True)}
 
     def seen_at_in_words(self) -> str:

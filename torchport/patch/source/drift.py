@@ -50,7 +50,6 @@ def current_row(entry: Entry) -> LockRow | None:
 
 
 def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
-    """Returns a row with the versions, or the commit, that its source is seen at now."""
     versions = {name: installed(name) for name in sorted(entry.fits)}
     if None in versions.values():
         source = source_of(entry)

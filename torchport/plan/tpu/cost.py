@@ -151,7 +151,6 @@ class _Count:
     weights: numpy.typing.NDArray[numpy.int64]
 
     def weight(self, region: Region, times: int) -> int:
-        """Returns the weight of a region that is entered so many times."""
         times *= self.passes.get(region, 1)
         busy = [bool(self.work[part.start : part.end].any()) for part in region.inside]
         total, at = 0, region.start

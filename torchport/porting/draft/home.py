@@ -29,7 +29,7 @@ class Piece:
 @dataclasses.dataclass(frozen=True)
 class Home:
     root: Path
-    place: str  #: What named it, for errors: `--out DIR`.
+    place: str
 
     def text(self, file: str) -> str:
         path = self.root / file

@@ -64,8 +64,8 @@ class Part:
     name: str
     target: Target
     tiny: dict[str, Any]
-    lacking: list[str]  #: Arguments that have no default and no value yet.
-    objects: list[str]  #: Those of them that YAML cannot say.
+    lacking: list[str]
+    objects: list[str]
 
 
 def parts(wish: ModelDraftRequest) -> list[Part]:
@@ -383,7 +383,7 @@ class Argument:
     name: str
     default: Any
     required: bool
-    annotation: str  #: As written; empty without one.
+    annotation: str
     plain: bool  #: Whether YAML can say it, as far as its annotation tells.
 
 

@@ -176,7 +176,6 @@ class Codebase:
 
     @functools.cached_property
     def units(self) -> list[CodeUnit]:
-        """All functions, once everything was read."""
         return [unit for module in self.modules.values() for unit in module.units.values()]
 
     def module(self, name: str) -> Module | None:

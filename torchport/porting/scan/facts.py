@@ -83,7 +83,7 @@ class Imported:
     packages: tuple[str, ...]
     #: Of `from m import name`: the name, what it is in full, the line.
     aliases: tuple[tuple[str, str, int], ...]
-    always: bool  #: Whether it stands under no condition at all.
+    always: bool
 
 
 @dataclasses.dataclass(slots=True, eq=False)

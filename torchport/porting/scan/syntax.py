@@ -20,8 +20,8 @@ MODULE = "<module>"
 
 class Guard(NamedTuple):
     test: ast.expr
-    wanted: bool  #: The truth that it must have.
-    refused: bool = False  #: Whether the other side raises.
+    wanted: bool
+    refused: bool = False
 
 
 Guards = tuple[Guard, ...]
@@ -180,7 +180,6 @@ class _Walk:
             self.expression(default)
 
     def block(self, block: list[ast.stmt]) -> None:
-        """Notes statements, each under what the ones before it leave."""
         before = self.guards
         for statement in block:
             self.statement(statement)

@@ -137,7 +137,6 @@ class GoingOn(TorchFunctionMode):
         )
 
     def _without_host(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns the result with zeros of the network in place of the host's tensors."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         hosts = [leaf for leaf in tensors if constants.is_host(leaf)]
         made = next((self.made[leaf] for leaf in hosts if leaf in self.made), None)

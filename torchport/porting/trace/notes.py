@@ -17,7 +17,7 @@ PACKAGE = "torchport.porting.trace"
 
 @dataclasses.dataclass
 class Stopper:
-    id: str  #: Of the error that a run would end with.
+    id: str
     stage: str
     place: str  #: `file:line`.
     fact: str
@@ -33,7 +33,7 @@ class Stopper:
 @dataclasses.dataclass
 class Constant:
     stage: str
-    made: str  #: `file:line` of the code that made it.
+    made: str
     used: str  #: `file:line` of the code in which it meets the network.
     dtype: str
     shape: list[int]

@@ -143,7 +143,6 @@ def _plain(module: Any, settings: Any, **inputs: Any) -> Any:
 
 
 def _going_on(notes: Notes, call: Callable[..., Any], counts: bool, module: Any, settings: Any, **inputs: Any) -> Any:
-    """Calls a network as its stage does, under the mode that goes on."""
     notes.lowers = counts
     with GoingOn(notes, counts):
         return call(module, settings=settings, **inputs)
