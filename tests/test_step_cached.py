@@ -13,8 +13,7 @@ from torchport.config.step_cache import DeepCache
 from torchport.errors import ArtefactForeignError, BadValueError, StoppedError
 from torchport.processes.stopping import Stopping
 from torchport.run.path import run
-from torchport.task import Request, accept
-from torchport.task import check_step_cache
+from torchport.task import Request, accept, check_step_cache
 
 SMALL = ("height=32", "width=48", "frames=9", "steps=6", "save_every=1")
 CACHE = "cache={kind: deepcache, start: 2, end: 6, every: 2, of: 6}"

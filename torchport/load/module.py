@@ -155,7 +155,7 @@ def published(
     Args:
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
     """
-    construct = _as_shapes if takes_arguments(maker) else _construct_on_meta
+    construct = _as_shapes if _takes_arguments(maker) else _construct_on_meta
     if dtype is None:
         return construct(maker, config, place)
     with default_dtype(getattr(torch, dtype)):
@@ -176,7 +176,7 @@ def _as_shapes(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.
     return module
 
 
-def takes_arguments(maker: Maker) -> bool:
+def _takes_arguments(maker: Maker) -> bool:
     """Whether a module is built from keyword arguments, and not by diffusers' `from_config`."""
     return isinstance(maker, Builder) or not hasattr(class_of(maker), "from_config")
 
@@ -188,7 +188,7 @@ def configuration(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    if takes_arguments(maker):
+    if _takes_arguments(maker):
         return from_arguments(maker, config, place).eval().requires_grad_(False)
     cls = class_of(str(maker))
     with building(cls.__name__, place):

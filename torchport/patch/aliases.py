@@ -83,7 +83,7 @@ def _check_rebound(audit: _Audit) -> None:
         if holder.place is None:
             raise _refusal(record, _in_words(holder, record.entry))
     if audit.unknown > 0:
-        variable = local_variable(audit.pair.old)
+        variable = _local_variable(audit.pair.old)
         raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
 
 
@@ -256,7 +256,7 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     Args:
         name: The name that it has there, or None if it is not a name of the module.
     """
-    source = source_of_module(module)
+    source = _source_of_module(module)
     if source is None:
         return None
     wanted = {name, original} - {None}
@@ -273,14 +273,14 @@ def importer(module: str) -> str | None:
     for name in ("__main__", *reversed(list(sys.modules))):
         if name != module and isinstance(sys.modules.get(name), types.ModuleType):
             near = name.partition(".")[0] == module.partition(".")[0]
-            source = source_of_module(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
+            source = _source_of_module(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
             for node in ast.walk(source.tree) if source else ():
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and source and module in _imports(node, source):
                     return f"{source.shown}:{node.lineno}"
     return None
 
 
-def local_variable(thing: Any) -> str | None:
+def _local_variable(thing: Any) -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
@@ -293,7 +293,7 @@ def local_variable(thing: Any) -> str | None:
     return None
 
 
-def source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
+def _source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
     """Returns a loaded module's source. With a needle, only if the text matches that before it is parsed."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None

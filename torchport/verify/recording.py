@@ -206,7 +206,7 @@ class _RecordedLoop:
         eager = network.eager(task, stage, parts, self.folder)
         if self.start in self.chosen and self.start:
             recording.states[self.start] = self.state
-        call = RecordedNetwork(eager, self)
+        call = _RecordedNetwork(eager, self)
         outputs = self._loop(call, parts, (self.start, self.state) if self.start else None)
         if outputs is not None:
             recording.ends[stage.name] = outputs
@@ -215,7 +215,7 @@ class _RecordedLoop:
             self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
             self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))
 
-    def _loop(self, call: RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
+    def _loop(self, call: _RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
         """Returns what the stage returns; None where it was left early."""
         task, stage = self.task, self.stage
         inputs = {**self.recording.embeddings, **task.noise(stage)}
@@ -283,7 +283,7 @@ def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tu
     return 0, {}
 
 
-class RecordedNetwork:
+class _RecordedNetwork:
     """An eager network whose calls in chosen steps are recorded, with the yardstick's beside them."""
 
     batches = False

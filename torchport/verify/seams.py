@@ -131,7 +131,7 @@ def _schedulers() -> list[Any]:
     return classes
 
 
-class MadeUpNetwork:
+class _MadeUpNetwork:
     """Stands in for a network: its outputs are made up, and what it receives is recorded.
 
     Args:
@@ -195,7 +195,7 @@ def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
     return float((x[:, :length].float() - known[:, :length].float()).abs().mean())
 
 
-class UpstreamLoop(Loop):
+class _UpstreamLoop(Loop):
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.real(*args, **kwargs)
 
@@ -206,7 +206,7 @@ def _has_upstream_loop(task: Task) -> bool:
 
 
 def _run_upstream(
-    task: Task, parts: Mapping[str, Any], calls: Mapping[str, MadeUpNetwork], inputs: Mapping[str, Any]
+    task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
     """Takes the denoising steps of the original in upstream's own loop.
 
@@ -228,11 +228,11 @@ def _run_card(
     upstream: UpstreamPipeline,
     task: Task,
     parts: Mapping[str, Any],
-    calls: Mapping[str, MadeUpNetwork],
+    calls: Mapping[str, _MadeUpNetwork],
     inputs: Mapping[str, Any],
 ) -> None:
     settings = task.settings
-    loop = UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
+    loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
     embeddings = {name: value for name, value in inputs.items() if name not in (*moments, "noise")}
     stage = "encode" if "vae" in upstream.card.host else "encode_image"
@@ -242,11 +242,11 @@ def _run_card(
 
 
 def _run_pipeline(
-    task: Task, parts: Mapping[str, Any], calls: Mapping[str, MadeUpNetwork], inputs: Mapping[str, Any]
+    task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
     """Calls a pipeline whose arguments have their usual names, with what the family's `encode` returned."""
     settings, cls = task.settings, load.class_of(str(task.card.pipeline))
-    loop = UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
+    loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
     stand_ins = {name: ComponentStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
     components = {**parts, **stand_ins}
     if "guider" in parts:
@@ -363,7 +363,8 @@ def _denoise(
     task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> None:
     """Takes all denoising steps with made-up outputs."""
-    calls = {name: MadeUpNetwork(name, template, inputs, record, not task.original) for name, template in likes.items()}
+    is_port = not task.original
+    calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in likes.items()}
     start = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):

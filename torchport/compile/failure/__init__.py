@@ -22,10 +22,10 @@ MOST_FRAMES = 2
 
 def explained(owners: Owners) -> Explained:
     """Returns a context that turns exceptions of foreign code into errors, each with its line and its cure."""
-    return Explained(functools.partial(error_of, owners))
+    return Explained(functools.partial(_error_of, owners))
 
 
-def error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
+def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     """Returns the error of an exception of foreign code. None for one of torchport's own."""
     causes = _causes(exception)
     if isinstance(causes[-1], MemoryError):  # no line of code is at fault

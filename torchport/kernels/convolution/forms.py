@@ -138,7 +138,7 @@ def _sides(
     """Returns a part with its padding replaced, and what lies before and after it."""
     x = outside(x, dim, axes, valid, edges) if padded else x
     before, after = sides(x, dim, axes, edges)
-    return x, (before, after_last(after, x, dim, axes, valid, edges) if padded else after)
+    return x, (before, _after_last(after, x, dim, axes, valid, edges) if padded else after)
 
 
 def _by_kernel(
@@ -246,7 +246,7 @@ def outside(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bo
     """Returns a device's part with padding after the valid slices replaced by the last valid one, or by 0.
 
     A device that has padding alone keeps it: nobody reads it but its neighbour, which has the last valid slice, and
-    takes no other (`after_last`).
+    takes no other (`_after_last`).
     """
     size = x.shape[dim]
     count = _valid_here(size, axes, valid)
@@ -255,7 +255,7 @@ def outside(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bo
     return jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
 
 
-def after_last(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
+def _after_last(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
     """Returns the slice after a device's part, which is outside where that part ends with the last valid slice."""
     size = x.shape[dim]
     last = lax.index_in_dim(x, size - 1, dim)

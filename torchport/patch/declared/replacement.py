@@ -51,7 +51,7 @@ def file_of(entry: Entry, reference: str) -> Path:
 def load(entry: Entry, reference: str) -> Any:
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
-    with Explained(lambda error: does_not_load(entry, path, error)):
+    with Explained(lambda error: _does_not_load(entry, path, error)):
         module = _module(path, f"torchport_patches.{entry.upstream}.{path.stem}")
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -64,7 +64,7 @@ def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> R
     return ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
 
 
-def does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
+def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
     fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
     return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 

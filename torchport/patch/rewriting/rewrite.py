@@ -44,7 +44,7 @@ class Edit:
     line: int
 
 
-def reserved_name(entry: Entry) -> str:
+def _reserved_name(entry: Entry) -> str:
     """Returns the global name under which the function is called. Dunders are never mangled inside a class."""
     return _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"
 
@@ -105,7 +105,7 @@ def edit(
     tree = ast.parse(part)
     function = find(tree)
     matches = _matches(entry, rewrite, function)
-    call = f"{reserved_name(entry)}({', '.join(f'{name}={name}' for name in parameters)})"
+    call = f"{_reserved_name(entry)}({', '.join(f'{name}={name}' for name in parameters)})"
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
     for run in matches:
         _check_visible(entry, function, run, parameters)
@@ -116,7 +116,7 @@ def edit(
     first = matches[0].statements[0].lineno
     part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
     _check_meaning(entry, tree, edits, part)
-    return Edit(b"".join(lines).decode(), part, reserved_name(entry), outer, first)
+    return Edit(b"".join(lines).decode(), part, _reserved_name(entry), outer, first)
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:

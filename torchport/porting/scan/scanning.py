@@ -105,7 +105,7 @@ def _scan(path: Path, codebase: Codebase, entries: Sequence[str], folders: Seque
     (training.start if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
     known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase, found)]
     known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
-    cover = Coverage(patches, before, after, [site for site, _ in known])
+    cover = _Coverage(patches, before, after, [site for site, _ in known])
     asking = _asking((site for site, _ in known), without["process-group"]) if chosen else None
     findings = [
         _finding(path, site, reach, ids, _only(site, reach, without, asking))
@@ -356,7 +356,7 @@ def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reac
     return "training" if training.leads_to(site.unit, site.conditions, site.line, site.if_none) else "off"
 
 
-def _covered(known: Sequence[tuple[Site, Reach]], cover: Coverage) -> Iterator[tuple[str, ...]]:
+def _covered(known: Sequence[tuple[Site, Reach]], cover: _Coverage) -> Iterator[tuple[str, ...]]:
     """Yields the patches of each finding; of an alias those of the function, if all that is found there has one."""
     covered = [cover.ids(site) for site, _ in known]
     by_name: dict[str, list[tuple[str, ...]]] = {}
@@ -456,7 +456,7 @@ def _add_given(result: Patches, folder: Path) -> None:
                 result.given.setdefault(name, f"{folder.name}/{file.stem}")
 
 
-class Coverage:
+class _Coverage:
     def __init__(self, patches: Patches, before: Reached, after: Reached, sites: Iterable[Site]) -> None:
         self._patches = patches
         self._before = before
