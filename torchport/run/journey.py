@@ -513,7 +513,7 @@ def _counted(devices: Sequence[jax.Device]) -> str:
     stats = [stats for device in devices if (stats := device.memory_stats())]
     if not stats:
         return f"the backend '{devices[0].platform}' does not count what its devices hold"
-    most = max(stats, key=lambda one: one.get("peak_bytes_in_use", 0))
-    held, peak = (size_text(most.get(key, 0)) for key in ("bytes_in_use", "peak_bytes_in_use"))
+    most = max(stats, key=lambda counts: counts.get("peak_bytes_in_use", 0))
+    used, peak = (size_text(most.get(key, 0)) for key in ("bytes_in_use", "peak_bytes_in_use"))
     limit = f" of {size_text(most['bytes_limit'])}" if "bytes_limit" in most else ""
-    return f"on the fullest device: {held} in use, {peak} at most since the run began{limit}"
+    return f"on the fullest device: {used} in use, {peak} at most since the run began{limit}"
