@@ -45,8 +45,6 @@ from torchport.source.modules import is_there, shown
 
 @dataclasses.dataclass(frozen=True)
 class StagePatches:
-    """What a stage of a card puts in force together."""
-
     names: tuple[str, ...]
     #: Those that the original needs too, beside all plumbing.
     original: tuple[str, ...] = ()

@@ -21,8 +21,6 @@ from torchport.porting.scan.scanning import scan
 
 @dataclasses.dataclass(frozen=True)
 class ScanFlags:
-    """The flags of the command, and the codebase."""
-
     codebase: Path
     entries: tuple[str, ...]
     everything: bool
@@ -33,7 +31,6 @@ class ScanFlags:
     paths: tuple[str, ...]
 
     def form(self) -> str:
-        """Returns the format that is asked for on the terminal."""
         if self.as_json and self.as_sarif:
             raise BadValueError(
                 "--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report"

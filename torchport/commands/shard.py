@@ -36,8 +36,6 @@ def show(**given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RuleRow:
-    """One rule, and what it does on one device."""
-
     component: str
     kind: str  #: `weights`, `inputs` or `activations`.
     pattern: str

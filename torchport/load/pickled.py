@@ -171,7 +171,6 @@ def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
 
 
 def _cure(state: dict[Any, Any]) -> str:
-    """Returns what to do about a mapping that holds what is no tensor."""
     inner = [str(name) for name, value in state.items() if isinstance(value, dict)]
     if inner:
         names = " or ".join(f"'{name}'" for name in sorted(inner)[:6])

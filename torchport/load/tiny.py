@@ -252,7 +252,6 @@ class _Contents:
         self.trees: dict[Path, dict[str, Any]] = {}
 
     def add(self, module: torch.nn.Module, folder: Path, layout: Layout) -> None:
-        """Adds a module's tensors, in the layout and under the names of the published checkpoint."""
         state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
         tree = self.trees.setdefault(folder / (layout.file or _SINGLE), {})

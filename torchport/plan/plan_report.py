@@ -65,7 +65,7 @@ def _verification_lines(job: JobPlan) -> list[str]:
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     text = [_memory_line(stage.per_device)]
-    text += [f"  DOES NOT FIT: {_overflow_line(finding)}" for finding in _overflows(stage)]
+    text += [f"  DOES NOT FIT: {line}" for line in _words(stage, Overflow)]
     text += _block_lines(stage.per_block) if stage.per_block else []
     whole = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
@@ -84,19 +84,16 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
         scope = " of a block" if stage.per_block else ""
         text.append(f"  the most expensive operations{scope}:")
     text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
-    text += [f"  {_estimate_line(finding)}" for finding in _underestimates(stage)]
+    text += [f"  {line}" for line in _words(stage, Underestimate)]
     text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
     text += [f"  {stage.operators}"] if stage.operators else []
     text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
 
 
-def _overflows(stage: StagePlan) -> list[Overflow]:
-    return [finding for finding in stage.findings if isinstance(finding, Overflow)]
-
-
-def _underestimates(stage: StagePlan) -> list[Underestimate]:
-    return [finding for finding in stage.findings if isinstance(finding, Underestimate)]
+def _words(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
+    found = [finding for finding in stage.findings if isinstance(finding, kind)]
+    return [_overflow_line(each) if isinstance(each, Overflow) else _estimate_line(each) for each in found]
 
 
 def _estimate_line(finding: Underestimate) -> str:
@@ -167,8 +164,8 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
         "name": name,
-        "findings": [f"Does not fit: {_overflow_line(finding)}" for finding in _overflows(stage)],
-        "estimates": [_estimate_line(finding) for finding in _underestimates(stage)],
+        "findings": [f"Does not fit: {line}" for line in _words(stage, Overflow)],
+        "estimates": _words(stage, Underestimate),
         "charts": [*_times(name, stage), _memory(stage.per_device)],
         "tables": [_programs(stage), _collectives(name, stage), _operations(stage)],
         "not_modelled": stage.not_modelled,

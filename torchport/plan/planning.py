@@ -74,7 +74,6 @@ def plan(
 
 
 def on_slice(request: Request, topology_name: str | None) -> Request:
-    """Returns a request for the stage that denoises; a slice that is named replaces the config's machine."""
     overrides = request.overrides if topology_name is None else (*request.overrides, f"machine={topology_name}")
     return dataclasses.replace(request, stage="denoise", overrides=overrides)
 
@@ -295,7 +294,6 @@ def _sum_of_steps(programs: Sequence[ProgramPlan], steps: int) -> StepTime:
 
 
 def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> VerificationCost | None:
-    """Returns what a verification takes, by the weights and a step of each network that was compiled."""
     stages = [stage for stage in task.denoising if stage.name in planned]
     if not stages:
         return None

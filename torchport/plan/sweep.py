@@ -203,7 +203,8 @@ def lines(swept: Sweep) -> list[str]:
         moved = None if row.block_collectives_bytes is None else row.block_collectives_bytes / 1e6
         gib = None if row.peak_bytes is None else row.peak_bytes / GIB
         figures = (gib, row.block_other_ms, moved, row.block_attention_ms, row.model_s)
-        rows.append((choice.strategy, choice.mesh_text, "yes" if row.fits else "NO", *map(_figure, figures)))
+        words = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
+        rows.append((choice.strategy, choice.mesh_text, "yes" if row.fits else "NO", *words))
     text = [f"{swept.model} on {swept.machine}; other, moved and attention are of one block, model s of a step"]
     text += table(rows, left=3)
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
@@ -212,7 +213,3 @@ def lines(swept: Sweep) -> list[str]:
     if swept.planned:
         text.append(f"assumed: {'; '.join(_assumptions(swept))}")
     return text
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

@@ -152,7 +152,6 @@ class _Names:
         self._paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in names)
 
     def file(self, target: str) -> str | None:
-        """Returns the file's name; None for the usual one."""
         module = target.partition(":")[0]
         if self._last[module.rpartition(".")[2]] < 2:
             return None
@@ -163,7 +162,6 @@ class _Names:
 
 
 def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
-    """Writes one patch, or notes why it is not written."""
     try:
         outcome.written.append(draft.write_draft(drawn.wish, home))
     except (TakenNameError, ConflictError) as error:

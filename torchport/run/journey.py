@@ -291,7 +291,6 @@ class Journey:
 
 
 def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
-    """Writes the video and its contact sheet, or the picture with how it was made."""
     if task.card.makes_pictures:
         settings = task.settings
         facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}

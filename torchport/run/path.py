@@ -257,7 +257,6 @@ class StageAtHand:
         return self._parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the network, ready to be called: eager, or placed and compiled at its first call."""
         if self._loaded is None:
             self._call = self._placed(parts, ledger)
             self._loaded = ledger.trace()

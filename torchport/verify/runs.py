@@ -198,7 +198,6 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
-    """Returns what each patch of a stage promises, or that it has no effect."""
     rows = {}
     for row in manifest.patches:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))

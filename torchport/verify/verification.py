@@ -188,7 +188,6 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 
 
 def _check_floor(task: Task, mesh: str) -> None:
-    """Refuses a mesh that the job cannot run on, before the original runs."""
     try:
         accept(_on_mesh(task, mesh))
     except BadValueError:

@@ -144,7 +144,6 @@ def conv3d(
 
 
 def _starts(x_BCTHW: torch.Tensor) -> bool:
-    """Returns whether a video has no frames before those that count."""
     tape, form = _tape(x_BCTHW), canvas.current()
     frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
     return form is canvas.NONE or form.lead_of(frames) == 0

@@ -184,7 +184,6 @@ def _differences(target: Target, kind: str) -> list[str]:
 
 
 def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
-    """Refuses what no function of ours can take the place of."""
     what = ".".join(target.path)
     if target.is_async and target.is_generator:
         fact = f"{what} ({target.place}) is an asynchronous generator function"
