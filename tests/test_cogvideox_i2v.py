@@ -167,7 +167,7 @@ def test_a_video_from_an_image_needs_one(small):
         with pytest.raises(BadValueError) as caught:
             accept(dataclasses.replace(small, image=None, stage=stage))
         assert str(caught.value) == (
-            "--image: It is missing, and 'cogvideox_i2v' makes videos from a first frame. Add --image FILE."
+            "--image: It is missing, and 'cogvideox_i2v' begins with an image. Add --image FILE."
         )
 
 

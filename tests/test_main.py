@@ -132,6 +132,14 @@ def test_a_missing_prompt_is_refused(refused):
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "hint"), [("WanPipeline", " A pipeline has 'diffusers:' before its name."), ("wan", "")]
+)
+def test_a_job_that_is_missing_is_asked_for_and_a_pipeline_without_its_prefix_known(torchport, capsys, model, hint):
+    code, out, err = torchport("run", "--model", model, "--prompt", "x", capsys=capsys)
+    assert (code, out, err[-1]) == (2, [], f"Error: Missing option '--config'.{hint}")
+
+
 def test_a_mistake_in_a_config_is_refused_with_its_line(refused, root, tmp_path):
     text = (root / "configs" / "demo.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(text.replace("steps: 8", "steps: 8\nsteps: 9"))

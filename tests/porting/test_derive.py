@@ -92,6 +92,10 @@ def test_a_derived_card_gets_the_shared_strategies(texts):
 def test_no_such_pipeline_and_one_that_has_no_prompt_are_refused():
     with pytest.raises(UnknownNameError, match=r"has no pipeline 'MochiPipelin'. Did you mean 'MochiPipeline'"):
         derive.derived_card("diffusers:MochiPipelin")
+    for name in ("DiffusionPipeline", "UNet2DModel"):
+        with pytest.raises(UnknownNameError, match=f"'{name}' of diffusers is no pipeline with a loop of") as caught:
+            derive.derived_card(f"diffusers:{name}")
+        assert "Modular" not in str(caught.value) and f" {name}," not in str(caught.value)
     with pytest.raises(BadValueError, match="calls unet, and not one network beside 'vae' and 'scheduler'"):
         derive.derived_card("diffusers:DDPMPipeline")
 
@@ -180,6 +184,18 @@ def test_a_pipeline_that_makes_something_else_of_its_own_embeddings_is_refused()
         BadValueError, match="'Forgets' makes another picture of its own embeddings than of the prompts"
     ):
         trial.check_replay(Observed(output=torch.ones(1, 3, 2, 2)), {"prompt_embeds": 1})
+
+
+class Asks(Forgets):
+    """A pipeline that cannot be without more than a run has."""
+
+    def __call__(self, prompt, mask_image, embeds, height=None, **more): ...
+
+
+def test_a_pipeline_that_needs_more_than_a_run_has_is_refused():
+    trial = PipelineTrial(Asks, types.SimpleNamespace(parts={}), "--model x")
+    with pytest.raises(BadValueError, match="'Asks' needs mask_image, embeds, and a run has a prompt and at most one"):
+        trial._arguments(Asks(), Observed())
 
 
 def test_a_package_that_upstream_needs_is_named(monkeypatch):

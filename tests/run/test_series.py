@@ -238,7 +238,7 @@ def test_every_line_that_the_model_cannot_make_is_refused_before_anything_runs(p
     write({"prompt": "x"}, {"prompt": "x", "image": "a.png"}, {"prompt": "\ud800"})
     code, _, said = torchport(*flags(), capsys=capsys)
     assert code == 2 and said == [
-        "error[TP107] p.jsonl:2 (image a.png): 'small' makes videos from text alone. Leave the flag out.",
+        "error[TP107] p.jsonl:2 (image a.png): 'small' begins with text alone. Leave the flag out.",
         "error[TP107] p.jsonl:3 (prompt): Character 1 is not Unicode text. Write it as UTF-8.",
     ]
     assert not Path("out").exists()

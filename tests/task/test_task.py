@@ -125,7 +125,7 @@ def test_a_head_count_that_the_card_misnames_is_refused(asked):
 
 def test_an_image_and_a_checkout_that_nothing_would_read_are_refused(asked, tmp_path):
     assert refusal(BadValueError, lambda: asked(image=tmp_path / "a.png")) == (
-        f"--image {tmp_path}/a.png: 'hunyuan' makes videos from text alone. Leave the flag out."
+        f"--image {tmp_path}/a.png: 'hunyuan' begins with text alone. Leave the flag out."
     )
     assert refusal(UpstreamError, lambda: asked(upstream_path="x")) == (
         "--upstream-path x: This model's upstreams are installed packages. Leave the flag out."

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import pytest
+import torch
 
 from torchport import engine, patch, shard
 from torchport.compile import network
@@ -110,3 +111,24 @@ def test_the_first_cause_is_named(compared, other, what):
 def test_no_program_of_a_plan_is_named(compared):
     stage = compared()[0]
     assert comparing.program_differences(stage, [program()], [])[0].endswith("a plan has no program")
+
+
+class Placing:
+    """A compiled network that places its inputs, and returns them."""
+
+    batches = drops = True
+
+    def place(self, **inputs):
+        return {name: jax.numpy.asarray(value.numpy()) for name, value in inputs.items()}
+
+    def __call__(self, **inputs):
+        return torch.ones(2)
+
+
+def test_what_a_program_got_is_kept_in_host_memory():
+    program = comparing._WatchedProgram(Placing(), 0, 1)
+    placed, values = program.place(text=torch.arange(3.0)), torch.arange(2)
+    program(**placed, each=[values], guidance=None)
+    [kept] = program.inputs
+    assert type(kept["text"]) is torch.Tensor and torch.equal(kept["text"], torch.arange(3.0))
+    assert type(kept["each"][0]) is torch.Tensor and kept["each"][0] is not values and kept["guidance"] is None

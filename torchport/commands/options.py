@@ -100,7 +100,8 @@ def _demo(context: click.Context, parameter: click.Parameter, value: str | None)
     """Returns the demo's job where a pipeline is named without a job."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
-        raise click.MissingParameter(ctx=context, param=parameter)
+        hint = f"A pipeline has '{DERIVED}' before its name." if model.endswith("Pipeline") else None
+        raise click.MissingParameter(hint, ctx=context, param=parameter)
     return value or f"configs/{model}_demo.yaml"
 
 

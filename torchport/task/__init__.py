@@ -411,11 +411,11 @@ def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture:
             and request.stage in (*families.with_image(family.STAGES), "all")
             and not dry
         ):
-            fact = f"It is missing, and '{request.model}' makes videos from a first frame"
+            fact = f"It is missing, and '{request.model}' begins with an image"
             raise BadValueError("--image", fact, "Add --image FILE")
         return
     if not family.TAKES_IMAGE:
-        fact = f"'{request.model}' makes videos from text alone"
+        fact = f"'{request.model}' begins with text alone"
         raise BadValueError(f"--image {request.image}", fact, "Leave the flag out")
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")

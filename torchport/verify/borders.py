@@ -291,5 +291,7 @@ def _to_engine(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     return constant
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor | jax.Array) -> torch.Tensor:
+    if isinstance(tensor, jax.Array):
+        return shard.to_torch(tensor)
     return shard.to_torch(engine.array(tensor)) if engine.is_traced(tensor) else tensor.detach().clone()

@@ -262,7 +262,8 @@ class _WatchedProgram:
     def __call__(self, **inputs: Any) -> Any:
         output = self.call(**inputs)
         if self.step == self.first:
-            self.inputs.append(pytree.tree_map_only(torch.Tensor, to_host, inputs))
+            # Arrays would start JAX in every process that reads them, before its devices are known.
+            self.inputs.append(pytree.tree_map_only((torch.Tensor, jax.Array), to_host, inputs))
             self.outputs[self.step].append(output if isinstance(output, torch.Tensor) else output[0])
         return output
 

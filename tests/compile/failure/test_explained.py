@@ -1,6 +1,7 @@
 """The errors of a port's first hour: each names its line and its cure, and what it says to paste works."""
 
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -8,6 +9,8 @@ import pytest
 from fakes.small_port import SmallPort
 
 from torchport import errors, patch
+from torchport.compile.failure import Owners
+from torchport.config import parse_document
 from torchport.engine import conformance
 from torchport.errors import OperatorError, TorchportError
 from torchport.run.path import run
@@ -473,3 +476,11 @@ def test_a_stage_that_returns_no_tensors_by_name_is_refused_with_its_line(port, 
     lines = refused(port, errors.ReplacementError)
     line = source[:start].count("\n") + 1
     assert lines == [f"pack/patches/up/stages.py:{line}: 'denoise' {text}"]
+
+
+def test_a_patch_for_a_derived_card_is_listed_in_a_card_that_is_written_out():
+    card = types.SimpleNamespace(model="diffusers:XPipeline")
+    owners = Owners(None, card, parse_document("patches: {}", "/cache/diffusers:XPipeline.yaml"), list)
+    assert owners.listed == (
+        "'patches' of a card of your own (torchport new model NAME --pipeline diffusers:XPipeline --out DIR)"
+    )

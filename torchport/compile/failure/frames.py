@@ -14,7 +14,7 @@ from typing import Literal
 
 from torchport.config import Document
 from torchport.config.card import Card
-from torchport.config.pack import Pack
+from torchport.config.pack import DERIVED, Pack
 from torchport.load.foreign import is_absence
 from torchport.patch import Entry
 from torchport.patch.live import counted
@@ -62,6 +62,9 @@ class Owners:
         """Where an entry is listed: in the card, or by the caller."""
         if self.document is None:
             return "'patches' of torchport.applied(...)"
+        if self.card is not None and self.card.model.startswith(DERIVED):  # that card is made anew when it is edited
+            command = f"torchport new model NAME --pipeline {self.card.model} --out DIR"
+            return f"'patches' of a card of your own ({command})"
         return f"'patches' in {self.document.place(['patches'])}"
 
     @functools.cached_property

@@ -76,11 +76,9 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
         UnknownNameError: diffusers has no such pipeline.
         BadValueError: Something about it could not be derived.
     """
-    cls = pipeline_class(model)
-    trial = PipelineTrial(
-        cls, Configurations(parts_of(cls, f"--model {model}")), f"--model {model}", image_argument(cls)
-    )
-    with hushed(True):  # upstream's log warns of small numbers
+    with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
+        cls, place = pipeline_class(model), f"--model {model}"
+        trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
         observed = trial.observed()
         trial.check_replay(observed, embeddings_of(trial, observed))
     data = card_of(trial, observed, name or model)

@@ -70,8 +70,11 @@ def pipeline_class(name: str) -> Any:
         fact = f"'{short}' of diffusers needs packages of which one is not installed: {needs}"
         raise BadValueError(f"--model {name}", fact, f"pip install {needs.replace(',', '')}")
     if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline):
-        names = [each for each in dir(diffusers) if each.endswith("Pipeline")]
+        ends = [each for each in dir(diffusers) if each.endswith("Pipeline") and not each.endswith("ModularPipeline")]
+        names = [each for each in ends if each != DiffusionPipeline.__name__]
         fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"
+        if cls is not None:
+            fact = f"'{short}' of diffusers is no pipeline with a loop of its own"
         raise UnknownNameError(f"--model {name}", fact, nearest(short, names), name=short)
     return cls
 

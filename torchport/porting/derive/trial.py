@@ -301,6 +301,11 @@ class PipelineTrial:
             from PIL import Image
 
             values[self.image] = Image.new("RGB", (values["width"], values["height"]), (90, 120, 60))
+        named = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        lacking = [each.name for each in named if each.default is each.empty and each.name not in values]
+        if lacking:
+            fact = f"'{self.cls.__name__}' needs {', '.join(lacking)}, and a run has a prompt and at most one image"
+            raise BadValueError(self.place, fact, "Write a family for it: docs/families.md")
         return {name: value for name, value in values.items() if name in parameters}
 
 
