@@ -472,10 +472,10 @@ def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes
     assert "decode: 2 program(s), called 18 x [1, 32, 3, 16, 16], 3 x [1, 32, 3, 9, 16]" in plan_report.lines(whole)
 
 
-def test_a_stage_of_which_one_program_does_not_fit_has_no_time():
+def test_a_stage_of_which_one_program_does_not_fit_has_no_time(tmp_path):
     task = accept(dataclasses.replace(request(*ULYSSES, "machine=v6e:2x4"), stage="denoise"))
     large = unfit("hbm", 20 * 2**30, 16 * 2**30)
-    known = planning._unfit(task, large, large.memory, None)
+    known = planning._program_plan(task, large, tmp_path, denoises=True)
     seconds = dict.fromkeys(KnownTime.model_fields, 1.0)
     fits = {"fits": True, "times": 3, "step": StepTime(**seconds, floor_s=0.5, flops=7)}
     programs = [known.model_copy(update={"times": 2}), known.model_copy(update=fits)]
