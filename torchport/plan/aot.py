@@ -7,6 +7,7 @@ included, has to be set before libtpu is loaded.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -75,7 +76,8 @@ def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:
     name, parts, mesh = str(stage.network), network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
     module, how = network.module_of(stage, parts), network.how(stage, task)
     weights = network.shapes(task, stage, module, mesh)
-    called = recorder.network_calls(stage, parts, module, how, task.settings)
+    # What upstream keeps of a call, as tables of positions, would be on meta where the program is traced.
+    called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
     preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     return StageNetwork(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
