@@ -204,7 +204,7 @@ def test_modules_that_a_stage_never_calls_are_removed_and_not_read(decoding, mon
         weights = network.placed(task, stage, parts, mesh, folder)
         eager = network.eager(task, stage, whole, folder)
     for vae in (parts["vae"], eager.module):
-        assert vae.encoder is None and vae.quant_conv is None
+        assert not [*vae.encoder.modules(), *vae.quant_conv.modules()][2:]  # without modules of their own
     assert weights.keys() == dict(eager.module.named_parameters()).keys()
     assert read and all(name.startswith("decoder.") for name in read)
     assert not any(value.is_meta for value in eager.module.parameters())
@@ -228,7 +228,7 @@ def test_a_copy_that_others_have_keeps_its_modules(decoding):
         shared = network.published(task, "vae")
         parts = network.as_shapes(task, stage)
         again = network.published(task, "vae")
-    assert parts["vae"].encoder is None
+    assert not [*parts["vae"].encoder.modules()][1:]
     assert shared.encoder is not None and again.encoder is not None
 
 
