@@ -180,3 +180,15 @@ def test_a_tensor_of_the_host_that_is_moved_to_the_devices_is_known():
         return x + moved
 
     assert torch.equal(traced(network), x() + torch.arange(6.0)) and seen["value"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_attention_takes_a_mask_of_four_dims_that_is_a_table():
+    """torchax's lowering adds it to a bias of two dims, in place, which PyTorch refuses."""
+
+    def network(x):
+        mask = torch.ones(6, 6, dtype=torch.float32).tril().log()[None, None]
+        q = x.reshape(1, 1, 6, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    with torch.no_grad():
+        assert torch.allclose(traced(network), network(x()), atol=1e-6)

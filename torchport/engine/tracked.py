@@ -118,6 +118,7 @@ class Dispatch:
 
         self.environment = environment
         self.lower = lower
+        self.lowering = 0  # how many lowerings are being called, one in another
         self.type = Tensor
         self.not_found = OperatorNotFound
         self.constructors = TENSOR_CONSTRUCTORS
@@ -143,7 +144,9 @@ class Dispatch:
             self.shadow(tensor)
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
                 raise DiffersError(operator_name(function), memory.stale)
-        if all(is_known(tensor) for tensor in traced) and self._host_makes(function, args, kwargs):
+        # A lowering may write what PyTorch refuses: torchax's attention adds a mask of 4 dims to a bias of 2.
+        is_own = self.lowering and _written(function, args, kwargs)
+        if all(is_known(tensor) for tensor in traced) and not is_own and self._host_makes(function, args, kwargs):
             return self._on_host(function, args, kwargs)
         return self._on_devices(function, types, args, kwargs, traced)
 
@@ -237,8 +240,12 @@ class Dispatch:
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
         before = {id(tensor): tensor._elem for tensor in traced}
-        with watching(None):  # what a lowering calls was compared as a part of it
-            output = self._lowered(function, types, args, kwargs)
+        self.lowering += 1
+        try:
+            with watching(None):  # what a lowering calls was compared as a part of it
+                output = self._lowered(function, types, args, kwargs)
+        finally:
+            self.lowering -= 1
         for tensor in traced:
             if tensor._elem is not before[id(tensor)]:
                 self._write(function, tensor, tensor._elem)
