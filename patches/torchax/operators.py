@@ -393,36 +393,13 @@ def _resized(image, size, weights):
     return engine.call_jax(product, image)
 
 
-def _cubic(x, a):
+def _cubic(x):
     """Returns the weight of a neighbour at a distance in the convolution with cubic pieces."""
     import numpy
 
     x = abs(x)
-    near, far = ((a + 2) * x - (a + 3)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2
     return numpy.where(x < 1, near, numpy.where(x < 2, far, 0))
-
-
-def _step(size, count, align_corners, scale):
-    """Returns how many pixels of the image one of the result is."""
-    if align_corners:
-        return (size - 1) / (count - 1) if count > 1 else 0.0
-    return 1 / scale if scale else size / count
-
-
-def upsample_bicubic2d(self, output_size, align_corners, scales_h=None, scales_w=None):
-    """Returns an image of another size, each pixel of 4 x 4 neighbours."""
-    import numpy
-
-    def weights(size, count, dim):
-        step, places = _step(size, count, align_corners, (scales_h, scales_w)[dim]), numpy.arange(count)
-        places = places * step if align_corners else (places + 0.5) * step - 0.5
-        found, first = numpy.zeros((count, size)), numpy.floor(places).astype(int)
-        for neighbour in range(-1, 3):
-            at = first + neighbour
-            numpy.add.at(found, (numpy.arange(count), at.clip(0, size - 1)), _cubic(places - at, -0.75))
-        return found
-
-    return _resized(self, output_size, weights)
 
 
 def upsample_bilinear2d_aa(self, output_size, align_corners, scales_h=None, scales_w=None):
@@ -432,14 +409,17 @@ def upsample_bilinear2d_aa(self, output_size, align_corners, scales_h=None, scal
 
 def upsample_bicubic2d_aa(self, output_size, align_corners, scales_h=None, scales_w=None):
     """Returns an image of another size, each pixel of all that it covers, by a cubic convolution."""
-    return _antialiased(self, output_size, align_corners, (scales_h, scales_w), 2, lambda x: _cubic(x, -0.5))
+    return _antialiased(self, output_size, align_corners, (scales_h, scales_w), 2, _cubic)
 
 
 def _antialiased(image, output_size, align_corners, scales, reach, filtered):
     import numpy
 
     def weights(size, count, dim):
-        step = _step(size, count, align_corners, scales[dim])
+        if align_corners:
+            step = (size - 1) / (count - 1) if count > 1 else 0.0
+        else:
+            step = 1 / scales[dim] if scales[dim] else size / count
         wide = max(step, 1.0)
         middle = step * (numpy.arange(count)[:, None] + 0.5)
         first = numpy.maximum((middle - reach * wide + 0.5).astype(int), 0)
