@@ -35,7 +35,7 @@ import ml_dtypes
 import numpy
 import torch
 import yaml
-from operator_samples import SEED, Sample, samples, sources
+from operator_samples import MADE, SEED, Sample, samples, sources
 from operator_table import RANDOM, Evidence, differing, drift, in_short, table, written
 from torch.utils import _pytree as pytree
 
@@ -432,29 +432,30 @@ def _compared(want: numpy.ndarray, got: numpy.ndarray, dtype: str, exact: numpy.
 
 @dataclass
 class Comparison:
-    """Compares calls, each form with at most `SHAPES` of them."""
+    """Compares calls, each form with at most `SHAPES` of PyTorch's own samples, and of those that they leave out."""
 
     chosen: re.Pattern[str]
     patched: Mapping[Any, Any]
-    counts: collections.Counter[Form] = field(default_factory=collections.Counter)
+    counts: collections.Counter[tuple[Form, bool]] = field(default_factory=collections.Counter)
     seen: set[tuple[Form, str]] = field(default_factory=set)
 
     def of(self, name: str, dtype: str) -> Iterator[Evidence]:
         """Yields what the samples of one source say."""
-        calls = (call for sample in samples(name, dtype) for call in calls_of(sample) if self._is_new(call))
+        made = name in MADE
+        calls = (call for sample in samples(name, dtype) for call in calls_of(sample) if self._is_new(call, made))
         while batch := list(itertools.islice(calls, BATCH)):
             for call, what in zip(batch, verdicts(batch), strict=True):
                 if what is not None:
                     yield self._evidence(call, what)
 
-    def _is_new(self, call: Call) -> bool:
+    def _is_new(self, call: Call, made: bool) -> bool:
         if not self.chosen.search(operator_name(call.func)):
             return False
         key = call.key()
-        if key in self.seen or self.counts[key[0]] >= SHAPES:
+        if key in self.seen or self.counts[key[0], made] >= SHAPES:
             return False
         self.seen.add(key)
-        self.counts[key[0]] += 1
+        self.counts[key[0], made] += 1
         return True
 
     def _evidence(self, call: Call, what: str) -> Evidence:

@@ -31,13 +31,13 @@ class Sample(NamedTuple):
 def sources() -> list[tuple[str, str]]:
     """Returns what samples come from: pairs of a name and a dtype, for `samples`."""
     pairs = [(op.full_name, dtype) for op in _operators() for dtype in DTYPES]
-    pairs += [(kind, dtype) for kind in ("generated", "promotion") for dtype in PROMOTED]
+    pairs += [(kind, dtype) for kind in MADE for dtype in PROMOTED]
     return [(name, str(dtype).removeprefix("torch.")) for name, dtype in pairs]
 
 
 def samples(name: str, dtype: str) -> list[Sample]:
     """Returns the samples of one source, the same ones each time."""
-    made = {"generated": generated, "promotion": promotion}.get(name, lambda kind: opinfo(name, kind))
+    made = MADE.get(name, lambda kind: opinfo(name, kind))
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(SEED)
     return list(made(getattr(torch, dtype)))
@@ -77,7 +77,20 @@ def _positive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 NUMBERS = (True, 3, 2.5)
-BINARY = ("add", "sub", "mul", "true_divide", "pow", "maximum", "minimum", "eq", "lt", "remainder", "floor_divide")
+BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "true_divide",
+    "pow",
+    "maximum",
+    "minimum",
+    "eq",
+    "lt",
+    "ge",
+    "remainder",
+    "floor_divide",
+)
 WITH_NUMBER = ("add", "sub", "mul", "true_divide", "pow", "eq", "gt", "remainder", "floor_divide")
 
 
@@ -154,6 +167,8 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         "chunk": lambda x: x.chunk(2, -1),
         "clamp": lambda x: x.clamp(0, 1).clamp(max=1).clamp(min=0),
         "contiguous": lambda x: x.contiguous(),
+        "cos": lambda x: x.cos(),
+        "sin": lambda x: x.sin(),
         "cumsum": lambda x: x.cumsum(-1),
         "diff": lambda x: x.diff(dim=-1),
         "eq": lambda x: x == x,
@@ -162,6 +177,7 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         "expand": lambda x: x.unsqueeze(0).expand(3, *[-1] * x.ndim),
         "flatten": lambda x: x.flatten(),
         "flip": lambda x: x.flip(-1),
+        "leaky_relu": lambda x: functional.leaky_relu(x, 0.2) if dtype.is_floating_point else x,
         "gelu": lambda x: functional.gelu(x) if dtype.is_floating_point else x,
         "mean": lambda x: x.mean(-1) if dtype.is_floating_point else x.sum(-1, True),
         "movedim": lambda x: x.movedim(0, -1),
@@ -174,6 +190,9 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         "squeeze": lambda x: x.squeeze(-2),
         "stack": lambda x: torch.stack([x, x], -1),
         "sum": lambda x: x.sum(-1),
+        "sum of dims": lambda x: x.sum((-1,), dtype=torch.float32) if dtype.is_floating_point else x.sum(-1, True),
+        "sum of int32": lambda x: x.bool().sum(-1, dtype=torch.int32),
+        "masked_fill of bool": lambda x: x.bool().masked_fill(x.bool(), False),
         "tensor_split": lambda x: x.tensor_split(2, -1),
         "tile": lambda x: x.tile(2),
         "unbind": lambda x: x.unbind(-1),
@@ -187,9 +206,15 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     for first, second in itertools.combinations(("whole", "transposed", "expanded", "one", "0-dim"), 2):
         yield Sample("add broadcast", torch.add, (forms[first], forms[second]))
     rows = torch.empty(0, dtype=torch.int64)
-    for equation in ("bcthw,dc->bdthw", "dc,bcthw->bdthw"):
-        video, weight = _values(1, 3, 2, 2, 2, dtype=dtype), _values(4, 3, dtype=dtype)
-        yield Sample("einsum", torch.einsum, (equation, *((video, weight) if equation[0] == "b" else (weight, video))))
+    video, weight = _values(1, 3, 2, 2, 2, dtype=dtype), _values(4, 3, dtype=dtype)
+    heads, cube = _values(3, 2, 5, dtype=dtype), _values(2, 3, 3, dtype=dtype)
+    for equation, *tensors in (
+        ("bcthw,dc->bdthw", video, weight), ("dc,bcthw->bdthw", weight, video), ("nd,dhf->nhf", weight, heads),
+        ("nhwpqc->nchpwq", video[..., None]), ("...cd,dc->...", cube, cube[0]), ("...i,ij", cube, cube[0]),
+        ("bii->b", cube), ("bij,jk,kl->bil", cube, cube[0], cube[1]), ("i,j->ij", weight[0], weight[1]),
+        ("bij->j", cube), ("ii,ij->i", cube[0], cube[1]),
+    ):  # fmt: skip
+        yield Sample("einsum", torch.einsum, (equation, *tensors))
     yield Sample("embedding of nothing", functional.embedding, (rows, x[0]))
     yield Sample("take_along_dim", lambda x: torch.take_along_dim(x, x.argsort(-1, stable=True), -1), (x,))
     yield Sample("repeat_interleave", torch.repeat_interleave, (x, torch.tensor([1, 2])), {"dim": 0, "output_size": 3})
@@ -198,6 +223,7 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(f"pad {mode}", functional.pad, (x, (2, 1)), {"mode": mode})
         yield Sample(f"pad {mode}", functional.pad, (x[None], (1, 0, 2, 1)), {"mode": mode})
     yield Sample("pad constant", functional.pad, (x, (1, 1, 0, 2), "constant", 1))
+    yield Sample("pad of bool", functional.pad, (x.bool(), (1, 1)), {"value": True})
 
 
 def _conversions(dtype: torch.dtype) -> Iterator[Sample]:
@@ -370,3 +396,7 @@ def _normalizations(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("gelu tanh", functional.gelu, (x * 20,), {"approximate": "tanh"})
     for beta in (1, 100):
         yield Sample("softplus", functional.softplus, (x * 20, beta))
+
+
+MADE = {"generated": generated, "promotion": promotion}
+"""Sources of what PyTorch's own samples leave out."""

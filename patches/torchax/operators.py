@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from torchport import engine
@@ -35,7 +37,14 @@ def _place(name, x, dim, keepdim):
     def place(x):
         shape = x.shape
         flat, axis = (x.ravel(), 0) if dim is None or not shape else (x, dim % len(shape))
-        found = getattr(jax.lax, name)(flat, axis, jnp.int32).astype(jnp.int64)
+        if x.dtype.itemsize < 8:
+            found = getattr(jax.lax, name)(flat, axis, jnp.int32)
+        else:  # that of 64 bits is lowered by a loop that counts in 64
+            best = getattr(jnp, name.removeprefix("arg"))(flat, axis, keepdims=True)
+            chosen = (flat == best) | (flat != flat)  # the first NaN is the greatest, and the least
+            places = jax.lax.broadcasted_iota(jnp.int32, flat.shape, axis)
+            found = jnp.where(chosen, places, flat.shape[axis]).min(axis)
+        found = found.astype(jnp.int64)
         if not keepdim or not shape:
             return found
         return found.reshape([1] * len(shape)) if dim is None else jnp.expand_dims(found, axis)
@@ -47,9 +56,13 @@ def mean(self, dim=None, keepdim=False, *, dtype=None):
     """Returns the mean over dims, computed in a dtype."""
     import jax.numpy as jnp
 
-    x = self if dtype is None else self.to(dtype)
+    return _over_dims(jnp.mean, self, dim, keepdim, dtype)
+
+
+def _over_dims(function, x, dim, keepdim, dtype):
+    x = x if dtype is None else x.to(dtype)
     dims = None if dim in (None, []) or not x.dim() else dim if isinstance(dim, int) else tuple(dim)
-    return engine.call_jax(lambda x: jnp.mean(x, dims, keepdims=keepdim), x)
+    return engine.call_jax(lambda x: function(x, dims, keepdims=keepdim), x)
 
 
 def view_dtype(self, dtype):
@@ -328,3 +341,223 @@ def repeat_interleave(repeats, *, output_size=None):
 def contiguous(self, *, memory_format=torch.contiguous_format):
     """Returns the tensor: an array of JAX has no strides."""
     return self
+
+
+def sum_dtype(self, dim=None, keepdim=False, *, dtype=None):
+    """Returns the sum over dims, computed in a dtype."""
+    import jax.numpy as jnp
+
+    return _over_dims(jnp.sum, self, dim, keepdim, dtype)
+
+
+def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    """Returns a convolution over the last dims, or its transpose, in groups of channels."""
+    import jax
+    import jax.numpy as jnp
+
+    dims = weight.dim() - 2
+    stride, padding, dilation, more = (_each(value, dims) for value in (stride, padding, dilation, output_padding))
+    pads, spread = [(pad, pad) for pad in padding], [1] * dims
+    if transposed:
+        reach = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:], strict=True)]
+        pads = [(far - pad, far - pad + end) for far, pad, end in zip(reach, padding, more, strict=True)]
+        stride, spread = spread, stride
+
+    def product(x, kernel, shift=None):
+        if transposed:  # (in, out of a group, ...) to (out, in of a group, ...)
+            kernel = kernel.reshape(groups, -1, *kernel.shape[1:]).swapaxes(1, 2)
+            kernel = jnp.flip(kernel.reshape(-1, *kernel.shape[2:]), range(2, 2 + dims))
+        whole = x if x.ndim == dims + 2 else x[None]
+        out = jax.lax.conv_general_dilated(
+            whole, kernel, stride, pads, lhs_dilation=spread, rhs_dilation=dilation, feature_group_count=groups
+        )
+        out = out if shift is None else out + shift.reshape(-1, *[1] * dims)
+        return out if x.ndim == dims + 2 else out[0]
+
+    return engine.call_jax(product, input, weight, *([] if bias is None else [bias]))
+
+
+def _resized(image, size, weights):
+    """Returns an image whose last two dims are sums of neighbours: each has a matrix of weights, (out, in)."""
+    import jax.numpy as jnp
+
+    if not image.is_floating_point():
+        raise NotImplementedError(f"An image of {image.dtype} is rounded in steps. Convert it to float32 before")
+    down, across = (weights(*sizes) for sizes in zip(image.shape[-2:], size, range(2), strict=True))
+
+    def product(x):
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        rows = jnp.einsum("...hw,vw->...hv", x.astype(dtype), jnp.asarray(across, dtype), precision="highest")
+        return jnp.einsum("...hw,uh->...uw", rows, jnp.asarray(down, dtype), precision="highest").astype(x.dtype)
+
+    return engine.call_jax(product, image)
+
+
+def _cubic(x):
+    """Returns the weight of a neighbour at a distance in the convolution with cubic pieces."""
+    import numpy
+
+    x = abs(x)
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2
+    return numpy.where(x < 1, near, numpy.where(x < 2, far, 0))
+
+
+def upsample_bilinear2d_aa(self, output_size, align_corners, scales_h=None, scales_w=None):
+    """Returns an image of another size, each pixel of all that it covers, those near its middle more."""
+    return _antialiased(self, output_size, align_corners, (scales_h, scales_w), 1, lambda x: (1 - abs(x)).clip(0))
+
+
+def upsample_bicubic2d_aa(self, output_size, align_corners, scales_h=None, scales_w=None):
+    """Returns an image of another size, each pixel of all that it covers, by a cubic convolution."""
+    return _antialiased(self, output_size, align_corners, (scales_h, scales_w), 2, _cubic)
+
+
+def _antialiased(image, output_size, align_corners, scales, reach, filtered):
+    import numpy
+
+    def weights(size, count, dim):
+        if align_corners:
+            step = (size - 1) / (count - 1) if count > 1 else 0.0
+        else:
+            step = 1 / scales[dim] if scales[dim] else size / count
+        wide = max(step, 1.0)
+        middle = step * (numpy.arange(count)[:, None] + 0.5)
+        first = numpy.maximum((middle - reach * wide + 0.5).astype(int), 0)
+        last = numpy.minimum((middle + reach * wide + 0.5).astype(int), size)
+        places = numpy.arange(size)
+        found = filtered((places - middle + 0.5) / wide) * ((places >= first) & (places < last))
+        return found / found.sum(1, keepdims=True)
+
+    return _resized(image, output_size, weights)
+
+
+def glu(self, dim=-1):
+    """Returns the first half of a dim times the sigmoid of the second half, computed in float32 or wider."""
+    import jax
+    import jax.numpy as jnp
+
+    def halves(x):
+        return jax.nn.glu(x.astype(jnp.promote_types(x.dtype, jnp.float32)), dim).astype(x.dtype)
+
+    return engine.call_jax(halves, self)
+
+
+def exp2(self):
+    """Returns 2 to the power of each value, computed in float32 or wider."""
+    import jax.numpy as jnp
+
+    return engine.call_jax(lambda x: jnp.exp2(x.astype(jnp.promote_types(x.dtype, jnp.float32))), self)
+
+
+def fmod(self, other):
+    """Returns the rest of a division, with the sign of the dividend, computed in float32 or wider."""
+    import jax.numpy as jnp
+
+    def rest(x, y):
+        dtype = jnp.promote_types(x.dtype, y.dtype)
+        x, y = (value.astype(jnp.promote_types(dtype, jnp.float32) if dtype.kind != "i" else dtype) for value in (x, y))
+        return jnp.fmod(x, y)
+
+    return engine.call_jax(rest, self, other)
+
+
+def index_reduce(self, dim, index, source, reduce, *, include_self=True):
+    """Returns a tensor into whose places along a dim others are reduced."""
+    import jax.numpy as jnp
+
+    def reduced(x, places, values):
+        whole = jnp.moveaxis(x, dim, 0) if x.ndim else x[None]
+        values = jnp.moveaxis(values, dim, 0) if values.ndim else values[None]
+        places = places.reshape(-1)
+        hit = jnp.zeros(whole.shape[0], bool).at[places].set(True).reshape(-1, *[1] * (whole.ndim - 1))
+        floats = jnp.issubdtype(x.dtype, jnp.floating)
+        kinds = jnp.finfo if floats else jnp.iinfo
+        low, high = (-jnp.inf, jnp.inf) if floats else (kinds(x.dtype).min, kinds(x.dtype).max)
+        start = {"prod": 1, "mean": 0, "amax": low, "amin": high}[reduce]
+        base = whole if include_self else jnp.where(hit, jnp.asarray(start, x.dtype), whole)
+        name = {"prod": "multiply", "mean": "add", "amax": "max", "amin": "min"}[reduce]
+        out = getattr(base.at[places], name)(values)
+        if reduce == "mean":
+            count = jnp.zeros(whole.shape[0], x.dtype).at[places].add(1).reshape(hit.shape)
+            count = jnp.maximum(count + int(include_self), 1)
+            out = out / count if floats else out // count
+        return jnp.moveaxis(out, 0, dim).astype(x.dtype) if x.ndim else out[0]
+
+    return engine.call_jax(reduced, self, index, source)
+
+
+def max_unpool(self, indices, output_size, stride=None, padding=None):
+    """Returns zeros with values at the places that a pooling has returned; the last dims are those of `output_size`."""
+    import jax.numpy as jnp
+
+    dims, size = len(output_size), math.prod(output_size)
+
+    def placed(x, places):
+        rows = math.prod(x.shape[:-dims])
+        flat = jnp.zeros((rows, size), x.dtype)
+        at = jnp.arange(rows)[:, None], places.reshape(rows, -1)
+        return flat.at[at].set(x.reshape(rows, -1)).reshape(*x.shape[:-dims], *output_size)
+
+    return engine.call_jax(placed, self, indices)
+
+
+def cummax(self, dim):
+    """Returns the greatest value so far along a dim, and its place; of equals the last."""
+    return _best_so_far(self, dim, lambda new, old: new >= old)
+
+
+def cummin(self, dim):
+    """Returns the least value so far along a dim, and its place; of equals the last."""
+    return _best_so_far(self, dim, lambda new, old: new <= old)
+
+
+def _best_so_far(x, dim, better):
+    import jax
+    import jax.numpy as jnp
+
+    def later(one, two):
+        (old, place), (new, other) = one, two
+        takes = better(new, old) | (new != new)
+        return jnp.where(takes, new, old), jnp.where(takes, other, place)
+
+    def best(x):
+        whole = x if x.ndim else x[None]
+        places = jax.lax.broadcasted_iota(jnp.int32, whole.shape, dim % whole.ndim)
+        values, places = jax.lax.associative_scan(later, (whole, places), axis=dim)
+        return values.reshape(x.shape), places.reshape(x.shape).astype(jnp.int64)
+
+    return engine.call_jax(best, x)
+
+
+def renorm(self, p, dim, maxnorm):
+    """Returns a tensor whose parts along a dim are no longer than a norm."""
+    import jax.numpy as jnp
+
+    def shortened(x):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        others = tuple(n for n in range(x.ndim) if n != dim % x.ndim)
+        length = (jnp.abs(wide) ** p).sum(others, keepdims=True) ** (1 / p)
+        return x * jnp.where(length > maxnorm, maxnorm / (length + 1e-7), 1).astype(x.dtype)
+
+    return engine.call_jax(shortened, self)
+
+
+def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """Returns the norm of all values, or of those along dims, computed in float32 or wider."""
+    import jax.numpy as jnp
+
+    given = self if dtype is None else self.to(dtype)
+    dims = () if dim is None or not given.dim() else (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = dims or tuple(range(given.dim()))
+
+    def norm(x):
+        x = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        if ord == 0:
+            return (x != 0).astype(x.dtype).sum(dims, keepdims=keepdim)
+        if abs(ord) == float("inf"):
+            return (x.max if ord > 0 else x.min)(dims, keepdims=keepdim)
+        if ord == 2:
+            return jnp.sqrt((x * x).sum(dims, keepdims=keepdim))
+        return x.sum(dims, keepdims=keepdim) if ord == 1 else (x**ord).sum(dims, keepdims=keepdim) ** (1 / ord)
+
+    return engine.call_jax(norm, given)

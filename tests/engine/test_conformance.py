@@ -1,5 +1,7 @@
 """The form of a call, what the table says of it, and the tool that makes the table: it sees a wrong lowering."""
 
+import re
+
 import conformance as tool
 import operator_table
 import pytest
@@ -47,6 +49,11 @@ FORMS = {
     "a point that changes nothing": (
         aten.add.Tensor, (torch.ones(2), torch.tensor(1)), {},
         form("aten.add.Tensor", ["float32", "int64"], ["0-dim", "mixed dtypes"])),
+    "an equation": (
+        torch.einsum, ("ij,jk->ik", torch.ones(2, 2), torch.ones(2, 2)), {}, form("torch.functional.einsum")),
+    "an equation with a diagonal": (
+        torch.einsum, ("...ii -> ...", torch.ones(2, 2)), {},
+        form("torch.functional.einsum", options=["equation: ...", "equation: 1 tensors", "equation: diagonal"])),
     "nothing in it": (aten.add.Tensor, (torch.ones(0), torch.ones(1)), {}, form(options=["empty"])),
     "an index": (
         torch.Tensor.__getitem__, (torch.ones(4, 4), (slice(None, None, 2), torch.tensor([True] * 4))), {},
@@ -142,6 +149,14 @@ def test_a_table_that_says_something_else_is_drift(table):
     [line] = operator_table.drift(old, new, "")
     assert line.startswith("aten.add.Tensor: ")
     assert operator_table.drift(old, new, "rms") == []
+
+
+def test_what_pytorchs_samples_leave_out_is_compared_beside_as_many_of_them():
+    comparison = tool.Comparison(re.compile("add"), {})
+    calls = [tool.Call(aten.add.Tensor, (torch.ones(size), torch.ones(size)), {}) for size in range(1, 20)]
+    assert [comparison._is_new(call, False) for call in calls].count(True) == tool.SHAPES
+    assert comparison._is_new(calls[-1], True)
+    assert not comparison._is_new(calls[0], True)
 
 
 def test_a_part_of_a_table_takes_the_place_of_the_operators_whose_names_match(table):

@@ -113,6 +113,8 @@ def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     tensors = list(_tensors([args, kwargs]))
     if func is torch.Tensor.__getitem__:
         options = {f"index: {kind}" for kind in _index_kinds(args[1])}
+    elif func is torch.functional.einsum and isinstance(args[0], str):
+        options = {f"equation: {kind}" for kind in _equation_kinds(args[0])}
     elif func is torch.Tensor.to:
         options = {f"dtype={_word(value)}" for value in _dtypes([*args[1:], *kwargs.values()])}
     else:
@@ -277,6 +279,20 @@ def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
         for parameter, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, bool | int | float | complex) and re.match("Tensor|number", str(parameter.type)):
                 yield f"{type(value).__name__} number"
+
+
+def _equation_kinds(equation: str) -> Iterator[str]:
+    """Yields what an equation of `einsum` has beside labels that are multiplied or summed."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        yield "no output"
+    if "..." in inputs:
+        yield "..." if "..." in output or not arrow else "... is summed"
+    if any(len(set(term := each.replace("...", ""))) < len(term) for each in terms):
+        yield "diagonal"
+    if len(terms) != 2:
+        yield f"{min(len(terms), 3)} tensors"
 
 
 def _index_kinds(index: Any) -> Iterator[str]:

@@ -30,7 +30,7 @@ FILLED = 2**16
 _FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
 _DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave}
+_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate}
 """Functions of the engine's table that PyTorch takes apart better: it knows what is a view."""
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises where it cannot say what an operator returns without values."""
