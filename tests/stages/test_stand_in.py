@@ -52,7 +52,8 @@ def test_upstream_sees_the_components_class():
 
 
 def test_options_without_tensors_choose_a_program():
-    assert static({"scale": [1, 2]}) == {"scale": [1, 2]} and hash(static({"a": [1]})) == hash(StaticOptions(a=[1]))
+    assert static({"scale": [1, 2]}) == {"scale": [1, 2]}
+    assert hash(static({"b": 2, "a": [1]})) == hash(StaticOptions(a=[1], b=2))
     assert static([[(1, 2, 4)]]) == [[(1, 2, 4)]] and hash(static([[1]])) == hash(StaticList([[1]]))
     trees = [[torch.ones(1)], {"mask": torch.ones(1)}, (1, 2), 3]
     assert all(static(value) is value for value in trees)

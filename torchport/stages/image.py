@@ -164,11 +164,7 @@ class Encoded(_VaeStandIn):
 
 
 class _Buffers:
-    """Stands for a module of a VAE whose buffers have no values.
-
-    Args:
-        attribute: Returns an attribute by its name.
-    """
+    """Stands for a module of a VAE whose buffers have no values: a function returns an attribute by its name."""
 
     def __init__(self, attribute: Callable[[str], Any]) -> None:
         self._attribute = attribute

@@ -171,7 +171,6 @@ class Replay(Loop):
 
     @property
     def shape(self) -> torch.Size | None:
-        """The shape of the latents, where results of steps are known."""
         latents = latents_of(self.state)
         return None if latents is None else latents.shape
 
@@ -238,7 +237,6 @@ class Finished(Loop):
 
     @property
     def shape(self) -> torch.Size | None:
-        """The shape of the latents."""
         return self.latents.shape
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -95,15 +95,13 @@ class StaticOptions(dict[str, Any]):
     """A dict without tensors that a network is called with. It has a hash: a program depends on what it says."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Returns the hash of its text."""
-        return hash(repr(self))
+        return hash(repr(sorted(self.items())))  # in whatever order they were set
 
 
 class StaticList(list[Any]):
     """A list without tensors that a network is called with. It has a hash: a program depends on what it says."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Returns the hash of its text."""
         return hash(repr(self))
 
 

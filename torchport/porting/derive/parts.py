@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import types
 import typing
@@ -65,10 +66,11 @@ def pipeline_class(name: str) -> Any:
 
     short = name.partition(":")[2]
     cls = getattr(diffusers, short, None) if short.isidentifier() else None
-    needs = ", ".join(getattr(cls, "_backends", ()))  # of a class that stands for one which cannot be imported
-    if needs:
-        fact = f"'{short}' of diffusers needs packages of which one is not installed: {needs}"
-        raise BadValueError(f"--model {name}", fact, f"pip install {needs.replace(',', '')}")
+    # A class that stands for one which cannot be imported names the packages that it needs.
+    absent = [each for each in getattr(cls, "_backends", ()) if importlib.util.find_spec(each) is None]
+    if absent:
+        fact = f"'{short}' of diffusers needs {' and '.join(absent)}, not installed here"
+        raise BadValueError(f"--model {name}", fact, f"pip install {' '.join(absent)}")
     if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline):
         ends = [each for each in dir(diffusers) if each.endswith("Pipeline") and not each.endswith("ModularPipeline")]
         names = [each for each in ends if each != DiffusionPipeline.__name__]
@@ -206,10 +208,9 @@ def network_numbers(cls: Any) -> dict[str, Any]:
     none = ["sample_size", *(["patch_size"] if heads else [])]
     absent = {*lacking, *(name for name in none if known.get(name, 0) is None)}
     values |= {name: number for name, number in _NEEDED.items() if name in absent}
-    sides = 3 if "latent_channels" in known else 16
-    values |= {name: sides for name in ("in_channels", "out_channels") if name in lacking}
-    if known.get("in_channels", 0) is None:  # a trial makes it what the latents have
-        values |= {name: sides for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
+    if known.get("in_channels", 0) is None:  # colours of a VAE; a trial makes others what the latents have
+        channels = 3 if "latent_channels" in known else 16
+        values |= {name: channels for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
     for name, value in known.items():  # the numbers of layers that have something
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
             values[name] = [0]
@@ -347,7 +348,6 @@ class Configurations:
         others = tuple(other for other in part.others if other is not cls)
         self.parts[component] = dataclasses.replace(part, cls=cls, others=others)
         self.values[component] = network_numbers(cls)
-        self.mended.pop(component, None)
 
     def all_values(self, component: str) -> dict[str, Any]:
         """Returns the arguments of a component: its own values, and the class's defaults of the others."""

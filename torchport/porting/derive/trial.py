@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from torchport.errors import BadValueError
-from torchport.load.foreign import brief, refusals
+from torchport.load.foreign import brief, reading, refusals
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, Configurations
+from torchport.stages.replay import OTHER_LOOP
 
 NEGATIVE = "bad"
 """The negative prompt of a trial."""
@@ -122,9 +123,7 @@ class PipelineTrial:
             observed, stop = better
         if observed.steps != 2:
             fact = f"'{self.cls.__name__}' calls its scheduler's 'step' {observed.steps} times in 2 steps"
-            raise BadValueError(
-                self.place, fact, "Replay needs one call a step; write a family for it: docs/families.md"
-            )
+            raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
         return observed
 
     def check_replay(self, observed: Observed, embeddings: Mapping[str, Any]) -> None:
@@ -143,10 +142,15 @@ class PipelineTrial:
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, Observed())
             texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
-            again = pipe(**{**arguments, **texts, **embeddings}, return_dict=False)[0]
-        if not torch.allclose(again, observed.output, atol=1e-4):
+            with reading(
+                BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
+            ):
+                again = pipe(**{**arguments, **texts, **embeddings}, return_dict=False)[0]
+        first = observed.output
+        are_tensors = isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor)
+        if not are_tensors or first.shape != again.shape or not torch.allclose(first, again, atol=1e-4):
             fact = f"'{self.cls.__name__}' makes another picture of its own embeddings than of the prompts they are of"
-            raise BadValueError(self.place, fact, "Write a family for it: docs/families.md")
+            raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
@@ -305,11 +309,14 @@ class PipelineTrial:
         lacking = [each.name for each in named if each.default is each.empty and each.name not in values]
         if lacking:
             fact = f"'{self.cls.__name__}' needs {', '.join(lacking)}, and a run has a prompt and at most one image"
-            raise BadValueError(self.place, fact, "Write a family for it: docs/families.md")
+            raise BadValueError(self.place, fact, OTHER_LOOP)
         return {name: value for name, value in values.items() if name in parameters}
 
 
-def _check_size(output: Any, arguments: Mapping[str, Any]) -> None:
+def _check_size(
+    output: Any,
+    arguments: Mapping[str, Any],
+) -> None:
     """Refuses frames of another size than was asked for.
 
     Raises:

@@ -25,6 +25,7 @@ from torchport.porting.derive.trial import (
     returned_names,
 )
 from torchport.porting.draft.model import flow
+from torchport.stages.replay import OTHER_LOOP
 
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
 _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
@@ -51,7 +52,7 @@ def card_of(
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
         fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
-        raise BadValueError(trial.place, fact, "Write a family with a loop of its own for it: docs/families.md")
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
     [network] = networks
     encoders = [name for name in parts if name not in (network, "vae", "scheduler")]
     after = [call.network for call in observed.calls if call.step and call.network in encoders]
@@ -59,7 +60,7 @@ def card_of(
         fact = (
             f"'{cls.__name__}' calls '{after[0]}' after its first step, and a card's loop has its network and its VAE"
         )
-        raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
     by_network = [call for call in observed.calls if call.network == network]
     call: dict[str, Any] = {"network": network, "encoders": encoders, **_encoding(trial, observed, network)}
     call |= _conditions(call["embeddings"], by_network, observed)
@@ -139,7 +140,7 @@ def _encoding(
     cls = trial.cls
     if not observed.encodings:
         fact = f"'{cls.__name__}' does not call 'encode_prompt'"
-        raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
     known, takes = inspect.signature(cls.encode_prompt).parameters, inspect.signature(cls.__call__).parameters
     encode = {
         name: value
@@ -158,7 +159,7 @@ def _encoding(
         value, longer = (value[0], longer[0]) if is_list else (value, longer)
         if not isinstance(value, torch.Tensor):
             fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
-            raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+            raise BadValueError(trial.place, fact, OTHER_LOOP)
         shape = [
             _size(trial, network, name, dim, size) if size == longer.shape[dim] else TOKENS
             for dim, size in enumerate(value.shape)
@@ -167,7 +168,7 @@ def _encoding(
         dtypes |= {name: _WHOLE[value.dtype]} if value.dtype in _WHOLE else {}
     if not any(embeddings.values()):
         fact = f"'{cls.__name__}' takes nothing that its 'encode_prompt' returns ({', '.join(names)})"
-        raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
     result: dict[str, Any] = {"encode": encode} if encode else {}
     result |= {"embeddings": embeddings} | ({"dtypes": dtypes} if dtypes else {})
     is_apart = bool(observed.negative) and all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
