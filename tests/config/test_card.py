@@ -210,6 +210,7 @@ def test_a_mistake_is_refused_with_its_file_and_line(copied, name, old, new, kin
         (r"rename: [{match: 'a', to: '\1'}]", r"'to' has \1; the groups of 'match' are none: 'match' has no group."),
         (r"rename: [{match: '(a)', to: '\g<1>'}]", r"'to' has \g; the groups of 'match' are \1."),
         ("rename: [{match: '(a', to: b}]", "It must be a regular expression: "),
+        ("rename: [{match: '[[a]', to: b}]", "It must be a regular expression: Possible nested set"),
         ("rename: [{match: a}]", "'components.guider.rename.0.to' is missing. Add 'to'."),
     ],
 )  # fmt: skip

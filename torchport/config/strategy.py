@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,8 +21,9 @@ Axis = Literal["dp", "sp", "tp"]
 
 def _regex(text: str) -> str:
     try:
-        re.compile(text)
-    except re.error as error:
+        with warnings.catch_warnings(action="error", category=FutureWarning):  # as `[[` means two things
+            re.compile(text)
+    except (re.error, FutureWarning) as error:
         raise ValueError(f"It must be a regular expression: {error}") from error
     return text
 

@@ -105,7 +105,5 @@ def pieces(model: str, name: str) -> list[Piece]:
 def image_argument(cls: Any) -> str | None:
     """Returns the argument of a pipeline that takes the image which it begins with; None for one that needs none."""
     parameter = inspect.signature(cls.__call__).parameters.get("image")
-    if parameter is None:
-        return None
-    is_needed = parameter.default is parameter.empty or _FROM_IMAGES.search(cls.__name__)  # None is what it has there
-    return "image" if is_needed else None
+    has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
+    return "image" if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None
