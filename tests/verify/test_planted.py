@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from fakes.plain_pack import PlainPack
 
 from tests.fakes import faults
 from torchport.task import Request
@@ -24,11 +25,23 @@ CONFIGS = {
 }
 PROMPTS = {"hunyuan": 'A cat says "red"', "cogvideox": "A cat", "wan": "A cat"}
 """HunyuanVideo's second encoder reads what is quoted: without it, its tokens are masked, and no picture shows them."""
-QUICK = [
-    ("cogvideox", "a sign"),
-    ("cogvideox", "rotary applied twice"),
-    ("cogvideox", "guidance off by one"),
-]
+PLAIN = """
+- id: up.swapped
+  target: up.model:Block.forward
+  replace: faults.py:swapped
+  why: a fault
+  reported: "none: planted"
+  until: never
+  fits: {torch: "*"}
+  equivalence: {algebraic: "the same, it says"}
+"""
+SWAPPED = """
+import torch
+
+
+def swapped(self, x):
+    return x + self.down(torch.nn.functional.gelu(self.up(x)))
+"""
 
 
 class InTurn:
@@ -58,8 +71,8 @@ def originals(tmp_path_factory):
 
 
 @pytest.fixture
-def verified(root, tmp_path, originals, monkeypatch):
-    """Verifies a port with a fault, in this process: a fresh one would import everything again."""
+def in_this_process(originals, monkeypatch):
+    """Has a verification run in this process: a fresh one would import everything again."""
 
     in_its_process = verification._call
 
@@ -74,12 +87,17 @@ def verified(root, tmp_path, originals, monkeypatch):
     def recorded(request, steps, file, *rest):
         kept = originals / f"{request.model}{'-decoded' * any(rest)}.pt"
         if not kept.exists():
-            clean = dataclasses.replace(request, paths=(str(root),))
+            clean = dataclasses.replace(request, paths=request.paths[-1:])  # without the pack of the fault
             recording.record(clean, steps, kept, *rest)
         shutil.copy(kept, file)
 
     monkeypatch.setattr(verification, "_call", call)
     monkeypatch.setattr(verification, "ThreadPoolExecutor", InTurn)
+
+
+@pytest.fixture
+def verified(root, tmp_path, in_this_process):
+    """Verifies a port with a fault."""
 
     def verify(model, fault=None, **options):
         paths = (str(root),) if fault is None else (str(fault.pack(root, tmp_path / "pack")), str(root))
@@ -110,17 +128,22 @@ def check_named(verified, fault, **options):
 EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS]
 
 
-@pytest.mark.parametrize(
-    "fault", [f for f in EVERY if (f.model, f.name) in QUICK], ids=lambda f: f"{f.model}, {f.name}"
-)
-def test_the_module_and_the_patch_of_a_fault_are_named(verified, fault):
-    check_named(verified, fault)
+def test_the_module_and_the_patch_of_a_fault_in_a_plain_network_are_named(tmp_path, monkeypatch, in_this_process):
+    pack = PlainPack(tmp_path, monkeypatch)
+    pack.write("patches/up/faults.yaml", PLAIN)
+    pack.write("patches/up/faults.py", SWAPPED)
+    pack.change("denoise: []", "denoise: [up/faults]")
+    plain = Request("plain", "configs/small.yaml", prompt="A cat", checkpoint="tiny", paths=(str(pack.root),))
+    try:
+        result = verification.verify(plain, Options())
+    finally:
+        pack.close()
+    assert result.exit_code == 1 and result.verdict is Verdict.OTHER
+    assert re.search(r"blocks\.0\b.*up\.swapped.*faults\.yaml:2", result.first_line), result.first_line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [f for f in EVERY if (f.model, f.name) not in QUICK], ids=lambda f: f"{f.model}, {f.name}"
-)
+@pytest.mark.parametrize("fault", EVERY, ids=lambda f: f"{f.model}, {f.name}")
 def test_the_module_and_the_patch_of_every_fault_are_named(verified, fault):
     check_named(verified, fault)
 
