@@ -73,6 +73,7 @@ def plan(**stages):
         "versions": {"jax": "0.10.2"},
         "assumptions": ["uncalibrated"],
         "lossy": [],
+        "clip": None,
         "verification": None,
         "stages": {"encode": left_out, **(stages or {"denoise": stage()})},
     }

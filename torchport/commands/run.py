@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,11 +126,22 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     if summary.steps:
         running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
         text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")
+    text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({_clip(summary.seconds)})")
     if summary.upstream is not None:
         text.append(f"{summary.upstream}")
     sheet = summary.folder / CONTACT_SHEET
     text += ["", f"{sheet}: frames of it, side by side"] if summary.video and sheet.exists() else [""]
     return [*text, place]
+
+
+def _clip(seconds: Mapping[str, float]) -> str:
+    """Returns the seconds of a run by the parts that `torchport plan` has of a clip."""
+    parts: dict[str, float] = {}
+    for key, value in seconds.items():
+        stage, verb = key.split()
+        part = {"run": stage, "save": "write", "shard": "load"}.get(verb, verb)
+        parts[part] = parts.get(part, 0.0) + value
+    return ", ".join(f"{part} {value:.1f}" for part, value in parts.items() if value >= 0.05)
 
 
 def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:

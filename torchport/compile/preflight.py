@@ -125,6 +125,12 @@ def _memory(task: Task) -> _Memory:
     return _Memory(device_bytes, host_bytes)
 
 
+def host_bytes(task: Task) -> int:
+    """Returns the bytes that a stage of the whole job holds in the host's memory, of the stage that holds most."""
+    whole = dataclasses.replace(task, request=dataclasses.replace(task.request, stage="all"))
+    return max(weights + tensors for weights, tensors, _ in _memory(whole).host_bytes)
+
+
 def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -> None:
     """Refuses a task that does not fit this machine.
 

@@ -616,6 +616,8 @@ class Job(Frozen):
     """A step cache: steps that take what the blocks compute from earlier steps. It is lossy (docs/step-caches.md)."""
     save_every: pydantic.PositiveInt = 5
     """The number of denoising steps between two savings of the unfinished latents."""
+    price_per_chip_hour: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = None
+    """What a chip costs in an hour, in US dollars. `torchport plan` then says what a clip costs."""
     keep_steps: bool = False
     """Whether the latents after each denoising step are kept, for `torchport compare` (docs/runs.md)."""
     overrides: bool = False

@@ -308,6 +308,47 @@ class VerificationCost(Figure):
     """seconds of that on a host with 1 TFLOP/s"""
 
 
+class ClipPart(Figure):
+    """A part of the way from a prompt to the file of the video."""
+
+    part: str
+    """`load`, `compile`, `encode`, a stage with a network, or `write`"""
+    once: bool
+    """whether the first clip alone takes it: clips of one shape share what was loaded and compiled"""
+    seconds: float
+    """seconds by the model"""
+    limit: str
+    """what limits it, in words"""
+
+
+class Clip(Figure):
+    """The seconds from a prompt to the file of the video; parts run one after the other."""
+
+    parts: list[ClipPart]
+    """the parts, in their order"""
+    first_s: float
+    """seconds of the first clip, with loading and compiling"""
+    next_s: float
+    """seconds of each clip after it"""
+    length_s: float
+    """seconds that the video lasts"""
+    times_real_time: float
+    """`next_s` over `length_s`: below 1, a video is made faster than it plays"""
+    chip_s: float
+    """`next_s` times the chips of the slice"""
+    dollars: float | None
+    """US dollars of `chip_s`; null where the config has no `price_per_chip_hour`"""
+    host_bytes: int
+    """memory that a stage takes on each host at most: weights of encoders, latents, frames"""
+    host_memory_bytes: int
+    """memory of a host as Google rents it with so many chips"""
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host's memory is enough."""
+        return self.host_bytes <= self.host_memory_bytes
+
+
 class JobPlan(Figure):
     """A job's plan."""
 
@@ -320,7 +361,7 @@ class JobPlan(Figure):
     mesh: dict[Axis, int]
     """sizes of the mesh's axes"""
     fits: bool
-    """whether every stage that was compiled fits"""
+    """whether every stage that was compiled fits, and the host's part of the job in its memory"""
     versions: dict[str, str]
     """versions of the packages that decide the figures"""
     assumptions: list[str]
@@ -329,6 +370,8 @@ class JobPlan(Figure):
     """what makes the result another than the model's own: attention in eight bits, a step cache"""
     stages: dict[str, Annotated[StagePlan | StageLeftOut, pydantic.Field(discriminator="status")]]
     """the stages, by name"""
+    clip: Clip | None = None
+    """a whole clip; null where a stage with a network was not compiled, or does not fit"""
     verification: VerificationCost | None = None
     """what `torchport verify` takes; null where no stage that denoises was compiled"""
 

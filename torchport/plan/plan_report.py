@@ -36,7 +36,7 @@ def lines(job: JobPlan) -> list[str]:
             continue
         calls = ", ".join(f"{program.times} x {largest_shape(program.inputs)}" for program in stage.programs)
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
-    text += [*_at_once_lines(job), *_verification_lines(job)]
+    text += [*_at_once_lines(job), *_clip_lines(job), *_verification_lines(job)]
     text += [f"  lossy: {reason}" for reason in job.lossy]
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
@@ -50,6 +50,23 @@ def _at_once_lines(job: JobPlan) -> list[str]:
     limit = job.stage("denoise").per_device.hbm_bytes
     verdict = "both would fit at once" if size <= limit else "both would not fit at once"
     return [f"two networks take turns, one is on the devices at a time; {verdict}: {_size(size)} of {_size(limit)}"]
+
+
+def _clip_lines(job: JobPlan) -> list[str]:
+    clip = job.clip
+    if clip is None:
+        return []
+    cost = "" if clip.dollars is None else f", {clip.dollars:.2g} US dollars"
+    text = [
+        f"a clip: {clip.first_s:.3g} s for the first, {clip.next_s:.3g} s for each after it, by the model; "
+        f"{clip.times_real_time:.3g} times as long as it plays ({clip.length_s:.3g} s), {clip.chip_s:.3g} chip-s{cost}"
+    ]
+    text += [
+        f"  {part.part:13} {part.seconds:7.3g} s{'  (the first alone)' if part.once else ''}  {part.limit}"
+        for part in clip.parts
+    ]
+    memory = f"{size_text(clip.host_bytes)} of {size_text(clip.host_memory_bytes)}"
+    return [*text, f"  the host's memory: {memory}{'' if clip.fits_host else ': DOES NOT FIT'}"]
 
 
 def _verification_lines(job: JobPlan) -> list[str]:
@@ -154,9 +171,26 @@ def page_of(job: JobPlan, command: str) -> str:
         TEMPLATE,
         plan=job,
         stages=[_section(name, stage) for name, stage in job.stages.items()],
+        clip=_clip_chart(job),
         versions=page.table("Versions", "package|version", sorted(job.versions.items())),
         command=command,
     )
+
+
+def _clip_chart(job: JobPlan) -> BarChart | None:
+    """Returns the parts of a clip as one bar: those that each clip takes."""
+    if job.clip is None:
+        return None
+    kinds = {"encode": "arguments", "write": "rest", "decode": "communication"}
+    each = [part for part in job.clip.parts if not part.once]
+    parts = [
+        _time(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each
+    ]
+    title = (
+        f"A clip, modelled: {job.clip.next_s:.4g} s, {job.clip.times_real_time:.3g} times as long as it plays; the "
+        f"first takes {job.clip.first_s:.4g} s"
+    )
+    return BarChart(title, parts, 1e3 * job.clip.next_s)
 
 
 def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:

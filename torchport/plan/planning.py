@@ -22,7 +22,7 @@ from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError
 from torchport.files import atomic
-from torchport.plan import aot, step_time
+from torchport.plan import aot, clip, step_time
 from torchport.plan.figures import (
     Communication,
     JobPlan,
@@ -49,8 +49,6 @@ VERIFY_CALLS, VERIFY_LARGE_CALLS = 5, 3
 Its own: with the units' values noted, and those of all modules. The yardstick's: free, with the original's values at
 the units, and at all modules. Above the limit, modules are left out.
 """
-HOST_FLOPS = 1e12
-"""Floating-point operations that a host does in a second, where a plan says how long it takes."""
 
 
 def plan(
@@ -84,19 +82,22 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     _check(task, stages)
     with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
         planned = {name: _stage_plan(task, name, folder / name, bounded) for name in _announced(stages)}
+    whole = clip.of_plans(task, planned)
     job = JobPlan(
         model=task.card.model,
         machine=task.machine.name,
         strategy=task.job.strategy,
         mesh=dict(task.job.mesh),
-        fits=all(stage.fits for stage in planned.values()),
+        fits=all(stage.fits for stage in planned.values()) and (whole is None or whole.fits_host),
         versions=versions(),
         assumptions=[
             step_time.calibration_words(step_time.shipped_calibration(), versions()),
             *_assumptions(task, bounded),
+            *([] if whole is None else [clip.ASSUMED]),
         ],
         lossy=lossy(task),
         stages={stage.name: planned.get(stage.name) or _left_out(stage) for stage in task.family.STAGES},
+        clip=whole,
         verification=verification_cost(task, planned),
     )
     if keep is not None:
@@ -315,5 +316,5 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
         values_bytes=values,
         device_bytes=max(device),
         flops=flops,
-        host_s=round(flops / HOST_FLOPS, 1),
+        host_s=round(flops / clip.HOST_FLOPS, 1),
     )

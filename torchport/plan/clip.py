@@ -1,0 +1,107 @@
+"""The seconds from a prompt to the file of the video, by part: what is planned of each part, and what limits it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from torchport.compile import network, preflight
+from torchport.compile.in_force import in_force
+from torchport.config.card import DENOISING
+from torchport.plan.figures import Clip, ClipPart, StagePlan
+from torchport.progress import size_text
+from torchport.stages.family import Stage
+from torchport.task import Task
+
+HOST_FLOPS = 1e12
+"""Floating-point operations that a host does in a second, where a plan says how long it takes."""
+READ = 1e9
+"""Bytes of weights that a host reads in a second, from a disk or over a network."""
+ENCODED = 50e6
+"""Pixels that become video.mp4 in a second. x264 took 0.17 CPU-s for a million of a noisy video; it uses all cores."""
+ASSUMED = (
+    f"a clip: the host does {HOST_FLOPS / 1e12:.3g} TFLOP/s, reads weights at {READ / 1e9:.3g} GB/s and writes "
+    f"{ENCODED / 1e6:.3g} Mpixel/s; what moves between host and devices takes no time"
+)
+
+
+def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
+    """Returns the seconds of a clip; None where a stage with a network was not planned, or does not fit."""
+    stages = [stage for stage in task.family.STAGES if stage.network is not None]
+    if any(stage.name not in planned or planned[stage.name].step.model_s is None for stage in stages):
+        return None
+    parts = [_load(task), _compile(planned), *_encode(task), *(_computed(planned[s.name], s) for s in stages)]
+    parts.append(_write(task))
+    seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
+    chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
+    chips = task.machine.devices // chip.devices
+    price, hosts = task.job.price_per_chip_hour, -(-chips // chip.chips_per_host)
+    return Clip(
+        parts=parts,
+        first_s=seconds[True] + seconds[False],
+        next_s=seconds[False],
+        length_s=length,
+        times_real_time=seconds[False] / length,
+        chip_s=seconds[False] * chips,
+        dollars=None if price is None else seconds[False] * chips * price / 3600,
+        host_bytes=preflight.host_bytes(task),
+        host_memory_bytes=chip.host_memory * math.ceil(chips / hosts),
+    )
+
+
+def _load(task: Task) -> ClipPart:
+    size = 0
+    for name, component in task.card.components.items():
+        dtype = task.settings.dtypes.get(name, torch.float16)
+        size += dtype.itemsize * (component.parameters or 0)
+    return ClipPart(part="load", once=True, seconds=size / READ, limit=f"reads {size_text(size)} of weights")
+
+
+def _compile(planned: Mapping[str, StagePlan]) -> ClipPart:
+    seconds = sum(stage.trace_s + stage.compile_s for stage in planned.values())
+    limit = "traced and compiled, as long as on this machine; JAX's cache keeps the programs"
+    return ClipPart(part="compile", once=True, seconds=seconds, limit=limit)
+
+
+def _encode(task: Task) -> Iterator[ClipPart]:
+    """Yields the encoders' time on the host, at two operations for each parameter and token."""
+    first = task.denoising[0]
+    if first.like is None:
+        return
+    with in_force(task, [first]), preflight.without_values():
+        inputs = first.like(network.outlines(task, first), task.settings)
+    tokens = {name: x.shape[0] * x.shape[-2] for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
+    flops = 0
+    networks = {stage.network for stage in task.family.STAGES}
+    for name, component in task.card.components.items():
+        if component.parameters and name not in networks:
+            # `prompt_embeds_2` is what `text_encoder_2` makes.
+            own = sum(count for key, count in tokens.items() if _number(key) == _number(name))
+            flops += 2 * component.parameters * (own or max(tokens.values(), default=0))
+    limit = f"{flops:.3g} FLOP of the encoders on the host"
+    yield ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)
+
+
+def _number(name: str) -> str:
+    found = re.search(r"_(\d+)(?=_mask$|$)", name)
+    return "" if found is None else found[1]
+
+
+def _computed(plan: StagePlan, stage: Stage) -> ClipPart:
+    step = plan.step.known
+    assert step is not None
+    rest = step.model_s - step.attention_s
+    other = rest * step.other_s / ((step.other_s + step.communication_s) or 1)
+    shares = {"attention": step.attention_s, "other operations": other, "communication": rest - other}
+    largest = max(shares, key=lambda name: shares[name])
+    count = f"{plan.steps} steps of {step.model_s:.3g} s, " if stage.name in DENOISING else ""
+    limit = f"{count}{shares[largest] / step.model_s:.0%} of it {largest}" if step.model_s else "nothing"
+    return ClipPart(part=stage.name, once=False, seconds=plan.steps * step.model_s, limit=limit)
+
+
+def _write(task: Task) -> ClipPart:
+    pixels = task.settings.frames * task.settings.height * task.settings.width
+    return ClipPart(part="write", once=False, seconds=pixels / ENCODED, limit=f"{pixels / 1e6:.3g} Mpixel of video")
