@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -292,6 +293,8 @@ def test_a_whole_run_prints_where_the_video_is_and_where_the_time_went(torchport
     assert code == 0 and out[-1] == "made/video.mp4"
     assert out[-2] == "made/contact_sheet.png: frames of it, side by side"
     assert [line.split()[0] for line in out[1:4]] == ["encode", "denoise", "decode"] and "s/step" in out[4]
+    [parts] = [line for line in out if line.startswith("clip")]
+    assert re.fullmatch(r"clip +[\d.]+ s   \(.*encode [\d.]+.*denoise [\d.]+.*\)", parts)
     names = {file.name for file in (tmp_path / "made").iterdir()}
     stages = {f"{stage}.{kind}" for stage in ("encode", "denoise", "decode") for kind in ("json", "safetensors")}
     assert names == stages | {"manifest.json", "video.mp4", "contact_sheet.png"}

@@ -126,7 +126,8 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     if summary.steps:
         running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
         text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")
-    text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({_clip(summary.seconds)})")
+    if summary.seconds:
+        text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({_clip(summary.seconds)})")
     if summary.upstream is not None:
         text.append(f"{summary.upstream}")
     sheet = summary.folder / CONTACT_SHEET

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -22,6 +21,8 @@ READ = 1e9
 """Bytes of weights that a host reads in a second, from a disk or over a network."""
 ENCODED = 50e6
 """Pixels that become video.mp4 in a second. x264 took 0.17 CPU-s for a million of a noisy video; it uses all cores."""
+CHIPS_OF_MANY = 4
+"""Chips of each host of a slice of several."""
 ASSUMED = (
     f"a clip: the host does {HOST_FLOPS / 1e12:.3g} TFLOP/s, reads weights at {READ / 1e9:.3g} GB/s and writes "
     f"{ENCODED / 1e6:.3g} Mpixel/s; what moves between host and devices takes no time"
@@ -38,7 +39,8 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
     chips = task.machine.devices // chip.devices
-    price, hosts = task.job.price_per_chip_hour, -(-chips // chip.chips_per_host)
+    price = task.job.price_per_chip_hour
+    of_host = chips if chips <= chip.chips_per_host else CHIPS_OF_MANY
     return Clip(
         parts=parts,
         first_s=seconds[True] + seconds[False],
@@ -48,7 +50,7 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
         chip_s=seconds[False] * chips,
         dollars=None if price is None else seconds[False] * chips * price / 3600,
         host_bytes=preflight.host_bytes(task),
-        host_memory_bytes=chip.host_memory * math.ceil(chips / hosts),
+        host_memory_bytes=chip.host_memory * of_host,
     )
 
 
@@ -79,8 +81,8 @@ def _encode(task: Task) -> Iterator[ClipPart]:
     for name, component in task.card.components.items():
         if component.parameters and name not in networks:
             # `prompt_embeds_2` is what `text_encoder_2` makes.
-            own = sum(count for key, count in tokens.items() if _number(key) == _number(name))
-            flops += 2 * component.parameters * (own or max(tokens.values(), default=0))
+            made = sum(count for key, count in tokens.items() if _number(key) == _number(name))
+            flops += 2 * component.parameters * (made or max(tokens.values(), default=0))
     limit = f"{flops:.3g} FLOP of the encoders on the host"
     yield ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)
 
