@@ -1,6 +1,6 @@
 """What `torchport verify` says of ports with a planted fault: whether it notices it, and names it in its first line.
 
-    python benchmarks/verify_planted.py [--models hunyuan,wan] [--only REGEX] [--rows FILE]
+    python benchmarks/verify_planted.py [--kinds fault,new] [--models hunyuan,wan] [--only REGEX] [--rows FILE]
 
 Each fault of `tests/fakes/faults.py` is a pack. All verifications are in this process, on the cards' demos with their
 tiny weights; the original is recorded once for each card. The table has a line for each fault: the verdict, whether
@@ -30,6 +30,8 @@ from tests.fakes.verifying import verifying  # noqa: E402
 KINDS = {
     "fault": [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS],
     "decoder": [faults.DECODER_FAULT, *faults.WAN_DECODER_FAULTS],
+    "new": faults.NEW_FAULTS,
+    "new decoder": faults.NEW_DECODER_FAULTS,
     "harmless": [*faults.UNSEEN, *faults.HARMLESS],
 }
 
@@ -38,12 +40,13 @@ def main() -> None:
     """Runs the faults that were asked for, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", type=lambda text: text.split(","))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--only", type=re.compile, help="names of faults that match this")
     parser.add_argument("--rows", type=Path, help="a file that gets a line of JSON for each run")
     arguments = parser.parse_args()
     chosen = []
-    for kind, planted in KINDS.items():
-        for fault in planted:
+    for kind in arguments.kinds:
+        for fault in KINDS[kind]:
             if arguments.models and fault.model not in arguments.models:
                 continue
             if arguments.only is None or arguments.only.search(fault.name):
@@ -63,7 +66,7 @@ def row_of(verify: Callable[..., Any], kind: str, fault: Any) -> dict[str, Any]:
     """Returns what a verification says of a port with a fault."""
     before = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        found = verify(fault.model, fault, Path(folder, "pack"), decodes=kind == "decoder")
+        found = verify(fault.model, fault, Path(folder, "pack"), decodes="decoder" in kind)
     seconds = round(time.process_time() - before)
     line = found.first_line
     is_named = bool(re.search(fault.names, line)) and fault.patch in line
