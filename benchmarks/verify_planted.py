@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from tests.fakes import faults  # noqa: E402
-from tests.fakes.verifying import verifying  # noqa: E402
+from tests.fakes.verifying import small, verifying  # noqa: E402
 
 KINDS = {
     "fault": [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS],
@@ -66,7 +66,7 @@ def row_of(verify: Callable[..., Any], kind: str, fault: Any) -> dict[str, Any]:
     """Returns what a verification says of a port with a fault."""
     before = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        found = verify(fault.model, fault, Path(folder, "pack"), decodes="decoder" in kind)
+        found = verify(small(ROOT, fault.model, fault, Path(folder, "pack")), decodes="decoder" in kind)
     seconds = round(time.process_time() - before)
     line = found.first_line
     is_named = bool(re.search(fault.names, line)) and fault.patch in line

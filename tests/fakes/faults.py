@@ -709,7 +709,7 @@ NEW_FAULTS = [
         "the last step's timestep",
         "cogvideox",
         TIME,
-        "return torch.where((args[0] < 200)[:, None], original(self, args[0] + 1), result())",
+        "return torch.where((args[0] < 400)[:, None], original(self, args[0] + 1), result())",
         "time_proj.* at step 2",
     ),
     _planted(
@@ -727,11 +727,11 @@ NEW_FAULTS = [
         FEED_FORWARD,
     ),
     _planted(
-        "the last frame is the one before",
+        "the last norm a token late",
         "cogvideox",
-        f"{C}:CogVideoXTransformer3DModel.forward",
-        "x = result()[0]; return (torch.cat([x[:, :-1], x[:, -2:-1]], 1),)",
-        r"transformer\.forward at its end|transformer adds",
+        "diffusers.models.normalization:AdaLayerNorm.forward",
+        "return result().roll(1, 1)",
+        r"norm_out|forward before proj_out",
     ),
     _planted(
         "noise in bfloat16",

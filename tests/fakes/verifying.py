@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import shutil
 from importlib import import_module
 from types import SimpleNamespace
@@ -42,11 +43,11 @@ class InTurn:
 
 @contextlib.contextmanager
 def verifying(root, originals):
-    """Gives `verify(model, fault, packs, ...)`.
+    """Gives `verify(request, ...)`: a verification with its options.
 
     Args:
         root: The repository.
-        originals: A folder for recordings of originals, by model: no planted patch changes them.
+        originals: A folder for recordings of originals: neither a patch that is planted nor the mesh changes them.
     """
     # JAX starts here with the devices of all tests. A verification would start it with those of its own mesh.
     jax.devices()
@@ -61,33 +62,30 @@ def verifying(root, originals):
         return getattr(import_module(f"torchport.verify.{module}"), name)(*arguments)
 
     def recorded(request, steps, file, *rest):
-        parts = request.model, request.seed, *request.overrides, *("decoded" for _ in range(any(rest)))
-        kept = originals / f"{'-'.join(map(str, parts))}.pt".replace("/", "_")
+        sets = [field for field in request.overrides if not field.startswith(("strategy", "mesh", "machine"))]
+        key = request.model, request.prompt, request.seed, sets, steps, rest
+        kept = originals / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.pt"
         if not kept.exists():
             clean = dataclasses.replace(request, paths=(str(root),))
             recording.record(clean, steps, kept, *rest)
         shutil.copy(kept, file)
 
-    def verify(model, fault=None, pack=None, sets=(), seed=None, **options):
-        """Returns the verification of a port with a fault.
-
-        Args:
-            pack: The folder that the fault's pack is written to.
-            sets: Fields of the job that are others.
-        """
-        paths = (str(root),) if fault is None else (str(fault.pack(root, pack)), str(root))
-        request = Request(
-            model,
-            CONFIGS.get(model, f"configs/{model}_demo.yaml"),
-            prompt=PROMPTS.get(model, "A cat"),
-            seed=seed,
-            checkpoint="tiny",
-            # Each of Wan's networks has three steps or more.
-            overrides=(*SIZES, *(["steps=8"] if model == "wan" else []), *sets),
-            paths=paths,
-            cache=False,
-        )
+    def verify(request, **options):
         return verification.verify(request, Options(**options))
 
     with mock.patch.object(verification, "_call", call), mock.patch.object(verification, "ThreadPoolExecutor", InTurn):
         yield verify
+
+
+def small(root, model, fault=None, pack=None):
+    """Returns the request of a small port on one device; with a fault, of its pack, which is written to a folder."""
+    paths = (str(root),) if fault is None else (str(fault.pack(root, pack)), str(root))
+    return Request(
+        model,
+        CONFIGS[model],
+        prompt=PROMPTS[model],
+        checkpoint="tiny",
+        overrides=(*SIZES, "steps=8") if model == "wan" else SIZES,  # each of its networks has three or more
+        paths=paths,
+        cache=False,
+    )

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.fakes import faults
-from tests.fakes.verifying import CONFIGS, verifying
+from tests.fakes.verifying import CONFIGS, small, verifying
 from torchport.verify import recording, yardstick
 from torchport.verify.report import Verdict
 
@@ -25,7 +25,7 @@ def originals(tmp_path_factory):
 @pytest.fixture
 def verified(root, tmp_path, originals):
     with verifying(root, originals) as verify:
-        yield lambda model, fault=None, **options: verify(model, fault, tmp_path / "pack", **options)
+        yield lambda model, fault=None, **options: verify(small(root, model, fault, tmp_path / "pack"), **options)
 
 
 def check_named(verified, fault, **options):
