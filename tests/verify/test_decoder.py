@@ -17,6 +17,7 @@ def test_what_cannot_be_joined_is_not_compared():
     video = torch.randn(1, 2, 5, 3, 3)
     assert decoder._joined([video], [video[:, :, :4]]) is None
     assert decoder._joined([video], []) is None
+    assert decoder._joined([video], [video[..., 0], video[..., 0]]) is None
     assert decoder._joined([video], [video[:, :, :1], video[:, :, :1, :2]]) is None
 
 

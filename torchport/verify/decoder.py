@@ -33,12 +33,13 @@ from torchport.verify.yardstick import (
     is_sampled,
     least_rounding,
     sampled,
+    shape_of,
     wide_dtype,
     wide_module,
     widened,
 )
 
-Returned = dict[str, list[torch.Tensor]]
+_Returned = dict[str, list[torch.Tensor]]
 """What each module returned in each of its calls, by its path; of large tensors some rows."""
 
 
@@ -49,7 +50,7 @@ def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) 
 
 
 def _frames(
-    task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wide: bool, returned: Returned | None = None
+    task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wide: bool, returned: _Returned | None = None
 ) -> torch.Tensor:
     stage = dataclasses.replace(task.family.STAGES[-1], prepare=None)
     parts = network.loaded(task, stage, folder)
@@ -139,7 +140,7 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
     stage = task.family.STAGES[-1]
     if stage.network is None:
         return None
-    exact, rounded = Returned(), Returned()
+    exact, rounded = _Returned(), _Returned()
     with stage_in_force(original, stage):
         for returned, is_wide in ((exact, True), (rounded, False)):
             _frames(original, folder, recorded["latents"], is_wide, returned)
@@ -158,11 +159,11 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
 
 def _port_returns(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], ledger: patch.Ledger
-) -> tuple[Returned, dict[str, frozenset[str]]]:
+) -> tuple[_Returned, dict[str, frozenset[str]]]:
     """Returns what the modules of the port's decoder return, on one device, in the order in which they first do."""
     mesh = dict.fromkeys(task.job.mesh, 1)
     task = dataclasses.replace(task, job=task.job.model_copy(update={"mesh": mesh, "stacked": False}))
-    stage, returned, patches = task.family.STAGES[-1], Returned(), dict[str, frozenset[str]]()
+    stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
     call, parts = compiled_network(task, stage, folder, shard.make_mesh(mesh, devices(task.machine)[:1]))
     opened: dict[str, dict[str, int]] = {}
 
@@ -190,8 +191,8 @@ def _port_returns(
 def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns two modules' results as two tensors of one shape; None where they cannot be."""
     if len(ours) == len(theirs) == 1:
-        return (ours[0], theirs[0]) if ours[0].shape == theirs[0].shape else None
-    if not ours or not theirs or is_sampled([*ours, *theirs]):
+        return (ours[0], theirs[0]) if shape_of(ours[0]) == shape_of(theirs[0]) else None
+    if not theirs or len({tensor.ndim for tensor in (*ours, *theirs)}) != 1 or is_sampled([*ours, *theirs]):
         return None
     for dim in range(ours[0].ndim):
         with contextlib.suppress(RuntimeError):  # other shapes cannot be joined along this dim
