@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import shutil
 from importlib import import_module
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jax
+import psutil
 
 from torchport.task import Request
 from torchport.verify import recording, verification
@@ -23,6 +25,8 @@ CONFIGS = {
 }
 PROMPTS = {"hunyuan": 'A cat says "red"', "cogvideox": "A cat", "wan": "A cat"}
 """HunyuanVideo's second encoder reads what is quoted: without it, its tokens are masked, and no picture shows them."""
+MOST = 4 * 2**30
+"""Bytes of this process's memory above which what JAX keeps of earlier verifications is dropped."""
 
 
 class InTurn:
@@ -71,6 +75,9 @@ def verifying(root, originals):
         shutil.copy(kept, file)
 
     def verify(request, **options):
+        if psutil.Process().memory_info().rss > MOST:
+            jax.clear_caches()
+            gc.collect()
         return verification.verify(request, Options(**options))
 
     with mock.patch.object(verification, "_call", call), mock.patch.object(verification, "ThreadPoolExecutor", InTurn):

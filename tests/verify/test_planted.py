@@ -38,7 +38,8 @@ def check_named(verified, fault, **options):
     assert result.exit_code == 1
 
 
-EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS]
+EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS, *faults.NEW_FAULTS]
+DECODERS = [faults.DECODER_FAULT, *faults.WAN_DECODER_FAULTS, *faults.NEW_DECODER_FAULTS]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,9 @@ def test_the_frames_of_the_decoder_are_compared_in_levels(verified):
 
 
 @pytest.mark.slow
-def test_the_patch_of_a_fault_in_the_decoder_is_named(verified):
-    check_named(verified, faults.DECODER_FAULT, decodes=True)
+@pytest.mark.parametrize("fault", DECODERS, ids=lambda fault: f"{fault.model}, {fault.name}")
+def test_the_module_and_the_patch_of_a_fault_in_the_decoder_are_named(verified, fault):
+    check_named(verified, fault, decodes=True)
 
 
 @pytest.mark.slow
