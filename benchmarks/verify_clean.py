@@ -3,9 +3,9 @@
     python benchmarks/verify_clean.py [--rows FILE] [--models hunyuan,wan] [--dtypes float32] [--strategies tp]
                                       [--seeds 10] [--first 0] [--most N] [--table]
 
-Each run is one command on the card's demo with its tiny weights, and appends a line of JSON to the file of rows. Runs
-that the file has are not made again, so that a stopped benchmark goes on. The table has a row for each card, dtype and
-strategy: how many runs, how many of them did not say "the same ...", and the greatest ratios.
+Each run is a verification of the card's demo with its tiny weights, all in this process, and appends a line of JSON to
+the file of rows. Runs that the file has are not made again, so that a stopped benchmark goes on. The table has a row
+for each card, dtype and strategy: how many runs, how many of them did not say "the same ...", and the greatest ratios.
 """
 
 from __future__ import annotations
@@ -13,18 +13,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchport.config.pack import Pack, find_pack
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+from PIL import Image  # noqa: E402
+
+from tests.fakes.verifying import verifying  # noqa: E402
+from torchport.config.pack import Pack, find_pack  # noqa: E402
+from torchport.task import Request  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +49,25 @@ class Run:
         """Its name in the file of rows."""
         return f"{self.model} {self.dtype} {self.strategy} {self.seed}"
 
-    def command(self, pack: Pack, more: list[str]) -> list[str]:
-        """Returns the command line."""
+    def request(self, pack: Pack, upstream_path: str | None) -> Request:
+        """Returns the request of its port."""
         card, _ = pack.card(self.model)
-        options = {"--model": self.model, "--config": card.demo, "--strategy": self.strategy, "--seed": str(self.seed)}
-        words = [word for pair in options.items() for word in pair]
         networks = [name for name in card.strategies[self.strategy].weights if name != "vae"]
-        for name in networks:
-            words += ["--set", f"dtypes.{name}={self.dtype}"]
-        return [sys.executable, "-m", "torchport", "verify", *words, "--json", *more]
+        image = None
+        if card.call is not None and card.call.image is not None:
+            image = Path(tempfile.gettempdir(), "verify_clean.png")
+            Image.linear_gradient("L").save(image)
+        return Request(
+            self.model,
+            str(card.demo),
+            prompt=card.tiny.prompt,
+            seed=self.seed,
+            overrides=(f"strategy={self.strategy}", *(f"dtypes.{name}={self.dtype}" for name in networks)),
+            paths=(str(ROOT),),
+            image=image,
+            upstream_path=upstream_path if card.checkout is not None else None,
+            cache=False,
+        )
 
 
 def runs(pack: Pack, arguments: argparse.Namespace) -> Iterator[Run]:
@@ -63,33 +81,17 @@ def runs(pack: Pack, arguments: argparse.Namespace) -> Iterator[Run]:
                         yield Run(model, dtype, strategy, seed)
 
 
-def more_flags(run: Run, pack: Pack, upstream_path: str | None) -> list[str]:
-    """Returns the flags that one card needs and another refuses: a checkout, a picture."""
-    from PIL import Image
-
-    card, _ = pack.card(run.model)
-    flags = ["--upstream-path", str(upstream_path)] if card.checkout is not None else []
-    if card.call is None or card.call.image is None:
-        return flags
-    picture = Path(tempfile.gettempdir(), "verify_clean.png")
-    Image.linear_gradient("L").save(picture)
-    return [*flags, "--image", str(picture)]
-
-
-def row_of(run: Run, pack: Pack, more: list[str]) -> dict[str, Any]:
+def row_of(verify: Callable[..., Any], run: Run, request: Request) -> dict[str, Any]:
     """Returns what a run said."""
-    start = time.perf_counter()
-    done = subprocess.run(run.command(pack, more), cwd=ROOT, capture_output=True, text=True, check=False)
-    row = {"key": run.key, **dataclasses.asdict(run), "seconds": round(time.perf_counter() - start, 1)}
-    if not done.stdout.startswith("{"):
-        return {**row, "verdict": "refused", "line": done.stderr.strip().splitlines()[-1:]}
-    data = json.loads(done.stdout)
-    units = [unit for unit in data["units"] if not unit["harmless"]]
+    before = time.process_time()
+    found = verify(request)
+    units = [unit for unit in found.units if not unit.is_harmless]
     ratios = {
-        "network": max((unit["ratio"] or 0 for unit in units if unit["kind"] == "network"), default=None),
-        "unit": max((unit["ratio"] or 0 for unit in units if unit["kind"] != "network"), default=None),
+        "network": max((unit.ratio for unit in units if unit.kind == "network"), default=None),
+        "unit": max((unit.ratio for unit in units if unit.kind != "network"), default=None),
     }
-    return {**row, "verdict": data["verdict"], "line": data["first_line"], "ratios": ratios}
+    row = {"key": run.key, **dataclasses.asdict(run), "seconds": round(time.process_time() - before, 1)}
+    return {**row, "verdict": found.verdict_words, "line": found.first_line, "ratios": ratios}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -125,12 +127,13 @@ def main() -> None:
     rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()] if arguments.rows.exists() else []
     known = {row["key"] for row in rows}
     left = [] if arguments.table else [run for run in runs(pack, arguments) if run.key not in known]
-    for run in left[: arguments.most]:
-        row = row_of(run, pack, more_flags(run, pack, arguments.upstream_path))
-        rows.append(row)
-        with arguments.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{run.key}: {row['verdict']}, {row['seconds']} s", flush=True)
+    with tempfile.TemporaryDirectory() as folder, verifying(Path(folder)) as verify:
+        for run in left[: arguments.most]:
+            row = row_of(verify, run, run.request(pack, arguments.upstream_path))
+            rows.append(row)
+            with arguments.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{run.key}: {row['verdict']}, {row['seconds']} s", flush=True)
     print("\n".join(table(rows)))
 
 

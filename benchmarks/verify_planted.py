@@ -1,34 +1,37 @@
 """What `torchport verify` says of ports with a planted fault: whether it notices it, and names it in its first line.
 
-    python benchmarks/verify_planted.py [--models hunyuan,wan] [--only REGEX] [--rows FILE]
+    python benchmarks/verify_planted.py [--kinds fault,new] [--models hunyuan,wan] [--only REGEX] [--rows FILE]
 
-Each fault of `tests/fakes/faults.py` is a pack; each run is one command on the card's demo with its tiny weights. The
-table has a line for each fault: the verdict, whether module and patch stand in the first line, and processor seconds.
+Each fault of `tests/fakes/faults.py` is a pack. All verifications are in this process, on the cards' demos with their
+tiny weights; the original is recorded once for each card. The table has a line for each fault: the verdict, whether
+module and patch stand in the first line, and processor seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
-import resource
-import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from tests.fakes import faults  # noqa: E402
+from tests.fakes.verifying import small, verifying  # noqa: E402
 
-SIZES = ("height=32", "width=48", "frames=9")
-PROMPTS = {"hunyuan": 'A cat says "red"'}
-"""The second encoder of HunyuanVideo-1.5 reads what is quoted."""
 KINDS = {
     "fault": [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS],
     "decoder": [faults.DECODER_FAULT, *faults.WAN_DECODER_FAULTS],
+    "new": faults.NEW_FAULTS,
+    "new decoder": faults.NEW_DECODER_FAULTS,
     "harmless": [*faults.UNSEEN, *faults.HARMLESS],
 }
 
@@ -37,43 +40,38 @@ def main() -> None:
     """Runs the faults that were asked for, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", type=lambda text: text.split(","))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--only", type=re.compile, help="names of faults that match this")
     parser.add_argument("--rows", type=Path, help="a file that gets a line of JSON for each run")
     arguments = parser.parse_args()
-    rows = []
-    for kind, planted in KINDS.items():
-        for fault in planted:
+    chosen = []
+    for kind in arguments.kinds:
+        for fault in KINDS[kind]:
             if arguments.models and fault.model not in arguments.models:
                 continue
             if arguments.only is None or arguments.only.search(fault.name):
-                rows.append(row_of(kind, fault))
-                print(line_of(rows[-1]), flush=True)
-                if arguments.rows:
-                    with arguments.rows.open("a") as file:
-                        file.write(f"{json.dumps(rows[-1])}\n")
+                chosen.append((kind, fault))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, verifying(Path(folder)) as verify:
+        for kind, fault in chosen:
+            rows.append(row_of(verify, kind, fault))
+            print(line_of(rows[-1]), flush=True)
+            if arguments.rows:
+                with arguments.rows.open("a") as file:
+                    file.write(f"{json.dumps(rows[-1])}\n")
     print(summary(rows))
 
 
-def row_of(kind: str, fault: Any) -> dict[str, Any]:
+def row_of(verify: Callable[..., Any], kind: str, fault: Any) -> dict[str, Any]:
     """Returns what a verification says of a port with a fault."""
-    config = "configs/demo.yaml" if fault.model == "hunyuan" else f"configs/{fault.model}_demo.yaml"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        pack = fault.pack(ROOT, Path(folder, "pack"))
-        words = ["--model", fault.model, "--config", config, "--json", "--path", str(pack)]
-        words += [word for size in SIZES for word in ("--set", size)] + ["--decode"] * (kind == "decoder")
-        words += ["--prompt", PROMPTS[fault.model]] if fault.model in PROMPTS else []
-        command = [sys.executable, "-m", "torchport", "verify", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"{fault.model}, {fault.name}:\n{done.stderr}")
-    found = json.loads(done.stdout)
-    line = found["first_line"]
-    is_named = bool(re.search(fault.names, line)) and fault.patch in [cause["patch"] for cause in found["causes"]]
-    fields = {"kind": kind, "model": fault.model, "fault": fault.name, "noticed": done.returncode == 1}
-    return {**fields, "named": is_named, "seconds": round(seconds), "first_line": line}
+        found = verify(small(ROOT, fault.model, fault, Path(folder, "pack")), decodes="decoder" in kind)
+    seconds = round(time.process_time() - before)
+    line = found.first_line
+    is_named = bool(re.search(fault.names, line)) and fault.patch in line
+    fields = {"kind": kind, "model": fault.model, "fault": fault.name, "noticed": found.exit_code == 1}
+    return {**fields, "named": is_named, "seconds": seconds, "first_line": line}
 
 
 def line_of(row: dict[str, Any]) -> str:

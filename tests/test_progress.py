@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from torchport.commands import terminal
 from torchport.progress import log, size_text, table, track, waiting
 
 
@@ -81,6 +82,18 @@ def test_waiting_in_a_file_is_one_log_line(level, caplog):
     with waiting("compile vae"):
         pass
     assert [record.getMessage() for record in caplog.records] == ["compile vae ..."]
+
+
+def test_a_line_in_a_file_begins_with_the_seconds_since_the_command_began(monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    terminal.log_to_stderr()
+    record = log.makeRecord("torchport", logging.INFO, "", 1, "load %s ...", ("vae",), None)
+    record.relativeCreated = 12_345.0
+    root.handle(record)
+    assert stderr.getvalue() == "  12.3 s  load vae ...\n"
 
 
 def test_sizes_are_in_the_largest_unit_that_they_reach():

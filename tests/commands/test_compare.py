@@ -198,6 +198,23 @@ def plain(tmp_path, monkeypatch):
     pack.close()
 
 
+def test_the_file_and_the_field_of_the_card_that_were_edited_are_named(plain, compared, tmp_path):
+    def make(name):
+        run(Request("plain", "configs/small.yaml", "A cat", out=tmp_path / name, paths=(str(plain.root),)))
+
+    make("a")
+    plain.change("settings.seed)", "settings.seed)  # the same", "patches/up/stages.py")
+    plain.change("title: ", "title: Another ", "configs/models/plain.yaml")
+    plain.close()
+    make("b")
+    said = compared(tmp_path / "a", tmp_path / "b")
+    assert "  patches/up/stages.py: its text is another" in said
+    [title] = [line for line in said if "title" in line]
+    assert title.startswith("  the card's title: ") and "Another" in title
+    assert any(line.startswith("  checkpoint: tiny:") for line in said), "the family arranges its weights"
+    assert sum(line.startswith("  ") for line in said) == 3, said
+
+
 def test_bfloat16_is_farther_from_float32_than_another_mesh(plain, compared, tmp_path):
     other_mesh = ("machine=cpu:4", "mesh={tp: 4}")
     for name, changes in {"a": (), "b": ("dtypes.net=bfloat16",), "c": other_mesh}.items():

@@ -108,7 +108,12 @@ def test_a_log_says_that_the_scan_began_and_how_far_it_is(torchport, capsys, cap
     for name in "abcde":
         (tmp_path / f"{name}.py").write_text(CODE, encoding="utf-8")
     torchport("scan", ".", capsys=capsys)
-    said = ["scan ...", "scan: 2 of 5 files, 6 findings so far", "scan: 4 of 5 files, 12 findings so far"]
+    said = [
+        "scan ...",
+        "scan: 2 of 5 files, 6 findings so far",
+        "scan: 4 of 5 files, 12 findings so far",
+        "scan: what runs ...",
+    ]
     assert caplog.messages == said
 
 

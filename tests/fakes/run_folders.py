@@ -29,8 +29,8 @@ FACTS = {
     "components": {"net": "aaaa"},
     "backend": "torchax",
     "patches": [PATCH],
-    "code": "c0de",
-    "shared_code": "5a4e",
+    "card": {"components": {"net": {"precision": "high"}}, "original": ["up/cuda", "up/groups"]},
+    "code": {"patches/up/stages.py": "c0de", "patches/up/net.yaml: up.guard": "5a4e"},
     "versions": {"torch": "2.13.0"},
     "seconds": {},
 }

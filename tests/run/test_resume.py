@@ -442,7 +442,7 @@ def test_a_run_is_not_finished_by_a_program_that_rounds_otherwise(stopped, denoi
     file = stopped / "denoise.partial.safetensors"
     request = denoise(backend="torchax")
     task = accept(request)
-    forged(file, backend="torchax", code=task.code(task.stages[0]))
+    forged(file, backend="torchax", **task.code(task.stages[0]))
     made = save.read_manifest(file)
     unfinished = resume.Unfinished(accept(dataclasses.replace(request, overrides=(*request.overrides, *sets))))
     weights = checkpoint.Checkpoint(stopped, made.checkpoint, made.components)
@@ -454,8 +454,13 @@ def test_a_run_is_not_finished_by_a_program_that_rounds_otherwise(stopped, denoi
 
 
 def test_unfinished_latents_of_other_code_are_refused(stopped, denoise, forged):
-    forged(stopped / "denoise.partial.safetensors", code="0123456789abcdef")
-    assert "A run with the card, the family or a patch '0123456789abcdef' was stopped here, and" in refusal(denoise())
+    made = stopped / "denoise.partial.safetensors"
+    code = save.read_manifest(made).code
+    file = next(name for name in code if name.endswith(".py"))
+    forged(made, code={**code, file: "0123456789abcdef"})
+    assert f"A run with code.{file} '0123456789abcdef' was stopped here, and this one has '" in refusal(denoise())
+    forged(made, code={**code, "patches/up/gone.py": "feed"})
+    assert "A run with code.patches/up/gone.py 'feed' was stopped here, and this one has None" in refusal(denoise())
 
 
 def test_unfinished_latents_of_an_older_schema_say_how_to_get_past_them(stopped, denoise, forged):

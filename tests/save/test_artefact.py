@@ -164,7 +164,7 @@ def test_an_artefact_of_the_schema_with_two_files_is_refused_by_that_name(tmp_pa
     (tmp_path / "denoise.json").write_text('{"schema_version": 1}')
     assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
         f"{tmp_path}/denoise.safetensors: Its schema version is 1. "
-        "This torchport reads 3: make the artefact again with: torchport run --stage denoise."
+        "This torchport reads 4: make the artefact again with: torchport run --stage denoise."
     )
 
 
@@ -176,12 +176,12 @@ def test_what_is_not_a_manifest_is_refused(tmp_path, text):
     assert "It holds no manifest" in text or "Its manifest's field 'schema_version' is missing" in text
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, "3", None, True, 2.5])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, "4", None, True, 2.5])
 def test_another_schema_is_refused(written, version, forged):
     forged(written / "denoise.safetensors", schema_version=version)
     assert refusal(ArtefactForeignError, lambda: read(written)) == (
         f"{written}/denoise.safetensors: Its schema version is {version!r}. "
-        "This torchport reads 3: make the artefact again with: torchport run --stage denoise."
+        "This torchport reads 4: make the artefact again with: torchport run --stage denoise."
     )
 
 

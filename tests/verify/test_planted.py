@@ -1,30 +1,16 @@
 """Faults planted in a port, one at a time: the first line of a verification names the module and the patch."""
 
-import dataclasses
-import functools
 import re
-import shutil
-from importlib import import_module
-from types import SimpleNamespace
 
-import jax
 import pytest
 from fakes.plain_pack import PlainPack
 
 from tests.fakes import faults
+from tests.fakes.verifying import CONFIGS, small, verifying
 from torchport.task import Request
-from torchport.verify import recording, verification, yardstick
+from torchport.verify import recording, yardstick
 from torchport.verify.report import Verdict
-from torchport.verify.verification import Options
 
-SIZES = ("height=32", "width=48", "frames=9", "steps=3", "machine=cpu:1", "mesh={}")
-CONFIGS = {
-    "hunyuan": "configs/demo.yaml",
-    "cogvideox": "configs/cogvideox_demo.yaml",
-    "wan": "configs/wan_demo.yaml",
-}
-PROMPTS = {"hunyuan": 'A cat says "red"', "cogvideox": "A cat", "wan": "A cat"}
-"""HunyuanVideo's second encoder reads what is quoted: without it, its tokens are masked, and no picture shows them."""
 PLAIN = """
 - id: up.swapped
   target: up.model:Block.forward
@@ -44,75 +30,16 @@ def swapped(self, x):
 """
 
 
-class InTurn:
-    """A pool that calls a function when its result is asked for: this process has one set of patches."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return False
-
-    def submit(self, function, *arguments):
-        return SimpleNamespace(result=functools.partial(function, *arguments))
-
-
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Recordings of originals by model: no planted patch changes them.
-
-    JAX starts here with the devices of all tests. A verification would start it with those of its own mesh.
-    """
-    jax.devices()
+    """Recordings of originals."""
     return tmp_path_factory.mktemp("originals")
 
 
 @pytest.fixture
-def in_this_process(originals, monkeypatch):
-    """Has a verification run in this process: a fresh one would import everything again."""
-
-    in_its_process = verification._call
-
-    def call(function, *arguments, **options):
-        module, _, name = function.partition(":")
-        if name == "drift_of_mesh":  # on a mesh of more devices than this process has
-            return in_its_process(function, *arguments, **options)
-        if name == "record":
-            return recorded(*arguments)
-        return getattr(import_module(f"torchport.verify.{module}"), name)(*arguments)
-
-    def recorded(request, steps, file, *rest):
-        kept = originals / f"{request.model}{'-decoded' * any(rest)}.pt"
-        if not kept.exists():
-            clean = dataclasses.replace(request, paths=request.paths[-1:])  # without the pack of the fault
-            recording.record(clean, steps, kept, *rest)
-        shutil.copy(kept, file)
-
-    monkeypatch.setattr(verification, "_call", call)
-    monkeypatch.setattr(verification, "ThreadPoolExecutor", InTurn)
-
-
-@pytest.fixture
-def verified(root, tmp_path, in_this_process):
-    """Verifies a port with a fault."""
-
-    def verify(model, fault=None, **options):
-        paths = (str(root),) if fault is None else (str(fault.pack(root, tmp_path / "pack")), str(root))
-        request = Request(
-            model,
-            CONFIGS[model],
-            prompt=PROMPTS[model],
-            checkpoint="tiny",
-            overrides=(*SIZES, "steps=8") if model == "wan" else SIZES,  # each of its networks has three or more
-            paths=paths,
-            cache=False,
-        )
-        return verification.verify(request, Options(**options))
-
-    return verify
+def verified(root, tmp_path, originals):
+    with verifying(originals) as verify:
+        yield lambda model, fault=None, **options: verify(small(root, model, fault, tmp_path / "pack"), **options)
 
 
 def check_named(verified, fault, **options):
@@ -125,17 +52,19 @@ def check_named(verified, fault, **options):
     assert result.exit_code == 1
 
 
-EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS]
+EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS, *faults.NEW_FAULTS]
+DECODERS = [faults.DECODER_FAULT, *faults.WAN_DECODER_FAULTS, *faults.NEW_DECODER_FAULTS]
 
 
-def test_the_module_and_the_patch_of_a_fault_in_a_plain_network_are_named(tmp_path, monkeypatch, in_this_process):
+def test_the_module_and_the_patch_of_a_fault_in_a_plain_network_are_named(root, tmp_path, monkeypatch, originals):
     pack = PlainPack(tmp_path, monkeypatch)
     pack.write("patches/up/faults.yaml", PLAIN)
     pack.write("patches/up/faults.py", SWAPPED)
     pack.change("denoise: []", "denoise: [up/faults]")
     plain = Request("plain", "configs/small.yaml", prompt="A cat", checkpoint="tiny", paths=(str(pack.root),))
     try:
-        result = verification.verify(plain, Options())
+        with verifying(originals) as verify:
+            result = verify(plain)
     finally:
         pack.close()
     assert result.exit_code == 1 and result.verdict is Verdict.OTHER
@@ -195,8 +124,9 @@ def test_the_frames_of_the_decoder_are_compared_in_levels(verified):
 
 
 @pytest.mark.slow
-def test_the_patch_of_a_fault_in_the_decoder_is_named(verified):
-    check_named(verified, faults.DECODER_FAULT, decodes=True)
+@pytest.mark.parametrize("fault", DECODERS, ids=lambda fault: f"{fault.model}, {fault.name}")
+def test_the_module_and_the_patch_of_a_fault_in_the_decoder_are_named(verified, fault):
+    check_named(verified, fault, decodes=True)
 
 
 @pytest.mark.slow

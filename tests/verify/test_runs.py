@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from fakes.run_folders import PATCH, frames, latents, write_run
+from fakes.run_folders import FACTS, PATCH, frames, latents, write_run
 
 from torchport import save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError
@@ -13,6 +13,7 @@ from torchport.verify import runs
 
 OF_TENSORS = {"schema_version", "tensors", "sha256"}
 """Fields of a manifest that are made of the tensors."""
+STAGES = "patches/up/stages.py"
 
 
 def refusal(kind, call):
@@ -127,7 +128,15 @@ def test_the_same_job_differs_in_nothing(words):
         ({"settings": {"prompt": "A dog"}}, "prompt: 'A cat' and 'A dog'"),
         ({"settings": {"prompt": ""}}, "prompt: 'A cat' and ''"),
         ({"backend": "original"}, "backend: torchax and original"),
-        ({"code": "beef"}, "the card, the family or a patch: c0de and beef"),
+        ({"code": {**FACTS["code"], STAGES: "beef"}}, "patches/up/stages.py: its text is another"),
+        ({"code": {STAGES: "c0de"}}, "patches/up/net.yaml: up.guard: only A has it"),
+        ({"code": {**FACTS["code"], "patches/up/net.py": "beef"}}, "patches/up/net.py: only B has it"),
+        (
+            {"card": {**FACTS["card"], "components": {"net": {"precision": "highest"}}}},
+            "the card's components.net.precision: high and highest",
+        ),
+        ({"card": {**FACTS["card"], "original": ["up/groups"]}}, "the card's original: ['up/cuda'] and []"),
+        ({"card": {**FACTS["card"], "size_multiple_of": 16}}, "the card's size_multiple_of: none and 16"),
         ({"components": {"net": "bbbb"}}, "the weights of net: aaaa and bbbb"),
         ({"versions": {"torch": "2.12.0"}}, "the version of torch: 2.13.0 and 2.12.0"),
         ({"upstream": {"package": "up", "commit": "1234", "dirty": False}}, "upstream.commit: none and 1234"),
@@ -156,20 +165,14 @@ def test_a_difference_of_one_stage_names_the_stage(tmp_path, forged):
 
 
 def test_a_port_and_its_original_differ_in_patches_and_not_in_code(words):
-    assert words(backend="original", code="beef", patches=[]) == [
+    assert words(backend="original", code={STAGES: "c0de"}, patches=[]) == [
         "backend: torchax and original",
         "the patch up.guard: algebraic and none",
     ]
 
 
 def test_another_family_is_seen_between_backends(words):
-    both = "the card, the family or a patch that both backends have"
-    assert f"{both}: 5a4e and feed" in words(backend="original", code="beef", shared_code="feed")
-
-
-def test_between_backends_of_earlier_versions_the_whole_code_is_compared(words):
-    said = "the card, the family or a patch: c0de and beef"
-    assert said in words(backend="original", code="beef", shared_code="")
+    assert f"{STAGES}: its text is another" in words(backend="original", code={STAGES: "beef"})
 
 
 @pytest.fixture

@@ -131,16 +131,17 @@ def _lines(text: str) -> str:
 
 
 class _Lines(logging.Formatter):
-    """What is logged, printable: names of files are in it."""
+    """What is logged, printable: names of files are in it. `seconds` are those since the command began."""
 
     def format(self, record: logging.LogRecord) -> str:
+        record.seconds = record.relativeCreated / 1000
         return _lines(super().format(record))
 
 
 def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
-    """Logs what a person is to see: errors alone, torchport's lines, or upstream's as well."""
+    """Logs what a person is to see: errors alone, torchport's lines, or upstream's as well; with seconds in a file."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines("%(message)s"))
+    handler.setFormatter(_Lines("%(message)s" if sys.stderr.isatty() else "%(seconds)6.1f s  %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO if verbose else logging.ERROR)
     if not verbose:
         warnings.simplefilter("ignore")  # upstream's; ours are errors or log lines

@@ -72,8 +72,12 @@ class Op:
 
 def digest(entry: Entry) -> str:
     """Returns the hash of an entry and of the file that its function stands in."""
+    return hashlib.sha256((entry_digest(entry) + file_digest(entry)).encode()).hexdigest()[:16]
+
+
+def entry_digest(entry: Entry) -> str:
     text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until", "overrides"}), sort_keys=True)
-    return hashlib.sha256((text + file_digest(entry)).encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)

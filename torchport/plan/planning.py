@@ -68,7 +68,9 @@ def plan(
             default those that denoise, and all others with a network whose inputs are known beforehand; `all` is every
             one with a network.
     """
-    return of_task(accept(on_slice(request, topology_name), dry=True), keep, bounded, stages)
+    task = accept(on_slice(request, topology_name), dry=True)
+    with progress.waiting(f"plan {task.card.model} on {task.machine.name}"):
+        return of_task(task, keep, bounded, stages)
 
 
 def on_slice(request: Request, topology_name: str | None) -> Request:

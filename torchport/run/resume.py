@@ -19,7 +19,7 @@ from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
 from torchport.save import artefact
-from torchport.save.manifest import Manifest, versions
+from torchport.save.manifest import Manifest, leaves, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
 from torchport.stages.replay import latents_of
@@ -194,7 +194,8 @@ def _difference(
     ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
     theirs |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
     ours |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
-    theirs["the card, the family or a patch"], ours["the card, the family or a patch"] = manifest.code, task.code(stage)
+    code = leaves({"card": manifest.card, "code": manifest.code})
+    theirs, ours = theirs | code, ours | dict.fromkeys(code) | leaves(task.code(stage))
     theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
     ours |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:

@@ -6,13 +6,14 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pydantic
 
 from torchport.config.card import StageName
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the manifest's schema; a reader refuses any other."""
 
 
@@ -88,9 +89,8 @@ class Manifest(ManifestPart):
         jit: Whether networks were compiled; otherwise they ran op by op.
         xla_flags: The named set of flags that the compiler was given.
         patches: The ledger: every patch, what it promises, what became of it.
-        code: A hash of the card, the family and the patches that the stage ran with.
-        shared_code: The same without the patches that `--backend original` leaves out: a port and its original agree
-            in it.
+        card: The fields of the card that are not at their defaults.
+        code: Hashes of the files and of the entries of patches that the stage ran with, by file and id.
         cache: The step cache, and which steps computed all blocks.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage.
@@ -112,8 +112,8 @@ class Manifest(ManifestPart):
     jit: bool = True
     xla_flags: FlagsRow | None = None
     patches: list[PatchRow]
-    code: str = ""
-    shared_code: str = ""
+    card: dict[str, Any] = {}
+    code: dict[str, str] = {}
     cache: CacheRow | None = None
     upstream: UpstreamRow | None = None
     programs: list[ProgramRow] = []
@@ -127,6 +127,15 @@ class Manifest(ManifestPart):
 def text_of(manifest: Manifest) -> str:
     """Returns a manifest as the JSON that artefacts hold."""
     return json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
+
+
+def leaves(fields: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the values of nested fields by their paths, `components.vae.dtype`; those of `whole` as they are."""
+    paths: dict[str, Any] = {}
+    for name, value in fields.items():
+        nested = leaves(value) if isinstance(value, dict) and name not in whole else {"": value}
+        paths |= {f"{name}.{path}" if path else name: leaf for path, leaf in nested.items()}
+    return paths
 
 
 class Version(pydantic.BaseModel):

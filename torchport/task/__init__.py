@@ -22,7 +22,8 @@ from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameE
 from torchport.files.folder import expand_home, has_file
 from torchport.load import checkpoint
 from torchport.load.lora import check_format, config_beside
-from torchport.patch.ledger import digest as patch_digest
+from torchport.patch.declared.replacement import file_of
+from torchport.patch.ledger import entry_digest
 from torchport.stages import family as families
 from torchport.stages import picture
 from torchport.task.execution import COMPILED, check
@@ -196,16 +197,19 @@ class Task:
             manifest_settings["noise"] = _digest(self.request.noise)
         return manifest_settings
 
-    def code(self, stage: families.Stage) -> str:
-        """Returns a hash of the code that a stage runs beside upstream: card, family, patches and their functions."""
-        files = self.card.code(Path(str(self.family.__file__)))
-        parts = [self.card.model_dump_json().encode(), *(file.read_bytes() for file in files)]
-        parts += [patch_digest(entry).encode() for entry in self.patches([stage])]
-        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-    def shared_code(self, stage: families.Stage) -> str:
-        """Returns the hash that `code` is with `--backend original`, where fewer patches are in force."""
-        return dataclasses.replace(self, request=dataclasses.replace(self.request, backend="original")).code(stage)
+    def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
+        """Returns what a stage runs beside upstream, as its manifest keeps it: its `card` and its `code`."""
+        texts = {file: _sha256(file)[:16] for file in self.card.code(Path(str(self.family.__file__)))}
+        for entry in self.patches([stage]):
+            file = Path(entry.place.rpartition(":")[0])
+            texts[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)
+            if entry.reference is not None:
+                texts[file_of(entry, entry.reference)] = _sha256(file_of(entry, entry.reference))[:16]
+        code: dict[str, str] = {}
+        for file, sha in texts.items():
+            name = "/".join(file.parts[-3:])
+            code[name] = code.get(name, "") + sha  # two packs may have files of one name
+        return {"card": self.card.model_dump(mode="json", exclude_defaults=True), "code": code}
 
     def flag_settings(self) -> dict[str, Any]:
         """Returns the settings that a flag sets, without those of a config or a default."""

@@ -1,25 +1,46 @@
-"""The decoder's frames, of the original, the yardstick and the port, from the same latents."""
+"""The decoder's frames, of the original, the yardstick and the port, from the same latents; and where they part.
+
+A port may decode all frames in one call that the original decodes one after the other. So what a module returns is
+compared as a whole: its calls, joined along the dim in which they differ.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
+from torch.utils import _pytree as pytree
 
-from torchport import shard
+from torchport import engine, patch, shard
 from torchport.compile import network
 from torchport.compile.eager import Eager
 from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Steps
 from torchport.task import Task
 from torchport.task.devices import devices
-from torchport.verify.borders import compiled_network
-from torchport.verify.report import Decoded
-from torchport.verify.yardstick import computing_in, wide_dtype, wide_module, widened
+from torchport.verify.borders import call_counts, compiled_network
+from torchport.verify.report import FAULT, Decoded
+from torchport.verify.yardstick import (
+    computing_in,
+    distance,
+    is_sampled,
+    least_rounding,
+    sampled,
+    shape_of,
+    wide_dtype,
+    wide_module,
+    widened,
+)
+
+_Returned = dict[str, list[torch.Tensor]]
+"""What each module returned in each of its calls, by its path; of large tensors some rows."""
 
 
 def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -28,15 +49,42 @@ def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) 
     return {**frames, "latents": latents}
 
 
-def _frames(task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wide: bool) -> torch.Tensor:
+def _frames(
+    task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wide: bool, returned: _Returned | None = None
+) -> torch.Tensor:
     stage = dataclasses.replace(task.family.STAGES[-1], prepare=None)
     parts = network.loaded(task, stage, folder)
     call: Any = None if stage.network is None else network.eager(task, stage, parts, folder)
     if call is not None and is_wide:
         dtype = wide_dtype(task.settings.dtypes[str(stage.network)])
         call = _WideNetwork(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
-    frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
+    module = call.eager.module if isinstance(call, _WideNetwork) else getattr(call, "module", None)
+
+    def keep(path: str, tensor: torch.Tensor) -> None:
+        if returned is not None:
+            returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
+
+    with _watched(None if returned is None else module, keep):
+        frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
     return frames
+
+
+@contextlib.contextmanager
+def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Calls a function with the first tensor that each module returns, and the module's path."""
+
+    def returns(path: str, _: Any, __: Any, output: Any) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            keep(path, tensors[0])
+
+    named = [] if module is None else [(path, each) for path, each in module.named_modules() if path]
+    handles = [each.register_forward_hook(functools.partial(returns, path)) for path, each in named]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +120,86 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
     worst = int(by_frame.argmax())
     pictures = frame_pictures(recorded["original"][0, worst], frames[0, worst])
     return Decoded(float(original.max()), float(by_frame.max()), worst, pictures)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parting:
+    """The first module of a decoder, in the order of the port's calls, whose result is another than the original's."""
+
+    name: str
+    ratio: float  #: Of its error to the original's rounding there.
+    patches: frozenset[str]  #: Those that were called in it.
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} ({self.ratio:.3g} times the rounding)"
+
+
+def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> Parting | None:
+    """Returns where the port's decoder parts from the original's; None where no module that both call shows it."""
+    stage = task.family.STAGES[-1]
+    if stage.network is None:
+        return None
+    exact, rounded = _Returned(), _Returned()
+    with stage_in_force(original, stage):
+        for returned, is_wide in ((exact, True), (rounded, False)):
+            _frames(original, folder, recorded["latents"], is_wide, returned)
+    with stage_in_force(task, stage) as ledger:
+        found, patches = _port_returns(task, folder, recorded["latents"], ledger)
+    for path, tensors in found.items():
+        pair, other = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
+        if pair is None or other is None:
+            continue
+        added, rounding = distance(*pair), distance(other[1], pair[1])
+        ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(other[1]))
+        if ratio > FAULT:
+            return Parting(f"{stage.network}.{path}", ratio, patches[path])
+    return None
+
+
+def _port_returns(
+    task: Task, folder: Path, latents: Mapping[str, torch.Tensor], ledger: patch.Ledger
+) -> tuple[_Returned, dict[str, frozenset[str]]]:
+    """Returns what the modules of the port's decoder return, on one device, in the order in which they first do."""
+    mesh = dict.fromkeys(task.job.mesh, 1)
+    task = dataclasses.replace(task, job=task.job.model_copy(update={"mesh": mesh, "stacked": False}))
+    stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
+    call, parts = compiled_network(task, stage, folder, shard.make_mesh(mesh, devices(task.machine)[:1]))
+    opened: dict[str, dict[str, int]] = {}
+
+    def enter(path: str, *_: Any) -> None:
+        opened[path] = call_counts(ledger)
+
+    def store(path: str, array: Any) -> None:
+        returned[path].append(sampled(shard.to_torch(array)))
+
+    def keep(path: str, tensor: torch.Tensor) -> None:
+        if path not in returned:
+            counts = call_counts(ledger).items()
+            returned[path], patches[path] = [], frozenset(key for key, count in counts if count != opened[path][key])
+        jax.debug.callback(functools.partial(store, path), engine.array(tensor), ordered=True)
+
+    module = network.module_of(stage, parts)
+    for path, each in module.named_modules():
+        each.register_forward_pre_hook(functools.partial(enter, path))
+    with _watched(module, keep):
+        stage.run(parts, call, task.settings, Steps(), **latents)
+    jax.effects_barrier()
+    return returned, patches
+
+
+def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns two modules' results as two tensors of one shape; None where they cannot be."""
+    if len(ours) == len(theirs) == 1:
+        return (ours[0], theirs[0]) if shape_of(ours[0]) == shape_of(theirs[0]) else None
+    if not theirs or len({tensor.ndim for tensor in (*ours, *theirs)}) != 1 or is_sampled([*ours, *theirs]):
+        return None
+    for dim in range(ours[0].ndim):
+        with contextlib.suppress(RuntimeError):  # other shapes cannot be joined along this dim
+            pair = torch.cat(tuple(ours), dim), torch.cat(tuple(theirs), dim)
+            if pair[0].shape == pair[1].shape:
+                return pair
+    return None
 
 
 def frame_pictures(original_CHW: torch.Tensor, port_CHW: torch.Tensor) -> dict[str, bytes]:

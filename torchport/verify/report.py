@@ -166,6 +166,8 @@ class Decoded:
     frame: int  #: The port's worst frame, from 0.
     #: That frame as PNG, by what it is: the original's, the port's, and their difference.
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    #: The first module whose result is another than the original's, in words; empty where none was looked for or found.
+    parting: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -258,7 +260,8 @@ class Verification:
             return f"{line}{unit.name} adds {unit.ratio:.3g} times the rounding {where}{self._blame()}"
         if self.decoded is not None and self.decoded.verdict is not Verdict.SAME:
             decoded = self.decoded
-            return f"{line}frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255{self._blame()}"
+            words = f"frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255"
+            return f"{line}{words}{decoded.parting and f', first in {decoded.parting}'}{self._blame()}"
         unclear = [unit for unit in self.units if unit.verdict is Verdict.UNCLEAR]
         if self.verdict is Verdict.UNCLEAR and unclear:
             unit = max(unclear, key=lambda unit: unit.ratio)

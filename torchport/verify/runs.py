@@ -14,7 +14,7 @@ from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.errors import ArtefactForeignError, ArtefactMissingError
 from torchport.progress import track
 from torchport.save import artefact
-from torchport.save.manifest import Manifest
+from torchport.save.manifest import Manifest, leaves
 from torchport.stages.frames import pixels
 from torchport.verify import yardstick
 
@@ -29,7 +29,7 @@ WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
 PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
 """Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
 _WHOLE_FIELDS = ("mesh",)
-_NOT_COPIED = ("settings", "config", "identity", "patches", "cache", "shared_code")
+_NOT_COPIED = ("settings", "config", "identity", "patches", "cache")
 _FIELDS_OF_ONE_RUN = (
     "schema_version",
     "run",
@@ -45,12 +45,12 @@ _FIELDS_OF_ONE_RUN = (
 _STATES_OF_NO_EFFECT = ("not needed", "displaced")
 """States of patches. All others depend on what was imported and traced earlier in the same process."""
 _NAMES = {
-    "code": "the card, the family or a patch",
+    "card": "the card's {}",
+    "code": "{}",
     "components": "the weights of {}",
     "dtypes": "the dtype of {}",
     "image_digest": "the image",
     "patches": "the patch {}",
-    "shared_code": "the card, the family or a patch that both backends have",
     "precision": "the precision of {}",
     "versions": "the version of {}",
 }
@@ -132,7 +132,15 @@ class Difference:
 
     def words(self) -> str:
         where = f" (in {' and '.join(self.stages)})" if self.stages else ""
-        return f"{_field_words(self.field)}: {_value_words(self.a)} and {_value_words(self.b)}{where}"
+        if self.key == "code":
+            side = "A" if self.b is None else "B"
+            fact = f"only {side} has it" if None in (self.a, self.b) else "its text is another"
+            return f"{_field_words(self.field)}: {fact}{where}"
+        a, b = self.a, self.b
+        if isinstance(a, list) and isinstance(b, list):  # what both have says nothing, but for its order
+            only_a, only_b = [item for item in a if item not in b], [item for item in b if item not in a]
+            a, b = (only_a, only_b) if only_a or only_b else (a, b)
+        return f"{_field_words(self.field)}: {_value_words(a)} and {_value_words(b)}{where}"
 
 
 def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
@@ -153,15 +161,15 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
 
 
 def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns two runs' fields and patches, with the hash of code in which both would agree.
+    """Returns two runs' fields and patches.
 
-    A port and its original have other patches by design, and these are rows of their own: there the hash without
-    them counts. Runs of earlier versions have none.
+    A port and its original have other patches by design, and these are rows of their own: of the code, only what both
+    have is compared.
     """
-    is_between = a.backend != b.backend and a.shared_code and b.shared_code
-    dropped = "code" if is_between else "shared_code"
-    rows = ({**job(run), "shared_code": run.shared_code, **_patches(run)} for run in (a, b))
-    first, second = ({key: value for key, value in row.items() if key != dropped} for row in rows)
+    first, second = ({**job(run), **_patches(run)} for run in (a, b))
+    if a.backend != b.backend:
+        for field in [key for key in first.keys() ^ second.keys() if key.startswith("code.")]:
+            first.pop(field, second.pop(field, None))
     return first, second
 
 
@@ -188,13 +196,7 @@ def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
     # A setting is the job's field as the run took it; the job's `dtypes` are only those that it changes.
     merged = {**config, **row["identity"], **row["settings"]}
     merged |= {key: value for key, value in row.items() if key not in (*_NOT_COPIED, *_FIELDS_OF_ONE_RUN)}
-    return dict(leaf for key, value in merged.items() if key not in PLAIN for leaf in _leaves(key, value))
-
-
-def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and path not in _WHOLE_FIELDS:
-        return [leaf for key, item in value.items() for leaf in _leaves(f"{path}.{key}", item)]
-    return [(path, value)]
+    return leaves({key: value for key, value in merged.items() if key not in PLAIN}, _WHOLE_FIELDS)
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:

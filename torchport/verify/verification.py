@@ -81,8 +81,14 @@ def verify(request: Request, options: Options) -> Verification:
                 verification = _blame(verification, found, request, file)
         elif verification.decoded is not None and verification.decoded.verdict is not Verdict.SAME:
             with clock.lap("the patch at fault"):
-                search = _call("verification:causes_of_decoder", request, file, found.folder, verification.decoded)
-                verification = _with_causes(verification, search, lambda: _decoder_clue(search))
+                original = None if options.reference is not None else dataclasses.replace(request, backend="original")
+                decoded = verification.decoded
+                arguments = request, original, file, found.folder, decoded
+                search, parted = _call("verification:causes_of_decoder", *arguments)
+                verification = _with_causes(verification, search, lambda: _decoder_clue(search, parted))
+                if parted is not None:
+                    decoded = dataclasses.replace(decoded, parting=parted.words)
+                    verification = dataclasses.replace(verification, decoded=decoded)
         if options.floor is not None and verification.drift:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
@@ -270,7 +276,9 @@ def _network_clue(search: Search, strategy: str) -> str:
     return f"called for all conditions of guidance at once, it is wrong on one device, too; {_clue(search)}"
 
 
-def _decoder_clue(search: Search) -> str:
+def _decoder_clue(search: Search, parted: decoder.Parting | None) -> str:
+    if parted is not None and parted.patches:
+        return f"leaving out one patch does not cure it; called in that module: {', '.join(sorted(parted.patches))}"
     if not search.tried:
         return "it has no patch: look at the card's dtypes and rules"
     return f"leaving out one patch does not cure it ({', '.join(search.tried)}): look at two of them, and at dtypes"
@@ -383,14 +391,21 @@ def _search(
     return Search(tuple(_eliminated(task, stage, unit, tried)), tried)
 
 
-def causes_of_decoder(request: Request, file: Path, folder: Path, decoded: Decoded) -> Search:
-    """Returns the patch that a difference of the decoder's frames comes from; runs in a process of its own."""
+def causes_of_decoder(
+    request: Request, original: Request | None, file: Path, folder: Path, decoded: Decoded
+) -> tuple[Search, decoder.Parting | None]:
+    """Returns the patch that a difference of the decoder's frames comes from, and the first module that differs.
+
+    Runs in a process of its own. Beside a capture there is no original, and no module is looked for.
+    """
     task, recorded = accept(request), read(file).decoded
     stage = task.family.STAGES[-1]
     devices.prepare(task.machine)
+    parted = None if original is None else decoder.parting(task, accept(original), folder, recorded)
     tried: dict[str, float | None] = {}
     unit = f"frame {decoded.frame} of {stage.name}"
-    for entry in (entry for entry in task.patches([stage]) if not entry.plumbing):
+    entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
+    for entry in sorted(entries, key=lambda entry: parted is not None and entry.id not in parted.patches):
         rest, without = _task_without(task, [entry.id]), list[Decoded]()
         with _refusals_logged([entry]), in_force(rest, [stage]):
             without.append(decoder.compare(rest, folder, recorded))
@@ -398,8 +413,8 @@ def causes_of_decoder(request: Request, file: Path, folder: Path, decoded: Decod
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
         if without and without[0].verdict is Verdict.SAME:
             errors = decoded.added / LEVELS, tried[entry.id]
-            return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, "absence"),), tried)
-    return Search((), tried)
+            return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, "absence"),), tried), parted
+    return Search((), tried), parted
 
 
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:

@@ -27,7 +27,7 @@ from torchport.porting.scan.facts import Called
 from torchport.porting.scan.finding import BY_KIND, GUARDS, Absent, Only, Reach, ScanFinding, ScanReport
 from torchport.porting.scan.reach import Closed, Reached, gathered, roots
 from torchport.porting.scan.syntax import MODULE, Act, Body, chain_of
-from torchport.progress import note, track
+from torchport.progress import note, track, waiting
 from torchport.source.modules import is_there
 from torchport.source.parsing import tree_of
 
@@ -56,7 +56,9 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     codebase = Codebase(sources, _package_of(path))
     codebase.unread += unread
     with _without_collection(), _deep():
-        report = _scan(path, codebase, entries, folders)
+        found = _read(codebase)
+        with waiting("scan: what runs"):
+            report = _scan(path, codebase, entries, folders, found)
     findings = sorted([*report.findings, *(_of_unread(path, file) for file in codebase.unread)], key=_place)
     return dataclasses.replace(report, findings=tuple(findings))
 
@@ -88,8 +90,9 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _scan(path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path]) -> ScanReport:
-    found = _read(codebase)
+def _scan(
+    path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path], found: list[Site]
+) -> ScanReport:
     for entry in entries:
         _check_read(path, entry, codebase.unread)
     chosen = [_entry(codebase, entry) for entry in entries]

@@ -19,6 +19,7 @@ from torchport.errors import TopologyError, TorchportError
 from torchport.porting.trace.assumptions import GoingOn, assumed, modules_go_on
 from torchport.porting.trace.notes import Constant, Notes, Raised, Stopper
 from torchport.processes import child
+from torchport.progress import waiting
 from torchport.stages import outputs, recorder
 from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices
@@ -54,10 +55,12 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
             the patched stages make.
     """
     accept(request, dry=True)  # refusals come before a process is started
-    calls = None if patched else child.call("torchport.porting.trace.tracing:called", request, ended=_ended)
-    if not patched:  # blocks that a stopper changes cannot be stacked, and patches may be what makes them equal
-        request = dataclasses.replace(request, overrides=(*request.overrides, "stacked=false"))
-    report: TraceReport = child.call("torchport.porting.trace.tracing:traced", request, calls, ended=_ended)
+    with waiting(f"trace {request.model}"):
+        calls = None if patched else child.call("torchport.porting.trace.tracing:called", request, ended=_ended)
+        # Blocks that a stopper changes cannot be stacked, and patches may be what makes them equal.
+        overrides = request.overrides if patched else (*request.overrides, "stacked=false")
+        request = dataclasses.replace(request, overrides=overrides)
+        report: TraceReport = child.call("torchport.porting.trace.tracing:traced", request, calls, ended=_ended)
     return report
 
 

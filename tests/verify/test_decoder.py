@@ -1,0 +1,33 @@
+"""Where a decoder parts from the original's: modules that are called with other numbers of frames at once."""
+
+import torch
+
+from torchport.verify import decoder
+
+
+def test_the_calls_of_a_module_are_joined_along_the_frames():
+    video = torch.randn(1, 2, 5, 3, 3)
+    ours, theirs = decoder._joined([video], list(video.split(2, dim=2)))
+    assert torch.equal(ours, video) and torch.equal(theirs, video)
+    ours, theirs = decoder._joined(list(video.split(3, dim=2)), list(video.split(1, dim=2)))
+    assert torch.equal(ours, video) and torch.equal(theirs, video)
+
+
+def test_what_cannot_be_joined_is_not_compared():
+    video = torch.randn(1, 2, 5, 3, 3)
+    assert decoder._joined([video], [video[:, :, :4]]) is None
+    assert decoder._joined([video], []) is None
+    assert decoder._joined([video], [video[..., 0], video[..., 0]]) is None
+    assert decoder._joined([video], [video[:, :, :1], video[:, :, :1, :2]]) is None
+
+
+def test_each_modules_first_tensor_is_kept_and_the_hooks_are_removed():
+    class Pair(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x), {"cache": x}
+
+    module, kept = torch.nn.Sequential(Pair(2, 3), torch.nn.Identity()), {}
+    with decoder._watched(module, kept.__setitem__):
+        (out, _) = module(torch.ones(1, 2))
+    assert set(kept) == {"0", "1"} and torch.equal(kept["0"], out)
+    assert not any(each._forward_hooks for each in module.modules())
