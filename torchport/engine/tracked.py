@@ -10,7 +10,6 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,10 +36,7 @@ _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErro
 
 _META = torch.device("meta")
 _UNKNOWN = object()
-
-
-_traces = itertools.count()
-_trace = next(_traces)
+_trace = 0
 """The number of the trace that began last."""
 
 
@@ -49,7 +45,7 @@ def prepare(environment: Any) -> None:
     global _trace
     from torchax.tensor import Tensor
 
-    _trace = next(_traces)
+    _trace += 1
     if isinstance(environment.__dict__.get("dispatch"), Dispatch):
         return
     environment.dispatch = Dispatch(environment, environment.dispatch)
@@ -136,7 +132,8 @@ class Dispatch:
         if function in _INDEXING:
             return function(args[0], self._index(args[1]), *args[2:])
         is_aten = isinstance(function, torch._ops.OpOverload)
-        if not is_aten and (function not in self.environment._ops or function in _THROUGH) and not makes:
+        is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
+        if not is_aten and (not is_lowered or function in _THROUGH) and not makes:
             raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
         if is_aten and torch.Tag.inplace_view in function.tags:
             return self._changed_view(function, types, args, kwargs)
@@ -239,6 +236,12 @@ class Dispatch:
                 self._forget(tensor)
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
+        if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
+            whole = not any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in traced)
+            if answer.is_floating_point() and whole:  # PyTorch computes in floats
+                cast = lambda x: self._as_pytorch(function, x, x._shadow.to(answer.dtype))  # noqa: E731  too long
+                with _plain():
+                    args, kwargs = pytree.tree_map_only(self.type, cast, (args, kwargs))
         before = {id(tensor): tensor._elem for tensor in traced}
         self.lowering += 1
         try:
@@ -460,13 +463,10 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments that an operator writes to, by its schema."""
     if not isinstance(function, torch._ops.OpOverload):
         return []
-    found: list[Any] = []
-    for argument in function._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
-                continue
-            found.append(_of_schema(function, args, kwargs, argument.name))
-    return found
+    names = [argument.name for argument in function._schema.arguments]
+    named = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    trains = not named or all(_of_schema(function, args, kwargs, each) for each in names if each == "training")
+    return [_of_schema(function, args, kwargs, name) for name in named if trains or not name.startswith("running_")]
 
 
 def _of_schema(function: Any, args: Any, kwargs: Any, name: str) -> Any:
