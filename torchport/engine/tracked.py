@@ -67,8 +67,8 @@ def _value(tensor: Any) -> Any:
     return value
 
 
-def _set_value(tensor: Any, value: Any) -> None:
-    tensor._array = value
+def _set_value(tensor: Any, new: Any) -> None:
+    tensor._array = new
 
 
 def _numpy(tensor: Any) -> Any:
@@ -227,9 +227,9 @@ class Dispatch:
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
         """Calls an operator by its lowering, and makes its result what PyTorch says that it is."""
-        if (operators := watched()) is not None:
+        if (seen := watched()) is not None:
             with _plain():
-                operators.see(function, args, kwargs)
+                seen.see(function, args, kwargs)
         written = self._traced(_written(function, args, kwargs))
         for tensor in written:
             if is_known(tensor):
@@ -284,7 +284,7 @@ class Dispatch:
         args[0]._elem = self(other, types, args, kwargs)._elem
         return args[0]
 
-    def _known(self, leaf: torch.Tensor) -> Any:
+    def _known(self, leaf: Any) -> Any:
         """Returns a tensor of the host as one of the engine's, with known values."""
         return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
 
@@ -380,9 +380,9 @@ class Dispatch:
             raise DiffersError(operator_name(function), f"writes to {memory.whose}, and its caller would not see that")
         tensor._array = value
         memory.write(tensor._path, value)
-        for other, path in memory.alive():
-            if other is not tensor:
-                other._array = memory.read(path)
+        for each, path in memory.alive():
+            if each is not tensor:
+                each._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
         """Makes all that shares a tensor's memory a value of the program: a value of the network is written into it."""
@@ -456,7 +456,7 @@ def spoil(tensor: Any, why: str) -> None:
 def was_written(tensor: Any) -> bool:
     """Returns whether something was written to a tensor's memory."""
     memory = tensor.__dict__.get("_memory")
-    return memory is not None and memory.written
+    return bool(memory and memory.written)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
