@@ -513,9 +513,13 @@ def _start_worker() -> None:
 
 def _work(chosen: str, share: Sequence[tuple[str, str]]) -> list[Evidence]:
     """Compares the calls of some sources."""
+    import jax
+
     with engine_in_force() as patched:
         comparison = Comparison(re.compile(chosen), patched)
-        return [one for name, dtype in share for one in comparison.of(name, dtype)]
+        found = [one for name, dtype in share for one in comparison.of(name, dtype)]
+    jax.clear_caches()  # a process would hold 4 GB of programs
+    return found
 
 
 def _kept_work(chosen: str, folder: Path | None, share: Sequence[tuple[str, str]]) -> list[Evidence]:
