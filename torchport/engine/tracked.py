@@ -10,6 +10,7 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -239,9 +240,11 @@ class Dispatch:
         if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
             whole = not any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in traced)
             if answer.is_floating_point() and whole:  # PyTorch computes in floats
-                cast = lambda x: self._as_pytorch(function, x, x._shadow.to(answer.dtype))  # noqa: E731  too long
+                shadow = functools.partial(torch.Tensor.to, dtype=answer.dtype)
                 with _plain():
-                    args, kwargs = pytree.tree_map_only(self.type, cast, (args, kwargs))
+                    args, kwargs = pytree.tree_map_only(
+                        self.type, lambda x: self._as_pytorch(function, x, shadow(x._shadow)), (args, kwargs)
+                    )
         before = {id(tensor): tensor._elem for tensor in traced}
         self.lowering += 1
         try:
