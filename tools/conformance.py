@@ -2,6 +2,7 @@
 
 python tools/conformance.py --operators pool      # compares the operators whose names match, and prints what differs
 python tools/conformance.py --write               # compares all, and writes torchport/engine/conformance.yaml
+python tools/conformance.py --write --resume kept # the same; after an interruption it goes on from that folder
 python tools/conformance.py --check               # compares all, and fails when the table says something else
 python tools/conformance.py --summary             # counts of the table, by state and dtype; compares nothing
 
@@ -17,15 +18,18 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import itertools
 import multiprocessing
 import os
+import pickle
 import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,10 +37,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import ml_dtypes
 import numpy
+import operator_samples
 import torch
 import yaml
 from operator_samples import MADE, SEED, Sample, samples, sources
-from operator_table import RANDOM, Evidence, differing, drift, in_short, table, written
+from operator_table import RANDOM, Evidence, differing, drift, in_short, table, versions, written
 from torch.utils import _pytree as pytree
 
 from torchport import engine, patch
@@ -53,8 +58,8 @@ RAISED = (
     SystemError, TypeError, ValueError, TorchportError, engine.DiffersError,
 )  # fmt: skip
 """What lowerings and samples raise."""
-TIED = re.compile(r"aten\.(topk|sort\.default|median|nanmedian|mode|kthvalue)")
-"""Operators that return values and their places."""
+TIED = re.compile(r"torch\.argsort|aten\.(topk|sort|median|nanmedian|mode|kthvalue)")
+"""Operators that return values and their places, or places alone."""
 SHARES = 16
 """Into how many tasks the sources of samples are divided."""
 BATCH = 32
@@ -66,8 +71,10 @@ RELATIVE = dict.fromkeys(("float64", "complex128", "float32", "complex64"), 1e-4
 """How far a value may be from PyTorch's, relative to the largest one. Below float32: one unit in the last place."""
 UNSET = re.compile(r"empty|resize|new_empty")
 """Operators whose values nobody promises."""
-FIRST = re.compile("native_(layer|group|batch)_norm|_fused_rms_norm|_scaled_dot_product|_embedding_bag")
+FIRST = re.compile("_(layer|group|batch)_norm|_fused_rms_norm|_scaled_dot_product|_embedding_bag")
 """Operators whose results but the first are for the backward pass alone."""
+FACTORS = re.compile(r"linalg_svd|linalg_eigh|linalg\.svd|torch\.svd")
+"""Operators that return vectors, whose signs PyTorch does not promise, with the values that belong to them."""
 
 
 @dataclass(frozen=True)
@@ -276,15 +283,36 @@ def in_pytorch(call: Call, change: Callable[[torch.Tensor], torch.Tensor] = torc
     args, kwargs = call.on_host(change)
     torch.manual_seed(seed)
     with torch.no_grad():
-        result = _results(call, call.func(*args, **kwargs))
+        result = _results(call, args, call.func(*args, **kwargs))
     tensors = [(str(x.dtype)[6:], _as_numpy(x)) for x in result if isinstance(x, torch.Tensor)]
     others = [x for x in result if not isinstance(x, torch.Tensor)]
     return Outcome(tensors, others, [_as_numpy(x) for x in _tensors(args, kwargs)])
 
 
-def _results(call: Call, result: Any) -> list[Any]:
+def _results(call: Call, args: Sequence[Any], result: Any) -> list[Any]:
+    """Returns the results that are compared: beside places of a sort also the values there, and each place once."""
     leaves = pytree.tree_leaves(result)
+    if call.func is torch.argsort and leaves[0].ndim:
+        dim = args[1] if len(args) > 1 else call.kwargs.get("dim", -1)
+        return [args[0].take_along_dim(leaves[0], dim), leaves[0].sort(dim).values, leaves[0]]
+    if FACTORS.search(operator_name(call.func)):
+        return _products(call, *leaves)
     return leaves[:1] if FIRST.search(operator_name(call.func)) else leaves
+
+
+def _products(call: Call, *factors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the values of a factorization, and products that do not depend on the signs of its vectors."""
+    if "eigh" in operator_name(call.func):
+        values, left = factors
+        right = left.mH
+    else:
+        left, values, right = factors
+        right = right.mH if call.func is torch.svd else right
+    if not left.numel() or not right.numel():
+        return [values]
+    rank = values.shape[-1]
+    whole = left[..., :rank] * values[..., None, :].to(left.dtype) @ right[..., :rank, :]
+    return [values, whole, left.mH @ left, right @ right.mH]
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:
@@ -316,7 +344,7 @@ def traced(call: Call) -> Trace | str:
             mine[place] = tensor
         args, kwargs = pytree.tree_unflatten(mine, shape)
         with torch.no_grad():
-            result = _results(call, call.func(*args, **kwargs))
+            result = _results(call, args, call.func(*args, **kwargs))
         others.extend(x for x in result if not isinstance(x, torch.Tensor))
         return [x for x in result if isinstance(x, torch.Tensor)], list(tensors)
 
@@ -370,20 +398,21 @@ def _difference(call: Call, want: Outcome, got: Outcome) -> str:
             return "another shape"
         narrowed = value.astype(mine.dtype) if (name, other) == ("int64", "int32") else value
         found = "" if unset else _compared(narrowed, mine, name, exact.tensors[place][1] if exact else None)
-        if found and not (place and _has_ties(call)):
+        if found and not (place and place == len(want.tensors) - 1 and _has_ties(call)):
             return found
         if name != other:
             dtypes.append(f"dtype: {other} for {name}")
-    for value, mine in zip(want.arguments, got.arguments, strict=True):
+    exact_arguments = exact.arguments if exact else [None] * len(want.arguments)
+    for value, mine, wide in zip(want.arguments, got.arguments, exact_arguments, strict=True):
         value = value.astype(mine.dtype) if (value.dtype.name, mine.dtype.name) == ("int64", "int32") else value
-        if not unset and (value.shape != mine.shape or _compared(value, mine, value.dtype.name)):
+        if not unset and (value.shape != mine.shape or _compared(value, mine, value.dtype.name, wide)):
             return "an argument is not updated as in PyTorch"
     return "; ".join(dict.fromkeys(dtypes))
 
 
 def _has_ties(call: Call) -> bool:
     """Returns whether an operator may choose among equal values: PyTorch does not promise which it takes."""
-    if not TIED.search(operator_name(call.func)):
+    if not TIED.search(operator_name(call.func)) or call.kwargs.get("stable"):
         return False
     values = _as_numpy(_tensors(call.args, call.kwargs)[0])
     return len(numpy.unique(values)) < values.size
@@ -444,9 +473,14 @@ class Comparison:
         made = name in MADE
         calls = (call for sample in samples(name, dtype) for call in calls_of(sample) if self._is_new(call, made))
         while batch := list(itertools.islice(calls, BATCH)):
-            for call, what in zip(batch, verdicts(batch), strict=True):
+            with engine.operators({op.target: op.function for op in self.patched.values()}):
+                found = verdicts(batch)
+            mended = [call for call in batch if call.func in self.patched]
+            without = iter(verdicts(mended) if mended else ())
+            for call, what in zip(batch, found, strict=True):
+                before = next(without) if call.func in self.patched else what
                 if what is not None:
-                    yield self._evidence(call, what)
+                    yield self._evidence(call, before, what)
 
     def _is_new(self, call: Call, made: bool) -> bool:
         if not self.chosen.search(operator_name(call.func)):
@@ -458,16 +492,14 @@ class Comparison:
         self.counts[key[0], made] += 1
         return True
 
-    def _evidence(self, call: Call, what: str) -> Evidence:
-        """Returns what a verdict says, after the patch of the operator, if there is one."""
+    def _evidence(self, call: Call, before: str | None, what: str) -> Evidence:
+        """Returns what the verdicts say without the patches and with them: all are in force, as in a trace."""
         op = self.patched.get(call.func)
-        if op is None or what == RANDOM:
+        if op is None or RANDOM in (before, what):
             return Evidence(call.form, what, "", call.source)
-        with engine.operators({op.target: op.function}):
-            after = verdict(call)
-        if after:
-            return Evidence(call.form, f"with {op.id}: {after}", "", call.source)
-        return Evidence(call.form, what, op.id if what else "", call.source)
+        if what:
+            return Evidence(call.form, f"with {op.id}: {what}", "", call.source)
+        return Evidence(call.form, before or "", op.id if before else "", call.source)
 
 
 def _start_worker() -> None:
@@ -481,12 +513,41 @@ def _start_worker() -> None:
 
 def _work(chosen: str, share: Sequence[tuple[str, str]]) -> list[Evidence]:
     """Compares the calls of some sources."""
+    import jax
+
     with engine_in_force() as patched:
         comparison = Comparison(re.compile(chosen), patched)
-        return [one for name, dtype in share for one in comparison.of(name, dtype)]
+        found = [one for name, dtype in share for one in comparison.of(name, dtype)]
+    jax.clear_caches()  # a process would hold 4 GB of programs
+    return found
 
 
-def compared(chosen: str, jobs: int, wanted: str = "") -> list[Evidence]:
+def _kept_work(chosen: str, folder: Path | None, share: Sequence[tuple[str, str]]) -> list[Evidence]:
+    """Compares the calls of some sources, or reads what a run before has found with the same code."""
+    if folder is None:
+        return _work(chosen, share)
+    file = folder / f"{hashlib.sha256(repr((_code(), versions(), chosen, share)).encode()).hexdigest()[:16]}.pickle"
+    if file.exists():
+        return pickle.loads(file.read_bytes())  # type: ignore[no-any-return]
+    found = _work(chosen, share)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_bytes(pickle.dumps(found))
+    part.rename(file)
+    return found
+
+
+@functools.cache
+def _code() -> str:
+    """Returns a hash of the code on which a comparison depends."""
+    root = Path(__file__).resolve().parent.parent
+    folders = root / "torchport" / "engine", root / "patches" / "torch", root / "patches" / "torchax"
+    files = [file for folder in folders for suffix in ("py", "yaml") for file in sorted(folder.glob(f"*.{suffix}"))]
+    files = [file for file in files if file != conformance.FILE] + [Path(__file__), Path(operator_samples.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def compared(chosen: str, jobs: int, wanted: str = "", folder: Path | None = None) -> list[Evidence]:
     """Compares operators in several processes.
 
     Which calls stand for a form does not depend on the number of processes: the sources have fixed shares.
@@ -495,12 +556,13 @@ def compared(chosen: str, jobs: int, wanted: str = "") -> list[Evidence]:
         chosen: A regular expression of their names.
         jobs: The number of processes.
         wanted: A regular expression of the sources of samples, for a quick look.
+        folder: Where each share is kept as it is done, and taken from.
     """
     pairs = [pair for pair in sources() if re.search(wanted, pair[0])]
     shares = [pairs[start::SHARES] for start in range(SHARES)]
     start, evidence = time.monotonic(), list[Evidence]()
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_worker) as pool:
-        for found in pool.map(functools.partial(_work, chosen), shares):
+        for found in pool.map(functools.partial(_kept_work, chosen, folder), shares):
             evidence += found
             minutes = (time.monotonic() - start) / 60
             print(f"{len(evidence)} calls compared, {minutes:.1f} minutes", file=sys.stderr, flush=True)
@@ -521,6 +583,7 @@ def main() -> int:
     parser.add_argument("--operators", default="", metavar="REGEX", help="only those whose names match")
     parser.add_argument("--samples", default="", metavar="REGEX", help="only samples of these; for a quick look")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many processes compare")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep there what is done, and go on from there")
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--check", action="store_true", help="fail when the table says something else")
     parser.add_argument("--summary", action="store_true", help="print the counts of the table; compare nothing")
@@ -531,7 +594,7 @@ def main() -> int:
     if flags.summary:
         print(in_short(old))
         return 0
-    new = table(compared(flags.operators, flags.jobs, flags.samples))
+    new = table(compared(flags.operators, flags.jobs, flags.samples, flags.resume))
     print("\n".join(differing(new)))
     if flags.write:
         conformance.FILE.write_text(written(merged(old, new, flags.operators)), encoding="utf-8")

@@ -133,6 +133,7 @@ def generated(dtype: torch.dtype) -> Iterator[Sample]:
     yield from _shapes(dtype)
     yield from _conversions(dtype)
     yield from _sums(dtype)
+    yield from _writes(dtype)
     if dtype.is_floating_point:
         yield from _pools(dtype)
         yield from _resizes(dtype)
@@ -229,7 +230,7 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
 def _conversions(dtype: torch.dtype) -> Iterator[Sample]:
     """`to`, `view(dtype)`, `new_*` and `*_like` with dtypes, and what makes tensors."""
     x = _values(2, 4, dtype=dtype)
-    x = x.abs() if dtype.is_floating_point else x  # a negative float has no defined value in uint8
+    x = x.abs().to(dtype) if dtype.is_floating_point or dtype.is_complex else x  # uint8 has no negative floats
     for other in PROMOTED:
         yield Sample("zeros_like", torch.zeros_like, (x,), {"dtype": other})
         yield Sample("ones_like", torch.ones_like, (x,), {"dtype": other})
@@ -272,6 +273,57 @@ def _sums(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample("topk", torch.topk, (x, 2), {"dim": -1})
         yield Sample("topk smallest", torch.topk, (x, 2, -1, False))
         yield Sample("sort descending", torch.sort, (x,), {"descending": True, "stable": True})
+
+
+def _writes(dtype: torch.dtype) -> Iterator[Sample]:
+    """Operators that write to their first argument, or to `out`."""
+    x, other = _positive(3, 4, dtype=dtype), _positive(3, 4, dtype=dtype)
+    mask, places = torch.arange(12).reshape(3, 4) % 2 == 0, torch.tensor([[2, 0, 1, 0], [1, 1, 0, 2]])
+    row = torch.tensor([2, 0])
+    floats = dtype.is_floating_point
+    pairs = ["add_", "mul_", "eq_", "ne_", "logical_and_", "logical_or_", "copy_"]
+    pairs += ["lt_", "le_", "gt_", "ge_"] * (not dtype.is_complex) + ["sub_"] * (dtype != torch.bool)
+    pairs += ["remainder_", "floor_divide_", "fmod_"] * (not dtype.is_complex and dtype != torch.bool)
+    pairs += ["pow_"] * (dtype != torch.bool) + ["div_", "atan2_", "hypot_"] * floats
+    whole = not floats and not dtype.is_complex
+    pairs += ["bitwise_and_", "bitwise_or_", "bitwise_xor_"] * whole
+    pairs += ["bitwise_left_shift_", "bitwise_right_shift_"] * (whole and dtype != torch.bool)
+    single = ["zero_", "squeeze_", "t_", "logical_not_", "tril_", "triu_"] + ["bitwise_not_"] * whole
+    single += ["neg_", "square_", "sign_"] * (dtype != torch.bool and not dtype.is_complex)
+    single += ["abs_"] * dtype.is_signed * (not dtype.is_complex)
+    if floats:
+        single += ["relu_", "sigmoid_", "tanh_", "exp_", "sqrt_", "rsqrt_", "sin_", "cos_", "log_", "log1p_", "expm1_"]
+        single += ["floor_", "ceil_", "round_", "trunc_", "reciprocal_", "erf_", "acos_", "asin_", "atan_", "frac_"]
+    for name in pairs:
+        yield Sample(name, getattr(torch.Tensor, name), (x.clone(), other))
+    for name in single:
+        yield Sample(name, getattr(torch.Tensor, name), (x[:1].clone(),))
+    yield Sample("unsqueeze_", torch.Tensor.unsqueeze_, (x, 1))
+    yield Sample("transpose_", torch.Tensor.transpose_, (x, 0, 1))
+    yield Sample("masked_fill_", torch.Tensor.masked_fill_, (x, mask, 1))
+    yield Sample("masked_scatter_", torch.Tensor.masked_scatter_, (x, mask, other))
+    yield Sample("scatter_", torch.Tensor.scatter_, (x, 0, places, other))
+    yield Sample("scatter_ of a number", torch.Tensor.scatter_, (x, 0, places, 1))
+    yield Sample("scatter_add_", torch.Tensor.scatter_add_, (x, 0, places, other))
+    yield Sample("index_add_", torch.Tensor.index_add_, (x, 0, row, other[:2]))
+    yield Sample("index_copy_", torch.Tensor.index_copy_, (x, 0, row, other[:2]))
+    yield Sample("index_fill_", torch.Tensor.index_fill_, (x, 1, row, 1))
+    yield Sample("index_put_", torch.Tensor.index_put_, (x, (row,), other[:2]))
+    yield Sample("cumsum_", torch.Tensor.cumsum_, (x, 0))
+    yield Sample("out", lambda x, y, out: torch.add(x, y, out=out), (x, other, torch.zeros_like(x)))
+    yield Sample("out", lambda x, y, out: torch.mul(x, y, out=out), (x, other, torch.zeros_like(x)))
+    if floats:
+        yield Sample("clamp_", torch.Tensor.clamp_, (x, 2, 3))
+        yield Sample("lerp_", torch.Tensor.lerp_, (x, other, 0.5))
+        yield Sample("addcmul_", torch.Tensor.addcmul_, (x, other, other), {"value": 2})
+        yield Sample("addcdiv_", torch.Tensor.addcdiv_, (x, other, other), {"value": 2})
+        yield Sample("scatter_reduce_", torch.Tensor.scatter_reduce_, (x, 0, places, other, "amax"))
+        for name in ("leaky_relu_", "elu_", "hardtanh_", "celu_", "selu_", "silu", "hardswish", "mish"):
+            yield Sample(name, getattr(functional, name.rstrip("_")), (x - 2,), {"inplace": True})
+        for name in ("sqrt", "sigmoid", "tanh", "ceil"):
+            yield Sample("out", lambda x, out, name=name: getattr(torch, name)(x, out=out), (x, torch.zeros_like(x)))
+        yield Sample("out", lambda x, y, out: torch.div(x, y, out=out), (x, other, torch.zeros_like(x)))
+        yield Sample("out", lambda x, y, out: torch.matmul(x, y.T, out=out), (x, other, torch.zeros_like(x[:, :3])))
 
 
 def _pools(dtype: torch.dtype) -> Iterator[Sample]:

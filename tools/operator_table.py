@@ -38,7 +38,8 @@ def table(evidence: Iterable[Evidence]) -> dict[str, Any]:
     for one in evidence:
         groups[one.form.operator].append(one)
     random = {name for name, found in groups.items() if _is_random(found)}
-    entries = {name: _entry(groups[name]) for name in sorted(groups.keys() - random)}
+    drawn = {name: [one for one in groups[name] if one.what != RANDOM] for name in sorted(groups.keys() - random)}
+    entries = {name: _entry(found) for name, found in drawn.items()}
     return {"versions": versions(), "random": sorted(random), "operators": entries}
 
 
@@ -56,10 +57,12 @@ def versions() -> dict[str, str]:
 def _entry(found: Sequence[Evidence]) -> dict[str, Any]:
     passed = {one.form for one in found if not one.what}
     narrow = passed | {one.form for one in found if _is_width(one.what)}
+    right = passed | {one.form for one in found if one.patch}
     rows: dict[tuple[frozenset[str], str, str], frozenset[str]] = collections.defaultdict(frozenset)
     for one in sorted(found, key=lambda one: (sorted(one.form.options), sorted(one.form.dtypes), one.what)):
         if one.what:
-            options, dtypes, always = smallest(one.form, passed if _is_width(one.what) else narrow)
+            others = passed if _is_width(one.what) else narrow if one.patch else narrow | right
+            options, dtypes, always = smallest(one.form, others)
             rows[options, one.what if always else f"{SOME}{one.what}", one.patch] |= dtypes
     entry: dict[str, Any] = {
         "dtypes": sorted({name for form in passed for name in form.dtypes}),

@@ -29,22 +29,26 @@ def min_dim(self, dim, keepdim=False):
     return torch.amin(self, dim, keepdim), _place("argmin", self, dim, keepdim)
 
 
-def _place(name, x, dim, keepdim):
+def _first_place(name, x, axis):
     """Returns what `jax.lax.argmax` and `jax.lax.argmin` compute: in 32 bits, since 64 have no lowering for a TPU."""
     import jax
+    import jax.numpy as jnp
+
+    if x.dtype.itemsize < 8:
+        return getattr(jax.lax, name)(x, axis, jnp.int32)
+    # that of 64 bits is lowered by a loop that counts in 64
+    best = getattr(jnp, name.removeprefix("arg"))(x, axis, keepdims=True)
+    chosen = (x == best) | (x != x)  # the first NaN is the greatest, and the least
+    return jnp.where(chosen, jax.lax.broadcasted_iota(jnp.int32, x.shape, axis), x.shape[axis]).min(axis)
+
+
+def _place(name, x, dim, keepdim):
     import jax.numpy as jnp
 
     def place(x):
         shape = x.shape
         flat, axis = (x.ravel(), 0) if dim is None or not shape else (x, dim % len(shape))
-        if x.dtype.itemsize < 8:
-            found = getattr(jax.lax, name)(flat, axis, jnp.int32)
-        else:  # that of 64 bits is lowered by a loop that counts in 64
-            best = getattr(jnp, name.removeprefix("arg"))(flat, axis, keepdims=True)
-            chosen = (flat == best) | (flat != flat)  # the first NaN is the greatest, and the least
-            places = jax.lax.broadcasted_iota(jnp.int32, flat.shape, axis)
-            found = jnp.where(chosen, places, flat.shape[axis]).min(axis)
-        found = found.astype(jnp.int64)
+        found = _first_place(name, flat, axis).astype(jnp.int64)
         if not keepdim or not shape:
             return found
         return found.reshape([1] * len(shape)) if dim is None else jnp.expand_dims(found, axis)
@@ -68,15 +72,22 @@ def _over_dims(function, x, dim, keepdim, dtype):
 def view_dtype(self, dtype):
     """Returns a tensor's bytes as another dtype, of the last dim's neighbours where the sizes differ."""
     import jax
+    import jax.numpy as jnp
     from torchax.ops import mappings
 
     target = mappings.t2j_dtype(dtype)
+    pairs = {"complex64": "float32", "complex128": "float64"}
 
     def bits(x):
-        if x.dtype.itemsize < target.itemsize:
-            x = x.reshape(*x.shape[:-1], -1, target.itemsize // x.dtype.itemsize)
-        out = jax.lax.bitcast_convert_type(x, target)
-        return out.reshape(*out.shape[:-2], -1) if out.ndim > self.dim() else out
+        if x.dtype.name in pairs:
+            x = jnp.stack([x.real, x.imag], -1)
+            x = x.reshape(*x.shape[:-2], -1)
+        part = jnp.dtype(pairs.get(target.name, target.name))
+        if x.dtype.itemsize < part.itemsize:
+            x = x.reshape(*x.shape[:-1], -1, part.itemsize // x.dtype.itemsize)
+        out = jax.lax.bitcast_convert_type(x, part)
+        out = out.reshape(*out.shape[:-2], -1) if out.ndim > self.dim() else out
+        return jax.lax.complex(out[..., 0::2], out[..., 1::2]) if target.name in pairs else out
 
     return engine.call_jax(bits, self)
 
@@ -193,7 +204,8 @@ def _greatest_of_windows(dims, x, kernel_size, stride, padding, dilation, ceil_m
     def later(one, two):
         place, value = one
         other_place, other = two
-        kept = (value >= other) | (value != value)
+        first = (value == other) & (place < other_place) | (value != value) & ((other == other) | (place > other_place))
+        kept = (value > other) | first
         return jnp.where(kept, place, other_place), jnp.where(kept, value, other)
 
     def greatest(x):
@@ -204,7 +216,7 @@ def _greatest_of_windows(dims, x, kernel_size, stride, padding, dilation, ceil_m
         sizes = x.shape[-dims:]
         places = jnp.broadcast_to(jnp.arange(int(numpy.prod(sizes)), dtype=jnp.int32).reshape(sizes), x.shape)
         values = jax.lax.reduce_window(x, least, jax.lax.max, *window)
-        places, _ = jax.lax.reduce_window((places, x), (numpy.int32(0), least), later, *window)
+        places, _ = jax.lax.reduce_window((places, x), (numpy.int32(2**31 - 1), least), later, *window)
         return values, places.astype(jnp.int64)
 
     return engine.call_jax(greatest, x)
@@ -221,7 +233,6 @@ def adaptive_max_pool3d(self, output_size):
 
 
 def _greatest_of_parts(dims, x, output_size):
-    import jax
     import jax.numpy as jnp
     import numpy
 
@@ -238,7 +249,7 @@ def _greatest_of_parts(dims, x, output_size):
 
     def greatest(x):
         parts = x.reshape(*x.shape[:-dims], -1)[..., places]
-        chosen = jax.lax.argmax(parts, parts.ndim - 1, jnp.int32)[..., None]
+        chosen = _first_place("argmax", parts, parts.ndim - 1)[..., None]
         values = jnp.take_along_axis(parts, chosen, -1)[..., 0]
         found = jnp.take_along_axis(jnp.broadcast_to(places, parts.shape), chosen, -1)[..., 0]
         return values, found.astype(jnp.int64)
@@ -248,6 +259,7 @@ def _greatest_of_parts(dims, x, output_size):
 
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
     """Returns a batch normalized, its means and inverse deviations; in training it writes to running statistics."""
+    import jax
     import jax.numpy as jnp
 
     optional = {"weight": weight, "bias": bias, "mean": running_mean, "var": running_var}
@@ -262,8 +274,15 @@ def native_batch_norm(input, weight, bias, running_mean, running_var, training, 
         if training:
             mean, var = x.mean(dims), x.var(dims)
             count = x.size // x.shape[-1]
-            latest = {"mean": mean, "var": var * (count / max(count - 1, 1))}
-            updated = [momentum * latest[name] + (1 - momentum) * given[name] for name in latest if name in given]
+            total = var * count
+            for name, old in zip(names, tensors, strict=True):
+                half = old.dtype == jnp.bfloat16  # of which PyTorch rounds each step
+                kept = (lambda x: jax.lax.reduce_precision(x, 8, 7)) if half else lambda x: x
+                share = kept(jnp.asarray(momentum, wide))
+                if name == "mean":
+                    updated.append(kept(share * kept(mean)) + kept(kept(1 - share) * given[name]))
+                if name == "var":
+                    updated.append(share * kept(kept(total) / max(count - 1, 1)) + kept(kept(1 - share) * given[name]))
         else:
             mean, var = given["mean"], given["var"]
         inverse = 1 / jnp.sqrt(var + eps)
@@ -274,6 +293,22 @@ def native_batch_norm(input, weight, bias, running_mean, running_var, training, 
     for tensor, new in zip(running, updated, strict=True) if training else ():
         tensor.copy_(new)
     return out, mean, inverse
+
+
+def batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps):
+    """Returns a batch normalized, and writes to running statistics."""
+    out = native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *out, torch.empty(0, dtype=torch.uint8, device=input.device)
+
+
+def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
+    """Returns an input normalized in groups of channels; of an empty one also the statistics."""
+    import jax.numpy as jnp
+    from torchax.ops import jaten
+
+    if input.numel():
+        return engine.call_jax(jaten._aten_native_group_norm, input, weight, bias, N, C, HxW, group, eps)
+    return engine.call_jax(lambda x: (x, *[jnp.zeros((N, group), x.dtype)] * 2), input)
 
 
 def flip(self, dims):
@@ -318,9 +353,10 @@ def embedding_renorm_(self, indices, max_norm, norm_type):
 
     def shortened(table, places):
         used = jnp.zeros(table.shape[0], bool).at[places.ravel()].set(True)
-        length = jnp.linalg.norm(table, ord=norm_type, axis=1)
-        scale = jnp.where(used & (length > max_norm), max_norm / (length + 1e-7), 1)
-        return (table * scale[:, None]).astype(table.dtype)
+        wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
+        length = jnp.linalg.norm(wide, ord=norm_type, axis=1).astype(table.dtype)
+        scale = jnp.where(used & (length > max_norm), max_norm / (length + 1e-7), 1).astype(table.dtype)
+        return table * scale[:, None]
 
     return self.copy_(engine.call_jax(shortened, self, indices))
 
@@ -461,31 +497,6 @@ def fmod(self, other):
     return engine.call_jax(rest, self, other)
 
 
-def index_reduce(self, dim, index, source, reduce, *, include_self=True):
-    """Returns a tensor into whose places along a dim others are reduced."""
-    import jax.numpy as jnp
-
-    def reduced(x, places, values):
-        whole = jnp.moveaxis(x, dim, 0) if x.ndim else x[None]
-        values = jnp.moveaxis(values, dim, 0) if values.ndim else values[None]
-        places = places.reshape(-1)
-        hit = jnp.zeros(whole.shape[0], bool).at[places].set(True).reshape(-1, *[1] * (whole.ndim - 1))
-        floats = jnp.issubdtype(x.dtype, jnp.floating)
-        kinds = jnp.finfo if floats else jnp.iinfo
-        low, high = (-jnp.inf, jnp.inf) if floats else (kinds(x.dtype).min, kinds(x.dtype).max)
-        start = {"prod": 1, "mean": 0, "amax": low, "amin": high}[reduce]
-        base = whole if include_self else jnp.where(hit, jnp.asarray(start, x.dtype), whole)
-        name = {"prod": "multiply", "mean": "add", "amax": "max", "amin": "min"}[reduce]
-        out = getattr(base.at[places], name)(values)
-        if reduce == "mean":
-            count = jnp.zeros(whole.shape[0], x.dtype).at[places].add(1).reshape(hit.shape)
-            count = jnp.maximum(count + int(include_self), 1)
-            out = out / count if floats else out // count
-        return jnp.moveaxis(out, 0, dim).astype(x.dtype) if x.ndim else out[0]
-
-    return engine.call_jax(reduced, self, index, source)
-
-
 def max_unpool(self, indices, output_size, stride=None, padding=None):
     """Returns zeros with values at the places that a pooling has returned; the last dims are those of `output_size`."""
     import jax.numpy as jnp
@@ -536,7 +547,8 @@ def renorm(self, p, dim, maxnorm):
     def shortened(x):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         others = tuple(n for n in range(x.ndim) if n != dim % x.ndim)
-        length = (jnp.abs(wide) ** p).sum(others, keepdims=True) ** (1 / p)
+        size = jnp.abs(wide)
+        length = size.max(others, keepdims=True) if p == math.inf else (size**p).sum(others, keepdims=True) ** (1 / p)
         return x * jnp.where(length > maxnorm, maxnorm / (length + 1e-7), 1).astype(x.dtype)
 
     return engine.call_jax(shortened, self)
@@ -561,3 +573,61 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
         return x.sum(dims, keepdims=keepdim) if ord == 1 else (x**ord).sum(dims, keepdims=keepdim) ** (1 / ord)
 
     return engine.call_jax(norm, given)
+
+
+def sign(self):
+    """Returns the sign of each value; that of a bool is itself."""
+    import jax.numpy as jnp
+
+    return engine.call_jax(lambda x: x if x.dtype == bool else jnp.where(x == x, jnp.sign(x), 0), self)
+
+
+def power(self, exponent):
+    """Returns values to the power of others; of integers that wraps, and is 0 for a power below 0 unless of 1 or -1."""
+    import jax
+    import jax.numpy as jnp
+
+    def raised(x, n):
+        dtype = jnp.promote_types(x.dtype, n.dtype)
+        x, n = jnp.broadcast_arrays(x.astype(dtype), n.astype(dtype))
+        if not jnp.issubdtype(dtype, jnp.integer):
+            return jnp.power(x, n)
+
+        def doubled(state):
+            out, factor, rest = state
+            return jnp.where(rest & 1 == 1, out * factor, out), factor * factor, rest >> 1
+
+        start = jnp.ones_like(x), x, jnp.maximum(n, 0)
+        out, _, _ = jax.lax.while_loop(lambda state: (state[2] > 0).any(), doubled, start)
+        inverse = jnp.where(x == 1, 1, jnp.where(x + 1 == 0, 1 - 2 * (n & 1), 0)).astype(dtype)
+        return jnp.where(n < 0, inverse, out)
+
+    return engine.call_jax(raised, self, exponent)
+
+
+def einsum(equation, *operands):
+    """Returns products and sums over labels; PyTorch counts bools."""
+    from torchax.ops import jtorch
+
+    tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
+    tensors = [one.long() for one in tensors] if all(one.dtype == torch.bool for one in tensors) else tensors
+    return engine.call_jax(lambda *arrays: jtorch._einsum(equation, *arrays), *tensors)
+
+
+def rrelu_with_noise(self, noise, lower=0.125, upper=1 / 3, training=False, generator=None):
+    """Returns values with those below 0 times a slope: in training a random one, which is written to the noise."""
+    if not training:
+        noise.copy_(noise + 0)  # what the engine takes for a write: PyTorch's schema says that it writes
+        return torch.nn.functional.leaky_relu(self, (lower + upper) / 2)
+    slope = torch.where(self <= 0, torch.rand_like(self) * (upper - lower) + lower, 1)
+    noise.copy_(slope)
+    return self * slope
+
+
+def grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners):
+    """Returns samples of a volume, of 16-bit floats computed in float32."""
+    from torchax import decompositions
+
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    options = interpolation_mode, padding_mode, align_corners
+    return decompositions._grid_sampler_3d(input.to(wide), grid.to(wide), *options).to(input.dtype)

@@ -27,6 +27,12 @@ blanks = torch.tensor([[1, float("nan"), 2, float("nan")]]).double()
 lines, many, half = (values(1, 4, 7), values(4, 2, 3)), values(2, 200).bfloat16(), image.bfloat16()
 bag = torch.tensor([2, 0, 2])
 least = torch.full((1, 1, 5, 5), -(2**40))
+mask, grid = square > 0, values(1, 3, 3, 3, 3).div(8)
+table, starts = values(5, 3), torch.tensor([0, 2, 2])
+words, shares = torch.tensor([4, 0, 1, 1, 3]), values(5)
+degree, near = torch.arange(8) % 5, torch.linspace(-1.5, 1.5, 8)
+matrix, wide_matrix = values(4, 4), values(2, 5, 3)
+spots = torch.tensor([[2, 0, 1], [1, 1, 2]])
 
 
 def batch_norm(x, running, training):
@@ -98,6 +104,104 @@ SAMPLES = {
 }
 
 
+def bag_of(mode, **kwargs):
+    return lambda table, places, starts: functional.embedding_bag(places, table, starts, mode=mode, **kwargs)
+
+
+def written(name, *args):
+    return lambda x, *tensors: (x := x.clone(), getattr(x, name)(*args, *tensors), x)[1:]
+
+
+def unpacked(x):
+    packed, pivots = torch.linalg.lu_factor(x)
+    return torch.lu_unpack(packed, pivots)
+
+
+SAMPLES |= {
+    "integers in floats": (lambda n: (n.bool().erf(), n.sigmoid(), n.bool().rsqrt(), torch.true_divide(n, 3)), degree),
+    "sign of bool": (lambda x: (x.sign(), x.sgn()), mask),
+    "power of integers": (
+        lambda x, n: (x**n, x ** (n % 5)), torch.tensor([-1, 1, 2, 3]), torch.tensor([-3, -2, -1, 70])),
+    "nonzero_static": (lambda x: torch.nonzero_static(x, size=12), mask),
+    "topk of uint8": (lambda x: x.topk(2, largest=False), torch.tensor([[3, 0, 250, 7]], dtype=torch.uint8)),
+    "mode": (lambda x: (x.mode(-1), x.mode(0, True)), torch.tensor([[3, 1, 3, 1, 2], [5, 5, 0, 1, 5]])),
+    "cumsum of float16": (lambda x: x.cumsum(0), values(40).half()),
+    "embedding_bag": (bag_of("sum"), table, words, starts),
+    "embedding_bag of means": (bag_of("mean", padding_idx=1, include_last_offset=True), table, words, starts * 2),
+    "embedding_bag of maxima": (bag_of("max"), table, words, starts),
+    "embedding_bag with weights": (
+        lambda t, n, starts, w: functional.embedding_bag(n, t, starts, mode="sum", per_sample_weights=w),
+        table, words, starts, shares),
+}  # fmt: skip
+
+special = torch.special
+RARE = {
+    "Bessel functions": (
+        lambda x: [getattr(special, n)(x) for n in ("bessel_j0", "bessel_j1", "modified_bessel_i0", "airy_ai")],
+        torch.linspace(-12, 12, 9),
+    ),
+    "Bessel functions of the second kind": (
+        lambda x: [
+            getattr(special, n)(x)
+            for n in ("modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1")
+        ],
+        torch.tensor([0.001, 0.5, 2.0, 30.0]),
+    ),
+    "polynomials": (
+        lambda x, n: [
+            getattr(special, f"{name}")(x, n)
+            for name in (
+                "chebyshev_polynomial_t", "chebyshev_polynomial_v", "chebyshev_polynomial_w", "legendre_polynomial_p",
+                "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+                "shifted_chebyshev_polynomial_w", "hermite_polynomial_he",
+            )
+        ],
+        near, degree,
+    ),
+    "special functions": (
+        lambda x: (special.spherical_bessel_j0(x), special.zeta(x + 2, x), special.polygamma(2, x), torch.lgamma(x)),
+        torch.tensor([1.0, 2.0, 3.5, 0.25]),
+    ),
+    "einsum of bools": (lambda x: (torch.einsum("ij->j", x), torch.einsum("ii->i", x)), mask),
+    "rrelu": (functional.rrelu, square),
+    "view of complex": (lambda x: torch.view_as_complex(x).view(torch.float64), values(4, 2)),
+    "renorm by the greatest": (lambda x: x.renorm(float("inf"), 0, 1), square),
+    "max_pool2d backward": (
+        lambda x, n: torch.ops.aten.max_pool2d_with_indices_backward(
+            x[..., ::2, ::2], x, [2, 2], [2, 2], [0, 0], [1, 1], False, n),
+        image, functional.max_pool2d(image, 2, return_indices=True)[1],
+    ),
+    "resize": (lambda x: torch.ops.aten.resize(x, [2, 3]), square),
+    "resize_as": (torch.ops.aten.resize_as, square, square[:2]),
+    "segment_reduce": (
+        lambda x, n: [torch.segment_reduce(x, how, lengths=n, initial=1) for how in ("sum", "mean", "max", "min")],
+        shares, torch.tensor([0, 3, 2])),
+    "hash_tensor": (lambda x: torch.hash_tensor(x, 1).view(torch.int64), square),
+    "histogram": (
+        lambda x, w: (torch.histogram(x, 4, weight=w, density=True), torch.histc(x, 5)), shares, shares.abs()),
+    "histogram of edges": (lambda x, edges: torch.histogram(x, edges), shares, shares.sort().values),
+    "histogramdd": (lambda x: torch.histogramdd(x, [2, 3, 2])[0], table),
+    "histogramdd of edges": (
+        lambda x, edges: torch.histogramdd(x[:, :2], [edges, edges])[0], table, shares.sort().values),
+    "fractional_max_pool": (
+        lambda x, y, one, two: (
+            functional.fractional_max_pool2d(x, 2, 3, return_indices=True, _random_samples=one),
+            functional.fractional_max_pool3d(y, 2, 3, return_indices=True, _random_samples=two),
+        ),
+        image, volume, torch.rand(1, 2, 2), torch.rand(1, 2, 3),
+    ),
+    "lu": (lambda x: (torch.linalg.lu(x), unpacked(x)), wide_matrix),
+    "householder": (
+        lambda x, y: (torch.geqrf(x), torch.ormqr(*torch.geqrf(x), y, left=False)), matrix, values(3, 4)),
+    "eigh of one triangle": (lambda x: torch.linalg.eigvalsh(x, UPLO="U"), matrix),
+    "pinv of one triangle": (lambda x: torch.linalg.pinv(x, hermitian=True), matrix),
+    "mm out": (lambda x, y, out: (torch.mm(x, y, out=out), out), square, square, torch.zeros(3, 3)),
+    "batch_norm with update": (
+        lambda x, *tensors: torch.ops.aten._batch_norm_with_update(x, *[t.clone() for t in tensors], 0.1, 1e-5)[:1],
+        batch, row, row, row, row),
+}  # fmt: skip
+
+
 def _places(x):
     return torch.arange(x.shape[-1] - 1, -1, -1, device=x.device).expand(x.shape).contiguous()
 
@@ -105,6 +209,16 @@ def _places(x):
 @pytest.fixture(scope="module")
 def computed():
     """What one program of the engine returns of all samples, as tensors of PyTorch."""
+    return returned(SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def computed_rarely():
+    """What another one returns of operators that few networks call."""
+    return returned(RARE)
+
+
+def returned(samples):
     import jax
     import jax.extend
     import numpy
@@ -115,10 +229,10 @@ def computed():
         from torchax.ops import mappings
 
         def body(arrays):
-            return {name: tree_leaves(SAMPLES[name][0](*given)) for name, given in arrays.items()}
+            return {name: tree_leaves(samples[name][0](*given)) for name, given in arrays.items()}
 
         with engine.operators({op.target: op.function for op in ledger.ops()}), engine.wide():
-            arrays = {name: [mappings.t2j(x) for x in given] for name, (_, *given) in SAMPLES.items()}
+            arrays = {name: [mappings.t2j(x) for x in given] for name, (_, *given) in samples.items()}
             program = jax.make_jaxpr(lambda arrays: engine.call_torch(body, arrays), return_shape=True)
             jaxpr, shapes = program(arrays)
         flat = jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*jax.tree.leaves(arrays))
@@ -131,6 +245,16 @@ def computed():
 @pytest.mark.filterwarnings("ignore:index_reduce")  # that it is in beta
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_mended_operator_computes_what_pytorch_does(name, computed):
-    function, *given = SAMPLES[name]
-    for one, other in zip(computed[name], tree_leaves(function(*given)), strict=True):
+    same(computed[name], SAMPLES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RARE)
+def test_so_does_one_that_few_networks_call(name, computed_rarely):
+    same(computed_rarely[name], RARE[name])
+
+
+def same(found, sample):
+    function, *given = sample
+    for one, other in zip(found, tree_leaves(function(*given)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

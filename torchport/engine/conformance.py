@@ -75,13 +75,13 @@ def read() -> Table:
     return Table(data["versions"], frozenset(data["random"]), entries)
 
 
-def _entry(found: Mapping[str, Any]) -> Samples:
+def _entry(data: Mapping[str, Any]) -> Samples:
     rows = [
         Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", ""))
         for kind in ("differs", "mended")
-        for row in found.get(kind, ())
+        for row in data.get(kind, ())
     ]
-    return Samples(frozenset(found["dtypes"]), frozenset(found["options"]), tuple(rows))
+    return Samples(frozenset(data["dtypes"]), frozenset(data["options"]), tuple(rows))
 
 
 def state(form: Form) -> tuple[str, str]:

@@ -10,7 +10,7 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,10 +37,7 @@ _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErro
 
 _META = torch.device("meta")
 _UNKNOWN = object()
-
-
-_traces = itertools.count()
-_trace = next(_traces)
+_trace = 0
 """The number of the trace that began last."""
 
 
@@ -49,7 +46,7 @@ def prepare(environment: Any) -> None:
     global _trace
     from torchax.tensor import Tensor
 
-    _trace = next(_traces)
+    _trace += 1
     if isinstance(environment.__dict__.get("dispatch"), Dispatch):
         return
     environment.dispatch = Dispatch(environment, environment.dispatch)
@@ -71,8 +68,8 @@ def _value(tensor: Any) -> Any:
     return value
 
 
-def _set_value(tensor: Any, value: Any) -> None:
-    tensor._array = value
+def _set_value(tensor: Any, new: Any) -> None:
+    tensor._array = new
 
 
 def _numpy(tensor: Any) -> Any:
@@ -136,7 +133,8 @@ class Dispatch:
         if function in _INDEXING:
             return function(args[0], self._index(args[1]), *args[2:])
         is_aten = isinstance(function, torch._ops.OpOverload)
-        if not is_aten and (function not in self.environment._ops or function in _THROUGH) and not makes:
+        is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
+        if not is_aten and (not is_lowered or function in _THROUGH) and not makes:
             raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
         if is_aten and torch.Tag.inplace_view in function.tags:
             return self._changed_view(function, types, args, kwargs)
@@ -230,15 +228,23 @@ class Dispatch:
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
         """Calls an operator by its lowering, and makes its result what PyTorch says that it is."""
-        if (operators := watched()) is not None:
+        if (seen := watched()) is not None:
             with _plain():
-                operators.see(function, args, kwargs)
+                seen.see(function, args, kwargs)
         written = self._traced(_written(function, args, kwargs))
         for tensor in written:
             if is_known(tensor):
                 self._forget(tensor)
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
+        if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
+            whole = not any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in traced)
+            if answer.is_floating_point() and whole:  # PyTorch computes in floats
+                shadow = functools.partial(torch.Tensor.to, dtype=answer.dtype)
+                with _plain():
+                    args, kwargs = pytree.tree_map_only(
+                        self.type, lambda x: self._as_pytorch(function, x, shadow(x._shadow)), (args, kwargs)
+                    )
         before = {id(tensor): tensor._elem for tensor in traced}
         self.lowering += 1
         try:
@@ -281,7 +287,7 @@ class Dispatch:
         args[0]._elem = self(other, types, args, kwargs)._elem
         return args[0]
 
-    def _known(self, leaf: torch.Tensor) -> Any:
+    def _known(self, leaf: Any) -> Any:
         """Returns a tensor of the host as one of the engine's, with known values."""
         return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
 
@@ -377,9 +383,9 @@ class Dispatch:
             raise DiffersError(operator_name(function), f"writes to {memory.whose}, and its caller would not see that")
         tensor._array = value
         memory.write(tensor._path, value)
-        for other, path in memory.alive():
-            if other is not tensor:
-                other._array = memory.read(path)
+        for each, path in memory.alive():
+            if each is not tensor:
+                each._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
         """Makes all that shares a tensor's memory a value of the program: a value of the network is written into it."""
@@ -453,20 +459,17 @@ def spoil(tensor: Any, why: str) -> None:
 def was_written(tensor: Any) -> bool:
     """Returns whether something was written to a tensor's memory."""
     memory = tensor.__dict__.get("_memory")
-    return memory is not None and memory.written
+    return bool(memory and memory.written)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments that an operator writes to, by its schema."""
     if not isinstance(function, torch._ops.OpOverload):
         return []
-    found: list[Any] = []
-    for argument in function._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
-                continue
-            found.append(_of_schema(function, args, kwargs, argument.name))
-    return found
+    names = [argument.name for argument in function._schema.arguments]
+    named = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    trains = not named or all(_of_schema(function, args, kwargs, each) for each in names if each == "training")
+    return [_of_schema(function, args, kwargs, name) for name in named if trains or not name.startswith("running_")]
 
 
 def _of_schema(function: Any, args: Any, kwargs: Any, name: str) -> Any:

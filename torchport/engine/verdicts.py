@@ -12,7 +12,7 @@ from typing import Any
 from torchport.engine import conformance
 from torchport.engine.conformance import Form
 
-_STOPS = re.compile("(for some inputs: )?(raises|no lowering)")
+_STOPS = re.compile("(for some inputs: )?(with [^ ]+: )?(raises|no lowering)")
 _WORST = ("differs", "unknown", "mended", "same")
 
 

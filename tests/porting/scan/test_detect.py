@@ -19,6 +19,7 @@ import pytest
         ("y = x[x > 0]", "mask-index"),
         ("y = x[~torch.isnan(x)]", "mask-index"),
         ("y = x.nonzero()", "mask-index"),
+        ("y = torch.bincount(x)", "mask-index"),
         ("y = torch.where(x > 0)", "mask-index"),
         ("x[x > 0] = x.sum()", "mask-index"),
         ("y = x.double()", "float64"),

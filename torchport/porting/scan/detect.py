@@ -127,8 +127,8 @@ _COMPLEX = {
     "torch.view_as_complex", "torch.view_as_real", "torch.polar", "torch.complex", "torch.complex64",
     "torch.complex128", "torch.cfloat",
 }  # fmt: skip
-_BY_VALUES = {"torch.nonzero", "torch.masked_select", "torch.unique", "torch.argwhere", "torch.unique_consecutive"}
-_BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive"}
+_BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive", "bincount"}
+_BY_VALUES = {f"torch.{name}" for name in (*_BY_VALUES_METHODS, "unique")}
 _NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
