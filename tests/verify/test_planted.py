@@ -52,8 +52,9 @@ def check_named(verified, fault, **options):
     assert result.exit_code == 1
 
 
-EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS, *faults.NEW_FAULTS]
-DECODERS = [faults.DECODER_FAULT, *faults.WAN_DECODER_FAULTS, *faults.NEW_DECODER_FAULTS]
+EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS]
+EVERY += [fault for fault in faults.NEW_FAULTS if fault.model == "cogvideox"]
+DECODERS = [faults.DECODER_FAULT, *faults.WAN_DECODER_FAULTS]
 
 
 def test_the_module_and_the_patch_of_a_fault_in_a_plain_network_are_named(root, tmp_path, monkeypatch, originals):
