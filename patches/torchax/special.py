@@ -124,39 +124,6 @@ def scaled_modified_bessel_k1(x):
     return _elementwise(lambda x: _scaled_bessel_k(1, x), x)
 
 
-def airy_ai(x):
-    """Returns the Airy function: a series near 0, an integral to the right of it, and its asymptote on the left."""
-    import jax.numpy as jnp
-
-    def near(x):
-        even = odd = total_even = total_odd = jnp.ones_like(x)
-        odd = total_odd = x
-        for k in range(1, 60):
-            even = even * x**3 / ((3 * k) * (3 * k - 1))
-            odd = odd * x**3 / ((3 * k + 1) * (3 * k))
-            total_even, total_odd = total_even + even, total_odd + odd
-        return total_even / (3 ** (2 / 3) * math.gamma(2 / 3)) - total_odd / (3 ** (1 / 3) * math.gamma(1 / 3))
-
-    def right(x):
-        angle = 2 / 3 * x**1.5
-        return jnp.sqrt(x / 3) / math.pi * _scaled_bessel_k(1 / 3, angle) * jnp.exp(-angle)
-
-    def left(x):
-        angle, sine, cosine, factor = 2 / 3 * x**1.5, 0.0, 0.0, 1.0
-        for k in range(8):
-            term = factor / angle**k * (-1) ** (k // 2)
-            sine, cosine = (sine + term, cosine) if k % 2 == 0 else (sine, cosine + term)
-            factor *= (6 * k + 1) * (6 * k + 3) * (6 * k + 5) / (216 * (k + 1) * (2 * k + 1))
-        phase = angle + math.pi / 4
-        return (jnp.sin(phase) * sine - jnp.cos(phase) * cosine) / (math.sqrt(math.pi) * x**0.25)
-
-    def value(x):
-        out = jnp.where(x > 2, right(jnp.maximum(x, 1)), near(jnp.clip(x, -8, 2)))
-        return jnp.where(x != x, x, jnp.where(x < -8, left(jnp.maximum(-x, 1)), out))
-
-    return _elementwise(value, x)
-
-
 def _zeta(s, q):
     """Returns the sum of (q + k) to the power of -s over k: its first terms, and the formula of Euler and Maclaurin."""
     import jax

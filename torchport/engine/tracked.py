@@ -414,6 +414,8 @@ class Dispatch:
         if memory.whose:
             raise DiffersError(operator_name(function), f"reshapes {memory.whose}, and its caller would not see that")
         new = self(other, types, args, kwargs)
+        if "_memory" not in new.__dict__:
+            raise DiffersError(operator_name(function), "gives a tensor another size, which is no view of its memory")
         memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
         with _plain():
             function(*args, **kwargs)
