@@ -62,12 +62,17 @@ def test_a_clip_is_of_all_stages_and_has_no_price_of_ours():
 
 
 def test_a_job_that_the_host_has_no_memory_for_does_not_fit():
-    small = clip.of_plans(task_of("machine=v5e:1x1", "mesh={}"), planned())
-    assert small.host_memory_bytes == 48 * 10**9 and small.fits_host
-    large = clip.of_plans(task_of("machine=v5e:1x1", "mesh={}", "dtypes={text_encoder: float32}"), planned())
-    assert large.host_bytes >= 4 * 7_070_619_136 and large.fits_host
-    longer = clip.of_plans(task_of("machine=v5e:1x1", "mesh={}", "height=2160", "width=3840", "frames=1001"), planned())
-    assert longer.host_bytes > longer.host_memory_bytes and not longer.fits_host
+    small = clip.of_plans(task_of("machine=v6e:1x1", "mesh={}", "dtypes={text_encoder: float32}"), planned())
+    assert small.host_memory_bytes == 176 * 10**9 and small.host_bytes >= 4 * 7_070_619_136 and small.fits_host
+    large = clip.of_plans(task_of("machine=v6e:1x1", "mesh={}", "height=2160", "width=3840", "frames=1001"), planned())
+    assert large.host_bytes > large.host_memory_bytes and not large.fits_host
+
+
+def test_the_memory_of_a_host_that_is_not_known_refuses_nothing():
+    unknown = clip.of_plans(task_of("machine=v5e:2x4"), planned())
+    assert unknown.host_memory_bytes is None and unknown.fits_host
+    job = JobPlan.model_validate(plans.plan() | {"clip": unknown.model_dump()})
+    assert "GiB of a size that is not known" in "\n".join(plan_report.lines(job))
 
 
 def test_lines_and_page_have_each_part_with_its_limit(found):

@@ -81,10 +81,9 @@ class Chip:
 
     #: chip, both directions, over 4, 6, 4 and 6 ports.
     devices: int = 1
-    #: Chips of the largest host, and its memory in bytes for each of them: the smaller machine of a kind, where its
-    #: machines differ. Source: docs.cloud.google.com/compute/docs/tpus/tpu-machines, and for v5e GKE's plan-tpus.
-    chips_per_host: int = 4
-    host_memory: int
+    #: Bytes of a host's memory for each chip: of the smallest machine of v6e, 176 GB with one chip (`ct6e-standard-1t`;
+    #: eight chips have 1,440). None where no source was read.
+    host_memory: int | None = None
 
 
 TPU_CHIPS = {
@@ -98,8 +97,6 @@ TPU_CHIPS = {
         flops=197e12,
         bandwidth=819e9,
         link=50e9,
-        host_memory=48 * 10**9,
-        chips_per_host=8,
     ),
     "v5p": Chip(
         "v5p",
@@ -112,7 +109,6 @@ TPU_CHIPS = {
         flops=459e12,
         bandwidth=2765e9,
         link=100e9,
-        host_memory=112 * 10**9,
     ),
     "v6e": Chip(
         "v6e",
@@ -125,7 +121,6 @@ TPU_CHIPS = {
         bandwidth=1638e9,
         link=100e9,
         host_memory=176 * 10**9,
-        chips_per_host=8,
     ),
     "tpu7x": Chip(
         "tpu7x",
@@ -138,7 +133,6 @@ TPU_CHIPS = {
         bandwidth=3.69e12,
         link=100e9,
         devices=2,
-        host_memory=240 * 10**9,
     ),
 }
 """Limits are per JAX device; those of a core say so."""

@@ -126,7 +126,7 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
         return lambda whole, part: jnp.conj(part)
     numbers = torch.arange(math.prod(base.shape)).reshape(tuple(base.shape))
     chosen = of_index(numbers).reshape(-1).numpy()
-    if len({*chosen.tolist()}) != len(chosen):
+    if len(set(chosen.tolist())) != len(chosen):
         return None
     return lambda whole, part: whole.ravel().at[chosen].set(part.ravel()).reshape(whole.shape)
 

@@ -10,7 +10,6 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,8 +67,8 @@ def _value(tensor: Any) -> Any:
     return value
 
 
-def _set_value(tensor: Any, new: Any) -> None:
-    tensor._array = new
+def _set_value(tensor: Any, value: Any) -> None:
+    tensor._array = value
 
 
 def _numpy(tensor: Any) -> Any:
@@ -240,10 +239,10 @@ class Dispatch:
         if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
             whole = not any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in traced)
             if answer.is_floating_point() and whole:  # PyTorch computes in floats
-                shadow = functools.partial(torch.Tensor.to, dtype=answer.dtype)
+                dtype = answer.dtype
                 with _plain():
                     args, kwargs = pytree.tree_map_only(
-                        self.type, lambda x: self._as_pytorch(function, x, shadow(x._shadow)), (args, kwargs)
+                        self.type, lambda x: self._as_pytorch(function, x, x._shadow.to(dtype)), (args, kwargs)
                     )
         before = {id(tensor): tensor._elem for tensor in traced}
         self.lowering += 1
@@ -461,17 +460,20 @@ def spoil(tensor: Any, why: str) -> None:
 def was_written(tensor: Any) -> bool:
     """Returns whether something was written to a tensor's memory."""
     memory = tensor.__dict__.get("_memory")
-    return bool(memory and memory.written)
+    return memory is not None and memory.written
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments that an operator writes to, by its schema."""
     if not isinstance(function, torch._ops.OpOverload):
         return []
-    names = [argument.name for argument in function._schema.arguments]
-    named = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    trains = not named or all(_of_schema(function, args, kwargs, each) for each in names if each == "training")
-    return [_of_schema(function, args, kwargs, name) for name in named if trains or not name.startswith("running_")]
+    found: list[Any] = []
+    for argument in function._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
+                continue
+            found.append(_of_schema(function, args, kwargs, argument.name))
+    return found
 
 
 def _of_schema(function: Any, args: Any, kwargs: Any, name: str) -> Any:

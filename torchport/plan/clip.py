@@ -21,8 +21,8 @@ READ = 1e9
 """Bytes of weights that a host reads in a second, from a disk or over a network."""
 ENCODED = 50e6
 """Pixels that become video.mp4 in a second. x264 took 0.17 CPU-s for a million of a noisy video; it uses all cores."""
-CHIPS_OF_MANY = 4
-"""Chips of each host of a slice of several."""
+ONE_HOST, MANY_HOSTS = 8, 4
+"""Chips that one host has at most, and chips of each host of a larger slice."""
 ASSUMED = (
     f"a clip: the host does {HOST_FLOPS / 1e12:.3g} TFLOP/s, reads weights at {READ / 1e9:.3g} GB/s and writes "
     f"{ENCODED / 1e6:.3g} Mpixel/s; what moves between host and devices takes no time"
@@ -40,7 +40,7 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
     chips = task.machine.devices // chip.devices
     price = task.job.price_per_chip_hour
-    of_host = chips if chips <= chip.chips_per_host else CHIPS_OF_MANY
+    of_host = chips if chips <= ONE_HOST else MANY_HOSTS
     return Clip(
         parts=parts,
         first_s=seconds[True] + seconds[False],
@@ -50,7 +50,7 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
         chip_s=seconds[False] * chips,
         dollars=None if price is None else seconds[False] * chips * price / 3600,
         host_bytes=preflight.host_bytes(task),
-        host_memory_bytes=chip.host_memory * of_host,
+        host_memory_bytes=None if chip.host_memory is None else chip.host_memory * of_host,
     )
 
 

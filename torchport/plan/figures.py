@@ -340,13 +340,13 @@ class Clip(Figure):
     """US dollars of `chip_s`; null where the config has no `price_per_chip_hour`"""
     host_bytes: int
     """memory that a stage takes on each host at most: weights of encoders, latents, frames"""
-    host_memory_bytes: int
-    """memory of a host as Google rents it with so many chips"""
+    host_memory_bytes: int | None
+    """memory of a host as Google rents it with so many chips; null where it is not known, and then all fits"""
 
     @property
     def fits_host(self) -> bool:
         """Whether the host's memory is enough."""
-        return self.host_bytes <= self.host_memory_bytes
+        return self.host_memory_bytes is None or self.host_bytes <= self.host_memory_bytes
 
 
 class JobPlan(Figure):

@@ -65,8 +65,9 @@ def _clip_lines(job: JobPlan) -> list[str]:
         f"  {part.part:13} {part.seconds:7.3g} s{'  (the first alone)' if part.once else ''}  {part.limit}"
         for part in clip.parts
     ]
-    memory = f"{size_text(clip.host_bytes)} of {size_text(clip.host_memory_bytes)}"
-    return [*text, f"  the host's memory: {memory}{'' if clip.fits_host else ': DOES NOT FIT'}"]
+    whole = "a size that is not known" if clip.host_memory_bytes is None else size_text(clip.host_memory_bytes)
+    verdict = "" if clip.fits_host else ": DOES NOT FIT"
+    return [*text, f"  the host's memory: {size_text(clip.host_bytes)} of {whole}{verdict}"]
 
 
 def _verification_lines(job: JobPlan) -> list[str]:
