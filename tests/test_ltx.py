@@ -11,7 +11,7 @@ import yaml
 from diffusers import LTXPipeline
 from fakes.artefacts import bits, difference, frames_of, levels, same_frames, tensor_of, video_of
 
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, StoppedError
 from torchport.load import tiny

@@ -5,7 +5,7 @@ import torch
 from diffusers import AdaptiveProjectedGuidance, ClassifierFreeGuidance, guiders
 from diffusers.guiders.guider_utils import BaseGuidance
 
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.errors import BadValueError, TorchportError, UnknownKeyError, UnknownNameError
 from torchport.stages import guiding
 from torchport.stages.family import Settings

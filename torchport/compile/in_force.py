@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from torchport import engine, load, patch
 from torchport.compile import failure
 from torchport.config import checkout
+from torchport.patch.live import hook
 from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Task
@@ -33,7 +36,7 @@ def in_force(
         failure.explained(failure.Owners.of_task(task)) if explained else contextlib.nullcontext(),
         checkout.on_path(task.upstream),
         patch.applied(task.patches(stages) if entries is None else entries) as ledger,
-        checkout.hushed(not log.isEnabledFor(logging.DEBUG)),
+        hushed(not log.isEnabledFor(logging.DEBUG)),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
     ):
         yield ledger
@@ -44,6 +47,25 @@ def stage_in_force(task: Task, stage: Stage) -> Iterator[patch.Ledger]:
     """Puts one stage's patches in force and registers its lowerings, inside `in_force`; gives its ledger."""
     with patch.applied(task.patches([stage]), stage=stage.name) as ledger, lowerings(ledger):
         yield ledger
+
+
+@contextlib.contextmanager
+def hushed(hush: bool) -> Iterator[None]:
+    """Hides upstream's own progress bars and log lines while the context lasts, and imports no library for it."""
+    with contextlib.ExitStack() as undos:
+        for name in ("diffusers.utils.logging", "transformers.utils.logging") if hush else ():
+            undos.callback(hook.arm(name, lambda module: _hush(module, undos)))
+            if name in sys.modules:
+                _hush(sys.modules[name], undos)
+        yield
+
+
+def _hush(logs: Any, undos: contextlib.ExitStack) -> None:
+    undos.callback(logs.set_verbosity, logs.get_verbosity())
+    if logs.is_progress_bar_enabled():
+        undos.callback(logs.enable_progress_bar)
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
 
 
 def lowerings(ledger: patch.Ledger) -> contextlib.AbstractContextManager[None]:

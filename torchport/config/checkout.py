@@ -113,27 +113,3 @@ def on_path(folder: Path | None) -> Iterator[None]:
         sys.path[:] = path
         os.environ.clear()
         os.environ.update(environment)
-
-
-@contextlib.contextmanager
-def hushed(hush: bool) -> Iterator[None]:
-    """Hides upstream's own progress bars and log lines while the context lasts."""
-    if not hush:
-        yield
-        return
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    libraries = (diffusers.utils.logging, transformers.utils.logging)
-    levels = [library.get_verbosity() for library in libraries]
-    bars = [library.is_progress_bar_enabled() for library in libraries]
-    try:
-        for library in libraries:
-            library.set_verbosity_error()
-            library.disable_progress_bar()
-        yield
-    finally:
-        for library, level, bar in zip(libraries, levels, bars, strict=True):
-            library.set_verbosity(level)
-            if bar:
-                library.enable_progress_bar()

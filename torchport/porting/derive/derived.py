@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torchport.compile.in_force import hushed
 from torchport.config import parse_document, validated
 from torchport.config.card import Card, Job
-from torchport.config.checkout import hushed
 from torchport.config.pack import DERIVED, derived_folder
 from torchport.files import atomic, cache
 from torchport.load import tiny
