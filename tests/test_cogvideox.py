@@ -15,7 +15,7 @@ from fakes.plants import plant
 from safetensors.torch import load_file, save_file
 
 from torchport import save
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.errors import ArtefactForeignError, BadValueError, MeshError, NotFiniteError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping

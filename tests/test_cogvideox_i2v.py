@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from torchport import save
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.errors import ArtefactForeignError, ArtefactMissingError, BadValueError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping

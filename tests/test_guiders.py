@@ -13,7 +13,7 @@ from diffusers import HunyuanVideo15Pipeline
 from fakes.artefacts import difference, latents_of
 from fakes.families import HUNYUAN
 
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.errors import (
     ArtefactForeignError,
     BadValueError,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from torchport import patch
 from torchport.compile import network
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.errors import ArtefactForeignError, CheckpointForeignError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping

@@ -18,7 +18,7 @@ from fakes.families import HUNYUAN, loaded
 from safetensors.torch import load_file, save_file
 
 from torchport.compile import network
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.config.pack import find_pack
 from torchport.errors import AttentionError, NotFiniteError
 from torchport.load import tiny

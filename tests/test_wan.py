@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from torchport import load
 from torchport.compile import Compiled, Eager
-from torchport.config.checkout import hushed
+from torchport.compile.in_force import hushed
 from torchport.errors import (
     ArtefactForeignError,
     ArtefactMissingError,

@@ -136,7 +136,7 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
     import torch
     from PIL import Image
 
-    from torchport.config.checkout import hushed
+    from torchport.compile.in_force import hushed
     from torchport.load import tiny
     from torchport.stages.module import file_of
 

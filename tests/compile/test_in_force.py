@@ -1,6 +1,9 @@
 """What upstream raises reads alike, whatever runs it: one error id, upstream's file and line."""
 
 import dataclasses
+import importlib
+import logging
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from fakes.plain_pack import PlainPack
 
 import torchport
 from torchport.commands import shard
-from torchport.compile.in_force import in_force
+from torchport.compile.in_force import hushed, in_force
 from torchport.config.machine import parse_machine
 from torchport.errors import ForeignError, TracedValueError
 from torchport.plan import aot, sweep, tuning
@@ -107,3 +110,31 @@ def test_a_task_runs_in_float32_whatever_its_caller_has_set(plain):
         assert torch.zeros(1).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+LOGS = ("diffusers.utils.logging", "transformers.utils.logging")
+
+
+def loudness():
+    """How much each library prints, by its logging module."""
+    logs = [importlib.import_module(name) for name in LOGS]
+    return [(log.get_verbosity(), log.is_progress_bar_enabled()) for log in logs]
+
+
+def test_upstreams_notes_are_hushed_and_then_as_loud_as_before():
+    before = loudness()
+    with hushed(True):
+        assert loudness() == [(logging.ERROR, False)] * 2
+    assert loudness() == before
+    with hushed(False):
+        assert loudness() == before
+
+
+def test_a_library_that_is_imported_later_is_hushed_too(monkeypatch):
+    before = loudness()
+    for name in LOGS:
+        monkeypatch.delitem(sys.modules, name)
+    with hushed(True):
+        assert not set(LOGS) & sys.modules.keys(), "no library is imported for it"
+        assert loudness() == [(logging.ERROR, False)] * 2
+    assert loudness() == before

@@ -10,9 +10,9 @@ import torch
 from torchport import patch
 from torchport import shard as sharding
 from torchport.commands import shard
-from torchport.compile import network, preflight
+from torchport.compile import in_force, network, preflight
 from torchport.compile.preflight import check
-from torchport.config import checkout, machine
+from torchport.config import machine
 from torchport.config.strategy import ActivationRule, Rule, WeightRule
 from torchport.errors import (
     AttentionError,
@@ -39,7 +39,7 @@ def require(task):
 def patched():
     """The card's patches, applied once: that takes longer than all else here."""
     task = accept(Request("hunyuan", "configs/demo.yaml", prompt="A cat"))
-    with patch.applied(task.patches(task.stages)), checkout.hushed(True):
+    with patch.applied(task.patches(task.stages)), in_force.hushed(True):
         yield
 
 

@@ -13,7 +13,7 @@ from fakes.native_checkpoint import ENCODERS, glyphs
 from safetensors.torch import load_file, save_file
 
 from torchport import load
-from torchport.config import checkout
+from torchport.compile import in_force
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
 from torchport.stages import family as families
 from torchport.task.family_file import family as family_of
@@ -41,7 +41,7 @@ def native_copy(native_folder, tmp_path):
 
 def accounted(card, root, name):
     """Sends a component through the door, as a run does."""
-    with checkout.hushed(True):
+    with in_force.hushed(True):
         load.account_component(card.components[name], root / card.folder(name, None))
 
 
@@ -230,7 +230,7 @@ def test_two_loadings_of_one_checkpoint_are_the_same_to_the_bit(native, native_f
         for seed in (1, 2):
             torch.manual_seed(seed)
             cls = load.class_of(native.components[name].class_)
-            with checkout.hushed(True):
+            with in_force.hushed(True):
                 found.append(cls.from_pretrained(native_folder / native.folder(name, None)))
         one, two = (dict(module.state_dict()) | dict(module.named_buffers()) for module in found)
         assert set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)

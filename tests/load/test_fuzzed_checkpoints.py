@@ -9,7 +9,7 @@ from fakes import fuzz_checkpoints, native_checkpoint
 from safetensors.torch import load_file
 
 from torchport import load, save
-from torchport.config import checkout
+from torchport.compile import in_force
 from torchport.errors import CheckpointBrokenError, TorchportError
 from torchport.load import checkpoint, pickled
 from torchport.load.foreign import reading
@@ -76,7 +76,7 @@ def test_a_mutated_component_is_refused_in_one_line_or_loaded_right(cases, block
         folder = shutil.copytree(root / card.folder(name, None), tmp_path / f"{number}")
         what = fuzz_checkpoints.mutate(folder, draw)
         try:
-            with checkout.hushed(True):
+            with in_force.hushed(True):
                 torch.manual_seed(1)
                 made = loaded(card.components[name], folder, name)
                 torch.manual_seed(2)

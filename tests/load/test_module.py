@@ -9,7 +9,7 @@ from fakes.modules import Forgetful, Mixed
 from safetensors.torch import load_file, save_file
 
 from torchport import load
-from torchport.config import checkout
+from torchport.compile import in_force
 from torchport.errors import (
     CheckpointBrokenError,
     CheckpointForeignError,
@@ -189,7 +189,7 @@ def encoder(tmp_path, tiny_folder, card):
     folder = shutil.copytree(tiny_folder / "text_encoder_2", tmp_path / "text_encoder_2")
 
     def call():
-        with checkout.hushed(True):
+        with in_force.hushed(True):
             return load.text_encoder(card.components["text_encoder_2"], folder, "float32", "text_encoder_2")
 
     return folder, call
@@ -339,19 +339,6 @@ def test_the_cards_figures_are_the_published_classes(card, published):
     for name, module in published.items():
         assert card.components[name].parameters == sum(parameter.numel() for parameter in module.parameters())
         assert all(tensor.is_meta for tensor in everything(module).values())
-
-
-def test_upstreams_notes_are_hushed_and_then_as_loud_as_before():
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    libraries = (diffusers.utils.logging, transformers.utils.logging)
-    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
-    with checkout.hushed(True):
-        assert [library.is_progress_bar_enabled() for library in libraries] == [False, False]
-    assert [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries] == before
-    with checkout.hushed(False):
-        assert [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries] == before
 
 
 def test_the_index_in_the_file_is_json_that_upstream_wrote(tiny_folder):

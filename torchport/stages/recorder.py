@@ -106,7 +106,7 @@ class Recorder:
             if self.count:
                 stack.enter_context(counter)
                 stack.enter_context(_at_borders(self.module, tensors))
-            with torch.no_grad(), Constants(_is_meta, _as_meta):
+            with torch.no_grad(), Constants(_is_meta, lambda tensor: tensor.to("meta")):
                 output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
         borders = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()) if self.count else None
@@ -144,10 +144,6 @@ def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> I
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta")
 
 
 def _like(tree: Any, device: str) -> Any:
