@@ -1,4 +1,4 @@
-"""The guide's port runs from its first line to its last; its other Python blocks, and those of the traps, run alone."""
+"""The guide's port runs to its plan, at night to its end. Its other Python blocks and the traps' run alone."""
 
 import itertools
 import os
@@ -75,13 +75,18 @@ class Reader:
                 assert line in rest, (line, self.printed)
 
 
-def test_the_port_of_the_guide_runs_from_the_first_line_to_the_last(torchport, capsys, tmp_path, monkeypatch):
+PLAN = next(number for number, (_, code) in enumerate(PORT) if code.startswith("torchport plan"))
+"""The guide's last command. It compiles for a TPU, which is a third of the whole."""
+
+
+@pytest.mark.parametrize("end", [PLAN, pytest.param(len(PORT), marks=pytest.mark.slow)], ids=["plan", "end"])
+def test_the_port_of_the_guide_runs_from_the_first_line_to(end, torchport, capsys, tmp_path, monkeypatch):
     import functools
 
     reader = Reader(functools.partial(torchport, capsys=capsys))
     before = {**os.environ}
     try:
-        for kind, code in PORT:
+        for kind, code in PORT[:end]:
             reader.does(kind, code)
     finally:
         for name in [name for name in sys.modules if re.match(r"(torchport_patches\.)?ripple\b|flash_attn\b", name)]:

@@ -30,24 +30,28 @@ def refusal(machine):
     return str(caught.value)
 
 
-def described(root, *names):
-    """What a process with the environment says of each machine: devices and kind of the first, or the refusal."""
+CHIPS_OF_A_HOST = ("v6e:2x4", "v5e:2x4", "v5p:2x2x1", "tpu7x:2x2x1")
+
+
+@pytest.fixture(scope="module")
+def described(root):
+    """What a process with the environment says of each machine: devices, kind and cores, or the refusal."""
     code = """if True:
         import json, sys
         from torchport.errors import TopologyError
         from torchport.config.machine import parse_machine
         from torchport.plan.tpu.absent import describe
-        said = []
+        said = {}
         for name in sys.argv[1:]:
             try:
                 devices = describe(parse_machine(name, "a.yaml:1")).devices
-                said.append([len(devices), devices[0].device_kind, devices[0].num_cores])
+                said[name] = [len(devices), devices[0].device_kind, devices[0].num_cores]
             except TopologyError as error:
-                said.append(str(error))
+                said[name] = str(error)
         print(json.dumps(said))
     """
     child = subprocess.run(
-        [sys.executable, "-c", code, *names],
+        [sys.executable, "-c", code, *CHIPS_OF_A_HOST, "v6e:3x5"],
         env=os.environ | environment() | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
@@ -58,20 +62,19 @@ def described(root, *names):
 
 
 @REAL
-def test_every_chip_is_described_as_the_machine_says(root):
-    names = ["v6e:2x4", "v5e:2x4", "v5p:2x2x1", "tpu7x:2x2x1"]
-    for name, (devices, kind, cores) in zip(names, described(root, *names), strict=True):
-        machine = parse_machine(name, "a.yaml:1")
+def test_every_chip_is_described_as_the_machine_says(described):
+    for name in CHIPS_OF_A_HOST:
+        machine, (devices, kind, cores) = parse_machine(name, "a.yaml:1"), described[name]
         assert devices == machine.devices and kind in machine.kinds and cores == machine.chip.cores
 
 
 @REAL
-def test_a_slice_that_does_not_exist_is_refused(root):
-    assert described(root, "v6e:3x5") == [
+def test_a_slice_that_does_not_exist_is_refused(described):
+    assert described["v6e:3x5"] == (
         'machine v6e:3x5: libtpu does not know this slice (INVALID_ARGUMENT: Topology layout "v6e:3x5" is not '
         'divisible by the given (or default) chips_per_host_bounds "2x2x1"). '
         "It must be one that exists, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or tpu7x:2x2x1."
-    ]
+    )
 
 
 def test_a_machine_that_is_no_tpu_is_refused():

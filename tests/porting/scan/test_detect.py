@@ -1,6 +1,11 @@
 """What is found in one function, and what only looks like it."""
 
+import re
+
 import pytest
+
+from torchport.engine import conformance
+from torchport.porting.scan import detect
 
 
 @pytest.mark.parametrize(
@@ -25,6 +30,9 @@ import pytest
         ("y = x.double()", "float64"),
         ("y = x.to(torch.float64)", "float64"),
         ("y = torch.fft.rfft(x)", "complex"),
+        ("y = torch.equal(x, x)", "operator"),
+        ("y = x.equal(x)", "operator"),
+        ("y = torch.special.airy_ai(x)", "operator"),
         ("y = x.cuda()", "cuda-device"),
         ("y = x.to(f'cuda:{n}')", "cuda-device"),
         ("torch.cuda.set_device(n)", "cuda-call"),
@@ -53,6 +61,7 @@ def test_a_statement_is_found(kinds, statement, kind):
         "y = 1 if x.ndim == 4 else 2",
         "y = int(x.shape[0])",
         "y = len(x) if n else 0",
+        "y = n.equal(x)",
         "y = x[..., 0::2]",
         "y = x[n]",
         "x[0] = 1",
@@ -210,3 +219,14 @@ def test_a_square_of_features_is_no_mask(kinds):
 def test_a_flag_of_training_without_annotation_is_no_tensor(kinds):
     text = "import torch\nclass N(torch.nn.Module):\n    def forward(self, x, train):\n        if train: x = x + 1\n"
     assert kinds(text) == []
+
+
+def test_an_operator_that_differs_for_all_of_its_arguments_is_a_finding():
+    """Arguments are not known without running the code: what differs for some of them, a trace finds."""
+    found = {name.removeprefix("torch.") for name in detect.DIFFERING | detect.BY_VALUES} | {"local_scalar_dense"}
+    for name, samples in conformance.read().operators.items():
+        if any(not row.patch and not row.options for row in samples.rows):
+            # `aten._unique2.default` is torch.unique, `aten.linalg_ldl_solve.default` torch.linalg.ldl_solve.
+            word = name.split(".")[1].lstrip("_")
+            word = re.sub(r"(?<=unique)(2|_dim)$", "", re.sub(r"^(linalg|special)_", r"\1.", word))
+            assert word in found, name

@@ -128,7 +128,12 @@ _COMPLEX = {
     "torch.complex128", "torch.cfloat",
 }  # fmt: skip
 _BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive", "bincount"}
-_BY_VALUES = {f"torch.{name}" for name in (*_BY_VALUES_METHODS, "unique")}
+BY_VALUES = {f"torch.{name}" for name in (*_BY_VALUES_METHODS, "unique")}
+DIFFERING = {
+    "torch.allclose", "torch.ctc_loss", "torch.equal", "torch.linalg.ldl_solve", "torch.linalg.matrix_exp",
+    "torch.matrix_exp", "torch.nn.functional.ctc_loss", "torch.special.airy_ai",
+}  # fmt: skip
+"""Beside those, what the engine's table has as differing for all of its arguments."""
 _NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
@@ -216,10 +221,12 @@ def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[
         yield context.site("complex", event, name)
     elif name in _FLOAT64:
         yield context.site("float64", event, name)
-    elif name in _BY_VALUES or (
+    elif name in BY_VALUES or (
         name == "torch.where" and isinstance(event.node, ast.Call) and len(event.node.args) == 1
     ):
         yield context.site("mask-index", event, name)
+    elif name in DIFFERING:
+        yield context.site("operator", event, name)
 
 
 def _factory(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
@@ -245,7 +252,7 @@ def _is_host(device: ast.expr) -> bool:
 
 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
-    method, kind = func.attr, Kind.UNKNOWN
+    method = func.attr
     plain = context.full(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
         yield context.site("item", event, sure=context.tensors.kind(func.value) in ON_DEVICE)
@@ -258,10 +265,8 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: 
         yield context.site("float64", event)
     elif method in _BY_VALUES_METHODS and not context.full(func):
         yield context.site("mask-index", event)
-    elif method == "unique":
-        kind = context.tensors.kind(func.value)
-        if kind in ON_DEVICE:
-            yield context.site("mask-index", event)
+    elif (method == "unique" or f"torch.{method}" in DIFFERING) and context.tensors.kind(func.value) in ON_DEVICE:
+        yield context.site("mask-index" if method == "unique" else "operator", event)
     in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
     if event.loop and in_place and not context.builds and not context.full(func):
         yield context.site("inplace-loop", event)
