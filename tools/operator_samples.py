@@ -223,7 +223,8 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     for mode in ("reflect", "replicate", "circular"):
         yield Sample(f"pad {mode}", functional.pad, (x, (2, 1)), {"mode": mode})
         yield Sample(f"pad {mode}", functional.pad, (x[None], (1, 0, 2, 1)), {"mode": mode})
-    yield Sample("pad constant", functional.pad, (x, (1, 1, 0, 2), "constant", 1))
+    for value in (0, 1):
+        yield Sample("pad constant", functional.pad, (x, (1, 1, 0, 2), "constant", value))
     yield Sample("pad of bool", functional.pad, (x.bool(), (1, 1)), {"value": True})
 
 
