@@ -61,14 +61,15 @@ def upstream(pack):
 
 @pytest.fixture(scope="module")
 def runs(small, tmp_path_factory):
-    """The folder of a run of each backend."""
+    """The folder of a run of each backend, which is made when it is first asked for."""
 
-    def made(**changes):
-        folder = tmp_path_factory.mktemp("run")
-        run(dataclasses.replace(small, out=folder, **changes))
-        return folder
+    class Runs(dict):
+        def __missing__(self, backend):
+            self[backend] = tmp_path_factory.mktemp(backend)
+            run(dataclasses.replace(small, out=self[backend], backend=backend))
+            return self[backend]
 
-    return {"original": made(backend="original"), "torchax": made()}
+    return Runs()
 
 
 def test_the_original_is_upstreams_pipeline_bit_for_bit(small, runs, upstream):
@@ -232,7 +233,8 @@ def test_what_a_job_calls_the_pipeline_with_is_in_the_manifest_and_must_be_so_in
     request = dataclasses.replace(small, prompt=None, negative_prompt=None, seed=None, inputs=dynamic, out=tmp_path)
     with pytest.raises(ArtefactForeignError, match=r"'denoise' was made for call {'use_dynamic_cfg': True}, and this"):
         run(dataclasses.replace(request, stage="decode"))
-    run(dataclasses.replace(request, stage="decode", overrides=(*SMALL, "call.use_dynamic_cfg=true")))
+    request = dataclasses.replace(request, stage="decode", backend="original")
+    run(dataclasses.replace(request, overrides=(*SMALL, "call.use_dynamic_cfg=true")))
 
 
 def test_an_argument_that_the_pipeline_does_not_take_is_refused_before_anything_is_loaded(small, tmp_path):
