@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,20 @@ def test_without_the_patch_torchax_does_not_import_beside_this_torch():
         [sys.executable, "-c", "import torchax"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert (done.returncode != 0) is (outcome(patch.read(PATCHES, ["torchax"])[0]) is None)
+
+
+def test_an_operator_that_torch_has_removed_has_a_stand_in_which_raises_when_it_is_called():
+    """torch 2.14 has no `aten.cholesky`. No operator of this torch is hidden, and no other namespace is touched."""
+    torch = pytest.importorskip("torch")
+    removed = runpy.run_path(str(PATCHES / "torchax" / "overloads.py"))["removed_operator"]
+    original = type(torch.ops.aten).__getattr__
+    assert removed(original, torch.ops.aten, "mm") is torch.ops.aten.mm
+    stand_in = removed(original, torch.ops.aten, "no_such_operator")
+    with pytest.raises(RuntimeError, match=r"aten::no_such_operator\.default: torch .* has removed it"):
+        stand_in.default()
+    for space, name in ((torch.ops.prims, "no_such_operator"), (torch.ops.aten, "_no_such_operator")):
+        with pytest.raises(AttributeError):
+            removed(original, space, name)
 
 
 def test_cuda_calls_are_answered_where_there_is_no_cuda():
