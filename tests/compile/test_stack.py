@@ -37,6 +37,13 @@ class Keeper(Block):
         return super().forward(x, y, factor, tables, flag=flag)
 
 
+class Open(Block):
+    """Takes all but its first arguments as they come."""
+
+    def forward(self, x, y, factor, **options):
+        return super().forward(x, y, factor, **options)
+
+
 class Network(torch.nn.Module):
     """Upstream's own loop over blocks."""
 
@@ -46,10 +53,11 @@ class Network(torch.nn.Module):
 
     def forward(self, x, y, factor):
         for block in self.blocks:
-            x, y = block(x, y, factor, (factor * 0.1, None), flag=True)
+            x, y = block(x, y, factor, tables=(factor * 0.1, None), flag=True)
         return (x + y,)
 
 
+ENDS = [(0, 0), (0, 1), (0, 3), (1, 0), (2, 1), (1, 2)]
 CARRIES = Stack(carries=["x", "y"])
 RULES = [Rule(match=r"module\..*|blocks\..*", spec="replicate")]
 INPUTS = [Rule(match=".*", spec="replicate")]
@@ -87,9 +95,9 @@ def refusal(call):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1), (0, 3), (1, 0), (2, 1), (1, 2)])
-def test_stacked_blocks_compute_what_the_loop_computes(first, last):
-    module = network()
+@pytest.mark.parametrize(("first", "last", "kind"), [*((*ends, Block) for ends in ENDS), (1, 1, Open)])
+def test_stacked_blocks_compute_what_the_loop_computes(first, last, kind):
+    module = network(kind=kind)
     with torch.no_grad():
         wanted = module(**inputs())[0]
     program = compiled(module, {"blocks": Stack(carries=["x", "y"], first=first, last=last)})

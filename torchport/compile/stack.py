@@ -80,17 +80,22 @@ class Stacked(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the last block; weights are [count, ...] while this is called."""
-        bound = inspect.signature(self.block.forward).bind(*args, **kwargs)
-        missing = [name for name in self.carries if name not in bound.arguments]
+        signature = inspect.signature(self.block.forward)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        for name in [
+            name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
+        ]:
+            given |= given.pop(name, {})
+        missing = [name for name in self.carries if name not in given]
         if missing:
             raise StackError(
                 self.place,
                 f"'{missing[0]}' is no argument with which '{self.name}' is called",
-                nearest(missing[0], bound.arguments),
+                nearest(missing[0], given),
                 name=self.name,
             )
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        tensors, static = _split({key: value for key, value in bound.arguments.items() if key not in self.carries})
+        tensors, static = _split({key: value for key, value in given.items() if key not in self.carries})
         before = _state(self.block)
 
         written: set[int] = set()
@@ -119,8 +124,8 @@ class Stacked(torch.nn.Module):
         def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return tuple(engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant)))
 
-        before_blocks = [bound.arguments[name] for name in self.carries]
-        outputs = self.around(tuple(bound.arguments[name] for name in self.carries), run)
+        before_blocks = tuple(given[name] for name in self.carries)
+        outputs = self.around(before_blocks, run)
         self._check_state(before)
         for number in written:
             engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,7 @@ def _program(
     written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
     lowered_at = lowered_at or end  # a tile may be refused while it is traced
     noted = network.kernels[traced:]
+    passes = sorted((call for call in noted if isinstance(call, dispatch.Pass)), key=lambda call: call.bytes)
     assert called.flops is not None and called.borders is not None  # `outlined` has them counted
     program = CompiledProgram(
         memory,
@@ -233,7 +234,7 @@ def _program(
         called.flops,
         called.borders,
         [call for call in noted if isinstance(call, dispatch.Traced)],
-        _once(call for call in noted if isinstance(call, dispatch.Pass)),
+        list({call.kernel: call for call in passes}.values()),  # of each kernel the call that moves most
         grid.spots(list(network.program.mesh.devices.flat)),
         next((path.name for path in written), None),
         network.program.operators.text(),
@@ -241,11 +242,6 @@ def _program(
         end - lowered_at,
     )
     return program, outputs
-
-
-def _once(passes: Iterable[dispatch.Pass]) -> list[dispatch.Pass]:
-    """Returns of each kernel the call that moves most."""
-    return list({call.kernel: call for call in sorted(passes, key=lambda call: call.bytes)}.values())
 
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:

@@ -92,6 +92,23 @@ def test_two_to_four_dims_causal_and_grouped_heads_are_pytorchs(dims):
         assert apart(ours(q, *few, enable_gqa=True), wanted) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ([2, 4, 8, 16], [2, 1, 8, 16], [2, 1, 8, 16]),
+        ([2, 4, 8, 16], [1, 4, 8, 16], [1, 4, 8, 16]),
+        ([1, 4, 8, 16], [2, 4, 9, 16], [2, 1, 9, 16]),
+        ([4, 8, 16], [2, 4, 9, 16], [1, 4, 9, 16]),
+        ([4, 8, 16], [1, 9, 16], [1, 9, 16]),
+    ],
+)
+def test_one_batch_or_head_stands_for_all_as_in_pytorch(query, key, value):
+    q, k, v = drawn(query, key, value)
+    wanted = functional.scaled_dot_product_attention(q, k, v)
+    found = ours(q, k, v)
+    assert found.shape == wanted.shape and apart(found, wanted) < 1e-6
+
+
 def test_a_mask_too_large_to_hold_says_which_patch_to_write():
     shape = jax.ShapeDtypeStruct((1, 2, 120_000, 8), jnp.float32)
     mask = jax.ShapeDtypeStruct((1, 1, 120_000, 120_000), jnp.bool_)

@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: [..., S, D], two to four dims.
-        key: [..., T, D].
+        key: [..., T, D]; a batch or head of one stands for all of the queries', and the other way round.
         value: [..., T, D].
         attn_mask: bool or float, broadcast to [..., S, T].
         dropout_p: 0.
@@ -53,14 +53,20 @@ def scaled_dot_product_attention(
         raise AttentionError("scaled_dot_product_attention", f"dropout_p is {dropout_p}", "It must be 0 in inference")
     if is_causal and attn_mask is not None:
         raise AttentionError("scaled_dot_product_attention", "It is causal and has a mask", "PyTorch takes one of them")
-    lead = query.shape[:-2]
-    if len(lead) > 2:
+    dims = max(x.ndim for x in (query, key, value))
+    if dims > 4:
         raise AttentionError(
             "scaled_dot_product_attention", f"query is {list(query.shape)}", "At most 4 dims are known"
         )
     q, k, v = (_four(x) for x in (query, key, value))
     if enable_gqa:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    lead = [max(sizes) for sizes in zip(q.shape[:2], k.shape[:2], v.shape[:2], strict=True)]
+    # A batch or head of one stands for all. Other sizes that differ are refused below.
+    q, k, v = (
+        jnp.broadcast_to(x, [*(n if n > 1 else m for n, m in zip(x.shape[:2], lead, strict=True)), *x.shape[2:]])
+        for x in (q, k, v)
+    )
     size = v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     q, k, v = _same_size(q, k, v)
@@ -70,8 +76,7 @@ def scaled_dot_product_attention(
         output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
         output = attention(q, k, v, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
-    output = output[..., :size]
-    return output.reshape(*lead, *output.shape[-2:])
+    return output[..., :size].reshape(*output.shape[4 - dims : 3], size)
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -70,15 +70,12 @@ class Home:
 def _check_free(path: Path, before: str, text: str) -> None:
     tree = parsing.tree(before, as_named(path))
     known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
-    known |= {name.id: name.lineno for name in ast.walk(tree) if isinstance(name, ast.Name) and _is_stored(name)}
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    known |= {name.id: name.lineno for name in names if name.col_offset == 0}
     for node in ast.parse(text).body:
         if isinstance(node, DEFINITIONS) and node.name in known:
             place = f"{as_named(path)}:{known[node.name]}"
             raise TakenNameError(place, f"'{node.name}' is there already", "Choose another file with --file")
-
-
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store) and name.col_offset == 0
 
 
 def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:

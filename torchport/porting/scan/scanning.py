@@ -526,7 +526,8 @@ class _Coverage:
         given = {name for unit in forwards for name in unit.facts.asked if name in unit.defaults}
         yield from sorted({file for name, file in self._patches.given.items() if name in given})
         for unit, ids in self._patches.by_unit.items():
-            yield from ids if asked & set(_flags(unit)) else ()
+            flags = {name for name, term in unit.facts.attributes if term is not None}
+            yield from ids if asked & flags else ()
 
     def of_name(self, site: Site) -> tuple[str, ...]:
         if not site.uses:
@@ -541,7 +542,3 @@ class _Coverage:
             if name == used or (used == AUTOCAST and name.startswith(f"{AUTOCAST}."))
             for id in ids
         )
-
-
-def _flags(unit: CodeUnit) -> Iterator[str]:
-    return (name for name, term in unit.facts.attributes if term is not None)
