@@ -1,5 +1,6 @@
 """Drafts of model cards, from the source of a model's classes."""
 
+import ast
 import subprocess
 import sys
 
@@ -108,6 +109,24 @@ def test_a_class_of_transformers_has_the_fields_of_its_configuration():
     small, lacking = model.tiny_arguments(model.configuration(target.source, target.node))
     assert small == {"vocab_size": 1024, "d_model": 128, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     assert not lacking
+
+
+@pytest.mark.parametrize(
+    ("annotation", "lacks"),
+    [
+        ("", False),
+        (": int", False),
+        (": Optional[int]", False),
+        (": int | tuple[int, int]", False),
+        (": List[int]", True),
+        (": 'List[int]'", True),
+        (": tuple[int, ...]", True),
+    ],
+)
+def test_a_list_without_a_default_is_left_to_fill_in(annotation, lacks):
+    node = ast.parse(f"class Net:\n    def __init__(self, num_layers{annotation}): pass").body[0]
+    small, lacking = model.tiny_arguments(model.arguments(None, node))
+    assert (small, lacking) == (({}, ["num_layers"]) if lacks else ({"num_layers": 2}, []))
 
 
 def test_small_arguments_build_networks_of_diffusers():

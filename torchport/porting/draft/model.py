@@ -136,7 +136,7 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
     values: dict[str, Any] = {}
     lacking = []
     for argument in arguments:
-        value = _small_value(argument.name, argument.default)
+        value = _small_value(argument)
         if value is None and argument.required:
             lacking.append(argument.name)
         elif value is not None and (argument.required or (argument.default is not None and value != argument.default)):
@@ -145,12 +145,14 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
     return values, [name for name in lacking if name not in values]
 
 
-def _small_value(name: str, default: Any) -> Any:
+def _small_value(argument: Argument) -> Any:
+    name, default = argument.name, argument.default
     limit = next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None
-    if default is None:
-        return limit
+    if default is None:  # of a list without a default nobody knows the length
+        rest = re.sub(r"(?i)(list|tuple|sequence)(\[[^]]*\])?", "", argument.annotation)
+        return limit if rest == argument.annotation or "int" in rest else None
     if isinstance(default, int):
         return None if limit is None else min(default, limit)
     is_ints = isinstance(default, list | tuple) and default and all(type(item) is int for item in default)
@@ -451,13 +453,10 @@ def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
 def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
     return all(
         home.module.partition(".")[0] != "torch"
-        and len(list(_classes(Classes(None).bases(home.module, base)))) >= len(base.bases) - _derives_from_object(base)
+        and len(list(_classes(Classes(None).bases(home.module, base))))
+        >= sum(ast.unparse(parent) != "object" for parent in base.bases)
         for home, base in _lineage(source, node)
     )
-
-
-def _derives_from_object(node: ast.ClassDef) -> bool:
-    return "object" in map(ast.unparse, node.bases)
 
 
 def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
