@@ -107,6 +107,11 @@ y = x[:1].clone(); y.squeeze_(0); return y
 """
 
 DTYPES = """
+return x[:, torch.arange(x.shape[1]) != 1]
+return x[torch.arange(x.shape[0]) != 1, torch.arange(x.shape[0])[1:]]
+y = x.clone(); y[:, torch.arange(x.shape[1]) != 1] = 0; return y
+return x.flatten()[x.argmax()]
+return x[-1 - x.sum(1).argmax()]
 return x.argmax(-1)
 return x.argsort(-1)
 return x.topk(2)[1]

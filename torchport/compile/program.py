@@ -220,7 +220,7 @@ class Compiled:
         """
         arrays, static = self._sorted(inputs)
         with _memory(self.network.name):
-            program = self._program(arrays, static) if self.jit else self._one_by_one(static)
+            program = self._program(arrays, static) if self.jit else self._tracing()(self._function(static, []))
             output = program(*self._arguments(arrays))
             if not self.network.outputs:
                 return shard.to_torch(output)
@@ -277,9 +277,6 @@ class Compiled:
         shapes = [jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=where) for table in tables]
         with engine.wide():
             return jax.jit(program, donate_argnums=3).trace(shapes, *arguments), tables
-
-    def _one_by_one(self, static: Static) -> Callable[..., Any]:
-        return self._tracing()(self._function(static, []))
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:

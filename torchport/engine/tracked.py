@@ -130,7 +130,11 @@ class Dispatch:
             answer = self._answer(function, args, kwargs, "cpu") if is_moved else None
             return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
         if function in _INDEXING:
-            return function(args[0], self._index(args[1]), *args[2:])
+            index = self._index(args[1])
+            reads = function is torch.Tensor.__getitem__ and isinstance(index, self.type)
+            if reads and not index.ndim and index.dtype not in (torch.bool, torch.uint8) and not is_known(index):
+                return args[0].index_select(0, index.reshape(1)).squeeze(0)  # PyTorch would ask for the number
+            return function(args[0], self._places(index) if reads else index, *args[2:])
         is_aten = isinstance(function, torch._ops.OpOverload)
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
         if not is_aten and (not is_lowered or function in _THROUGH) and not makes:
@@ -155,13 +159,21 @@ class Dispatch:
     def _index(self, index: Any) -> Any:
         """Returns an index with tensors in place of lists, whose numbers PyTorch would put on meta, and lose."""
         if isinstance(index, tuple):
-            return tuple(self._index(item) for item in index)
+            return tuple(place for item in index for place in self._places(self._index(item)))
         if isinstance(index, list | range | numpy.ndarray):
             with _plain():
                 index = torch.as_tensor(numpy.asarray(index) if not isinstance(index, range) else list(index))
         if isinstance(index, torch.Tensor) and index.ndim and not isinstance(index, self.type):
             return self._known(index)
         return index
+
+    def _places(self, index: Any) -> tuple[Any, ...]:
+        """Returns in place of a mask with known values where it is true: then the result's size is known, too."""
+        if not isinstance(index, self.type) or index.dtype != torch.bool or not index.ndim or not is_known(index):
+            return (index,)
+        with _plain():
+            places = index._shadow.nonzero(as_tuple=True)
+        return tuple(map(self._known, places))
 
     def shadow(self, tensor: Any) -> torch.Tensor:
         """Returns what PyTorch has in the place of a traced tensor."""

@@ -226,9 +226,10 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
         if not _uneven_dims(shape, spec, mesh):
             return rule.model_copy(update={"spec": spec})
     dim, axes = next(uneven for spec in (rule.spec, *rule.otherwise) for uneven in _uneven_dims(shape, spec, mesh))
+    sizes = " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
     raise MeshError(
         place,
-        f"{_axes_text(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"{sizes} does not divide dim {dim} of '{name}' {list(shape)}",
         f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
         name=name,
         axis=axes[0],
@@ -242,11 +243,6 @@ def _uneven_dims(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tup
 
 def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
     return math.prod(mesh.get(axis, 1) for axis in axes)
-
-
-def _axes_text(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
-    """Returns axes with their sizes as text for errors: `dp=2 x tp=4`."""
-    return " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
 
 
 def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:

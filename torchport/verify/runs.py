@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,6 +147,7 @@ class Difference:
 def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
     """Returns the fields in which the stages that two runs have in common differ, each once."""
     stages = {stage: _comparable(a[stage], b[stage]) for stage in a if stage in b}
+    fields = collections.Counter(field for pair in stages.values() for field in pair[0].keys() | pair[1].keys())
     rows: dict[tuple[str, str, str], list[StageName]] = {}
     values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
     for stage, (ours, theirs) in stages.items():
@@ -155,7 +157,7 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
                 rows.setdefault(row := (field, _value_words(mine), _value_words(other)), []).append(stage)
                 values[row] = mine, other
     return [
-        Difference(row[0], *values[row], () if len(among) == _stages_with(row[0], stages) else tuple(among))
+        Difference(row[0], *values[row], () if len(among) == fields[row[0]] else tuple(among))
         for row, among in rows.items()
     ]
 
@@ -171,10 +173,6 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
         for field in [key for key in first.keys() ^ second.keys() if key.startswith("code.")]:
             first.pop(field, second.pop(field, None))
     return first, second
-
-
-def _stages_with(field: str, stages: Mapping[StageName, tuple[dict[str, Any], dict[str, Any]]]) -> int:
-    return sum(field in ours or field in theirs for ours, theirs in stages.values())
 
 
 def job(manifest: Manifest) -> dict[str, Any]:

@@ -339,16 +339,13 @@ def _in_container(container: Any, thing: Any) -> Iterator[Place | None]:
     """
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
-    places = list(_in_list(container, thing) if isinstance(container, list) else _in_names(names, thing))
+    items = enumerate(container) if isinstance(container, list) else ()
+    places = [*(Item(container, index) for index, value in items if value is thing), *_in_names(names, thing)]
     apart = any(referent is names for referent in referents)  # then the names' values are not among the referents
     explained = 0 if apart else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:
         yield None
     yield from places
-
-
-def _in_list(items: list[Any], thing: Any) -> Iterator[Place]:
-    yield from (Item(items, index) for index, value in enumerate(items) if value is thing)
 
 
 def _in_names(names: Any, thing: Any) -> Iterator[Place]:
