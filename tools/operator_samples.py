@@ -219,6 +219,9 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("embedding of nothing", functional.embedding, (rows, x[0]))
     yield Sample("take_along_dim", lambda x: torch.take_along_dim(x, x.argsort(-1, stable=True), -1), (x,))
     yield Sample("repeat_interleave", torch.repeat_interleave, (x, torch.tensor([1, 2])), {"dim": 0, "output_size": 3})
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.bool):
+        yield Sample("cumsum", torch.cumsum, (torch.full((2, 3), 2**30).to(dtype), 1))
+        yield Sample("cumprod", torch.cumprod, (torch.full((2, 3), 100).to(dtype), 1))
     yield Sample("pad", functional.pad, (x, (1, -1)))
     for mode in ("reflect", "replicate", "circular"):
         yield Sample(f"pad {mode}", functional.pad, (x, (2, 1)), {"mode": mode})

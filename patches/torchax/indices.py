@@ -166,10 +166,10 @@ def mode(self, dim=-1, keepdim=False):
 
 
 def cumsum(self, dim, *, dtype=None):
-    """Returns the sums so far along a dim, of 16-bit floats computed in float32."""
+    """Returns the sums so far along a dim, of 16-bit floats computed in float32, of whole numbers in int64."""
     import jax.numpy as jnp
 
-    given = self if dtype is None else self.to(dtype)
+    given = _summed(self, dtype)
 
     def sums(x):
         small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
@@ -177,6 +177,19 @@ def cumsum(self, dim, *, dtype=None):
         return jnp.cumsum(wide if x.ndim else wide[None], dim).reshape(x.shape)
 
     return engine.call_jax(sums, given)
+
+
+def cumprod(self, dim, *, dtype=None):
+    """Returns the products so far along a dim, of whole numbers computed in int64."""
+    import jax.numpy as jnp
+
+    return engine.call_jax(lambda x: jnp.cumprod(x if x.ndim else x[None], dim).reshape(x.shape), _summed(self, dtype))
+
+
+def _summed(given, dtype):
+    """Returns a tensor in the dtype in which PyTorch sums it."""
+    whole = not (given.is_floating_point() or given.is_complex())
+    return given.to(torch.int64 if dtype is None and whole else dtype or given.dtype)
 
 
 def resize(self, size, *, memory_format=None):

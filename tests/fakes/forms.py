@@ -107,6 +107,10 @@ y = x[:1].clone(); y.squeeze_(0); return y
 """
 
 DTYPES = """
+return (x.int() * 0 + 2**30).cumsum(1)
+return (x * 0 + 128).to(torch.uint8).cumsum(1)
+return (x.int() * 0 + 7).cumprod(1).cumprod(0)
+return (x > 3).cumsum(0)
 return x[:, torch.arange(x.shape[1]) != 1]
 return x[torch.arange(x.shape[0]) != 1, torch.arange(x.shape[0])[1:]]
 y = x.clone(); y[:, torch.arange(x.shape[1]) != 1] = 0; return y

@@ -10,6 +10,7 @@ import jax
 import pytest
 import torch
 from fakes.small_port import SmallPort
+from torch.nn import functional
 
 import torchport
 from torchport.engine import conformance
@@ -293,6 +294,32 @@ def test_it_is_not_compiled_outside_of_its_patches(block, x):
         ported(x)
     with pytest.raises(StaleTraceError):
         ported(torch.cat([x, x]))
+
+
+class Times(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("one", torch.tensor(1, dtype=torch.int32))
+
+    def forward(self, x, n):
+        return functional.dropout(x.abs().clip(1) * self.one * n, training=False)
+
+
+REPLICATE = {"weights": REPLICATED, "inputs": REPLICATED}
+
+
+def test_a_call_in_inference_mode_is_a_call(x, session):
+    ported = torchport.port(Times().eval(), strategy=REPLICATE)
+    for scale in (1, 2):
+        with torch.inference_mode():
+            assert close(ported(scale * x, 3), Times().eval()(scale * x, 3))
+    assert close(ported(x, 3), Times().eval()(x, 3))
+
+
+def test_numbers_that_are_equal_and_of_other_types_have_programs_of_their_own(x, session):
+    ported, whole = torchport.port(Times().eval(), strategy=REPLICATE), (8 * x).int()
+    assert [ported(whole, n).dtype for n in (1, 1.0, True)] == [torch.int32, torch.float32, torch.int32]
+    assert not ported(x, 0.0).signbit().any() and ported(x, -0.0).signbit().all()
 
 
 @pytest.fixture

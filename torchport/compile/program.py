@@ -208,6 +208,7 @@ class Compiled:
         is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
         return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
 
+    @torch.inference_mode(False)  # whatever the caller's: a tensor of inference takes no part in a trace
     def __call__(self, **inputs: Any) -> Any:
         """Returns the module's outputs, gathered on the host; those in `Network.keeps` stay on the devices.
 
@@ -228,6 +229,7 @@ class Compiled:
             keeps, to_host = self.network.keeps, lambda _, array: shard.to_torch(array)
             return tuple(value if name in keeps else each(to_host, "", value) for name, value in named)
 
+    @torch.inference_mode(False)
     def prepare(self, **inputs: Any) -> Any:
         """Compiles the program of these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with shardings.
 
@@ -351,7 +353,8 @@ class Compiled:
 
     def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
         flat, tree = jax.tree_util.tree_flatten(arrays)
-        key = (static, tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
+        # 1, 1.0 and True are equal, and make different programs: their words differ.
+        key = (static, repr(static), tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
         if key not in self.programs:
             text = ", ".join(f"{path} {list(array.shape)}" for path, array in leaves(arrays).items() if array.size > 1)
             log.debug("%s takes %s", self.network.name, text)

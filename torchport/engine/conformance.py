@@ -95,15 +95,12 @@ def state(form: Form) -> tuple[str, str]:
     entry = read().operators.get(form.operator)
     if entry is None:
         return "unknown", "the operator was never sampled"
-    rows = [row for row in entry.rows if _matches(row, form)]
+    rows = [row for row in entry.rows if row.options <= form.options]
+    rows = [row for row in rows if not row.dtypes or not row.dtypes.isdisjoint(form.dtypes)]
     for row in sorted(rows, key=lambda row: row.patch != ""):
         return ("mended", row.patch) if row.patch else ("differs", row.what)
     missing = sorted(form.dtypes - entry.dtypes) + sorted(form.options - entry.options)
     return ("unknown", f"never sampled: {', '.join(missing)}") if missing else ("same", "")
-
-
-def _matches(row: Row, form: Form) -> bool:
-    return row.options <= form.options and (not row.dtypes or not row.dtypes.isdisjoint(form.dtypes))
 
 
 def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
