@@ -312,7 +312,7 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
 
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:
     programs = []
-    for static, tree, kinds in compiled.programs:
+    for static, _, tree, kinds in compiled.programs:
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
         programs.append(lower(compiled, jax.tree.unflatten(tree, shapes), static))
     return programs
