@@ -58,6 +58,7 @@ y = x.clone(); a, b = y; a.add_(b); return y
 y = x.clone(); y.view(-1).index_copy_(0, torch.tensor([0, 2]), x[0, 4:]); return y
 y = x.clone(); y[0].index_fill_(0, torch.tensor([0, 2]), 9.0); return y
 y = x.clone(); y[1].masked_fill_(x[0] > 2, -1.0); return y
+y = x.clone(); y[:, torch.arange(x.shape[1]) != 1].zero_(); return y
 y = x.clone(); y[0].scatter_(0, torch.tensor([1, 3]), x[1, :2]); return y
 y = x.clone(); y.t()[2:5].index_add_(0, torch.tensor([0, 1]), x.t()[:2]); return y
 y = x.clone(); y[0].lerp_(y[1], 0.5); return y
@@ -114,8 +115,6 @@ return (x > 3).cumsum(0)
 return x[:, torch.arange(x.shape[1]) != 1]
 return x[torch.arange(x.shape[0]) != 1, torch.arange(x.shape[0])[1:]]
 y = x.clone(); y[:, torch.arange(x.shape[1]) != 1] = 0; return y
-return x.flatten()[x.argmax()]
-return x[-1 - x.sum(1).argmax()]
 return x.argmax(-1)
 return x.argsort(-1)
 return x.topk(2)[1]

@@ -82,10 +82,9 @@ class Stacked(torch.nn.Module):
         """Returns the outputs of the last block; weights are [count, ...] while this is called."""
         signature = inspect.signature(self.block.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)
-        for name in [
-            name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
-        ]:
-            given |= given.pop(name, {})
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
         missing = [name for name in self.carries if name not in given]
         if missing:
             raise StackError(

@@ -131,10 +131,9 @@ class Dispatch:
             return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
         if function in _INDEXING:
             index = self._index(args[1])
-            reads = function is torch.Tensor.__getitem__ and isinstance(index, self.type)
-            if reads and not index.ndim and index.dtype not in (torch.bool, torch.uint8) and not is_known(index):
-                return args[0].index_select(0, index.reshape(1)).squeeze(0)  # PyTorch would ask for the number
-            return function(args[0], self._places(index) if reads else index, *args[2:])
+            if function is torch.Tensor.__getitem__ and isinstance(index, self.type):
+                index = self._places(index)
+            return function(args[0], index, *args[2:])
         is_aten = isinstance(function, torch._ops.OpOverload)
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
         if not is_aten and (not is_lowered or function in _THROUGH) and not makes:

@@ -55,16 +55,15 @@ def scaled_dot_product_attention(
         raise AttentionError("scaled_dot_product_attention", "It is causal and has a mask", "PyTorch takes one of them")
     dims = max(x.ndim for x in (query, key, value))
     if dims > 4:
-        raise AttentionError(
-            "scaled_dot_product_attention", f"query is {list(query.shape)}", "At most 4 dims are known"
-        )
+        fact = f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        raise AttentionError("scaled_dot_product_attention", fact, "At most 4 dims are known")
     q, k, v = (_four(x) for x in (query, key, value))
     if enable_gqa:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
-    lead = [max(sizes) for sizes in zip(q.shape[:2], k.shape[:2], v.shape[:2], strict=True)]
     # A batch or head of one stands for all. Other sizes that differ are refused below.
+    lead = [max(sizes) for sizes in zip(q.shape[:2], k.shape[:2], v.shape[:2], strict=True)]
     q, k, v = (
-        jnp.broadcast_to(x, [*(n if n > 1 else m for n, m in zip(x.shape[:2], lead, strict=True)), *x.shape[2:]])
+        jnp.broadcast_to(x, [*(m if n == 1 else n for n, m in zip(x.shape[:2], lead, strict=True)), *x.shape[2:]])
         for x in (q, k, v)
     )
     size = v.shape[3]

@@ -339,8 +339,10 @@ def _in_container(container: Any, thing: Any) -> Iterator[Place | None]:
     """
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
-    items = enumerate(container) if isinstance(container, list) else ()
-    places = [*(Item(container, index) for index, value in items if value is thing), *_in_names(names, thing)]
+    if isinstance(container, list):
+        places: list[Place] = [Item(container, index) for index, value in enumerate(container) if value is thing]
+    else:
+        places = list(_in_names(names, thing))
     apart = any(referent is names for referent in referents)  # then the names' values are not among the referents
     explained = 0 if apart else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:
