@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "applied": "torchport.own_code.applied",
-    "arm": "torchport.own_code.children",
+    "arm": "torchport.own_code.applied",
     "port": "torchport.own_code.port",
 }
 

@@ -310,8 +310,16 @@ class Compiled:
             arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
             engine.freeze(arguments, "an argument of the network")
             parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
+            before = dict(parameters)
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
+            for name in (
+                name for name in before if parameters[name] is not before[name]
+            ):  # PyTorch's call puts it there
+                fact = (
+                    f"'{name.removeprefix('module.')}' is bound to another tensor, and a later call would not see that"
+                )
+                raise BadValueError(self.network.name, fact, "Patch its forward to return the tensor", name=name)
             output = of_call(output, self.network.outputs, self.network.name)
             return converted(output, engine.constant)
 

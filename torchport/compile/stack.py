@@ -103,8 +103,10 @@ class Stacked(torch.nn.Module):
             arguments = {**fixed, **static} | dict(zip(self.carries, carry, strict=True))
             engine.freeze((layer, fixed), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
+            unchanged = dict(whole)
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
                 outputs = torch.func.functional_call(self.block, whole, (), arguments)
+            self._check_state(unchanged, whole)  # PyTorch's call puts there what is bound anew
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
@@ -125,7 +127,7 @@ class Stacked(torch.nn.Module):
 
         before_blocks = tuple(given[name] for name in self.carries)
         outputs = self.around(before_blocks, run)
-        self._check_state(before)
+        self._check_state(before, _state(self.block))
         for number in written:
             engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
         return outputs if len(self.carries) > 1 else outputs[0]
@@ -151,9 +153,8 @@ class Stacked(torch.nn.Module):
             carry=name,
         )
 
-    def _check_state(self, before: Mapping[str, Any]) -> None:
+    def _check_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Refuses a block that kept something of its call: under a scan there is one call for all blocks."""
-        after = _state(self.block)
         changed = [key for key in after if key not in before or after[key] is not before[key]]
         if changed:
             raise StackError(

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
-from torchport.engine.tracked import freeze, spoil, was_written
-from torchport.engine.verdicts import DiffersError, Operators, RefusedError, watching
+from torchport.engine.tracked import freeze, laid, on_host, spoil, was_written
+from torchport.engine.verdicts import DiffersError, Operators, watching
 
 __all__ = [
     "DiffersError",
     "Operators",
-    "acceptable",
     "array",
     "begin_trace",
     "call_jax",
@@ -33,7 +32,9 @@ __all__ = [
     "is_host_tensor",
     "is_traced",
     "is_traced_value",
+    "laid",
     "missing_operator",
+    "on_host",
     "operators",
     "spoil",
     "table_versions",
@@ -121,14 +122,12 @@ def missing_operator(error: BaseException) -> str | None:
     return f"torch.ops.{name[1]}:{name[2]}{name[3] or '.default'}" if name else ""
 
 
-def difference(error: BaseException) -> str | None:
-    """Returns the operator that would compute something else than PyTorch's, and how; None for another exception."""
-    return str(error) if isinstance(error, DiffersError) else None
+def difference(error: BaseException) -> tuple[str, str] | None:
+    """Returns the operator that would compute something else than PyTorch's, and how; and what helps.
 
-
-def acceptable(error: BaseException) -> bool:
-    """Returns whether an exception is about an operator that a card or a caller may accept by its name."""
-    return isinstance(error, RefusedError)
+    None for another exception.
+    """
+    return (str(error), error.cure) if isinstance(error, DiffersError) else None
 
 
 def is_host_tensor(error: BaseException) -> bool:

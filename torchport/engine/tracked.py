@@ -10,7 +10,7 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -33,6 +33,9 @@ _THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.funct
 """Functions of the engine's table that PyTorch takes apart better: it knows what is a view."""
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises where it cannot say what an operator returns without values."""
+
+_ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "__matmul__", "linear", "convolution"}
+"""Products, which PyTorch refuses of tensors of two dtypes, and computes on meta."""
 
 _META = torch.device("meta")
 _UNKNOWN = object()
@@ -83,10 +86,11 @@ def _list(tensor: Any) -> Any:
 
 
 def _array(host: torch.Tensor) -> Any:
+    import jax
     import jax.numpy as jnp
     from torchax.ops import mappings
 
-    with _plain():
+    with _plain(), jax.enable_x64(True):  # upstream may print it after the trace
         dtype = mappings.t2j_dtype(host.dtype)
         host = host.detach().resolve_conj().resolve_neg()
         if host.dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
@@ -211,8 +215,11 @@ class Dispatch:
                 kwargs["device"] = device
             try:
                 return function(*args, **kwargs)
-            except _REFUSALS:
-                if device == "cpu":
+            except _REFUSALS as error:
+                # What PyTorch refuses is refused, and upstream may go on from that. A lowering of torchax's may call
+                # what PyTorch refuses, and an operator that needs values says so.
+                needs_values = isinstance(error, NotImplementedError | AssertionError) or "meta" in str(error).lower()
+                if device == "cpu" or not (self.lowering or needs_values):
                     raise
                 return _UNKNOWN
 
@@ -247,6 +254,9 @@ class Dispatch:
                 self._forget(tensor)
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
+        if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
+            dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in traced)
+            raise RuntimeError(f"expected tensors of one dtype, and {_name(function)} gets {dtypes}")
         if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
             whole = not any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in traced)
             if answer.is_floating_point() and whole:  # PyTorch computes in floats
@@ -256,12 +266,17 @@ class Dispatch:
                         self.type, lambda x: self._as_pytorch(function, x, x._shadow.to(dtype)), (args, kwargs)
                     )
         before = {id(tensor): tensor._elem for tensor in traced}
-        self.lowering += 1
+        properties, self.lowering = self.environment.param, self.lowering + 1
+        numbers = properties.prng
         try:
             with watching(None):  # what a lowering calls was compared as a part of it
                 output = self._lowered(function, types, args, kwargs)
         finally:
             self.lowering -= 1
+        if properties.prng is not numbers and seen is not None:
+            properties.prng = numbers
+            how = "draws numbers while the network is traced, the same for every call"
+            raise DiffersError(operator_name(function), how, "Draw them outside of it, and pass them as an input")
         for tensor in traced:
             if tensor._elem is not before[id(tensor)]:
                 self._write(function, tensor, tensor._elem)
@@ -447,6 +462,22 @@ def is_known(tensor: Any) -> bool:
     """Returns whether a traced tensor depends on no input of the network: PyTorch has its values."""
     shadow = tensor.__dict__.get("_shadow")
     return shadow is not None and shadow.device.type == "cpu"
+
+
+def on_host(value: Any) -> Any:
+    """Returns the tensor of the host that PyTorch has in the place of one with known values; all else as it is."""
+    has_values = isinstance(value, torch.Tensor) and is_known(value)
+    return vars(value)["_shadow"] if has_values else value
+
+
+def laid(tensor: Any, strides: Sequence[int]) -> Any:
+    """Returns an argument of the network with the strides of the caller's tensor, which upstream may ask for."""
+    dispatch = tensor._env.dispatch
+    with _plain():
+        shadow = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    new = dispatch.tensor(tensor._elem, shadow)
+    dispatch._memory(new).whose = dispatch._memory(tensor).whose
+    return new
 
 
 def freeze(tree: Any, whose: str) -> None:

@@ -17,14 +17,19 @@ _WORST = ("differs", "unknown", "mended", "same")
 
 
 class DiffersError(Exception):
-    """An operator would compute something else than PyTorch: its name, and a verb with what follows it."""
+    """An operator would compute something else than PyTorch: its name, a verb with what follows it, and what helps."""
 
-    def __init__(self, operator: str, how: str) -> None:
+    def __init__(self, operator: str, how: str, cure: str = "Compute it with other operators, and write to a copy"):
         super().__init__(f"{operator}, which {how}")
+        self.cure = cure
 
 
 class RefusedError(DiffersError):
     """The table of operators says so, or does not know: a card or a caller may accept the operator."""
+
+    def __init__(self, operator: str, how: str) -> None:
+        cure = "Compute it with other operators, or accept it under `operators` in the card, with the reason"
+        super().__init__(operator, how, cure)
 
 
 class Operators:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -16,8 +17,9 @@ from torchport.config import Document, checkout, machine
 from torchport.config.card import Card, Implementation
 from torchport.config.pack import Pack, find_pack
 from torchport.config.strategy import Axis
-from torchport.errors import BadValueError, NothingAppliedError
+from torchport.errors import BadValueError, NothingAppliedError, TorchportError
 from torchport.patch import Entry, Ledger
+from torchport.patch.live.registry import registry
 
 VARIABLE = "TORCHPORT_APPLIED"
 """The variable by which children know what is in force in their parent: see `arm`."""
@@ -207,3 +209,41 @@ def _told(arguments: Mapping[str, Any]) -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
+
+
+_armed = contextlib.ExitStack()
+"""Of a child: what it has entered, for as long as it lives."""
+
+
+def arm(*_: object) -> None:
+    """Puts the patches in force that were in force where this process was started, for as long as it lives.
+
+    What `torchport.port` takes by default there, it takes here, too: strategy, mesh, attention, and the devices.
+
+    It is an initializer: `multiprocessing.Pool(initializer=torchport.arm)`, `ProcessPoolExecutor(initializer=...)`,
+    `DataLoader(worker_init_fn=torchport.arm)`, or the first line of a script that a subprocess runs. A process that was
+    forked has the patches of its parent, and nothing is to be done.
+
+    Args:
+        *_: What an initializer is called with, such as the worker's number.
+
+    Raises:
+        BadValueError: No parent has told it anything.
+        TooLateError: Upstream is imported already, and the original cannot be replaced everywhere.
+    """
+    told = os.environ.get(VARIABLE)
+    if told is None:
+        fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
+        raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
+    if not registry.sets:
+        arguments = json.loads(told)
+        choice = PortDefaults(**arguments.pop("choice"))
+        choice.prepare()
+        _armed.enter_context(applied(**arguments, choice=choice))
+        atexit.register(_disarm)
+
+
+def _disarm() -> None:
+    """Takes the patches back as the process ends. What there is to say of them, the parent's process says."""
+    with contextlib.suppress(TorchportError):
+        _armed.close()

@@ -5,27 +5,26 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import torch
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from torch.utils import _pytree
 
-from torchport import load, shard
+from torchport import engine, load, shard
 from torchport.compile import failure, network, rules
 from torchport.config import Document, Frozen, validated
 from torchport.config.card import Card, Implementation
 from torchport.config.strategy import Axis, Rule
 from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
+from torchport.own_code import state
 from torchport.own_code.applied import Session, sessions
 from torchport.task.devices import hush_libtpu
 
 CALL = "(call)"
 """The name of the static argument that says how a module is called; no parameter has it."""
-CONSTANTS = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None
-"""What a module may return beside tensors."""
 
 
 def port(
@@ -164,13 +163,38 @@ class _Call:
         tree: Of the arguments.
         fixed: The leaves that are no tensors; None where there is one.
         names: The names of the tensors, in the order of the tree.
+        firsts: Of each of them, the number of the first one that is the same tensor.
+        strides: Of those that do not lie in memory as a new tensor would; None for the others.
         autocast: The regions that the call is in.
+        state: The number of what the module's attributes are.
+        objects: The arguments that have attributes.
     """
 
     tree: Any
     fixed: tuple[Any, ...]
     names: tuple[str, ...]
+    firsts: tuple[int, ...]
+    strides: tuple[Any, ...]
     autocast: tuple[Any, ...]
+    state: int
+    objects: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Effects:
+    """What a program returns beside its outputs: a tree has `_TENSOR` where a tensor of the program's stands.
+
+    Attributes:
+        outputs: What the module returns.
+        arguments: What its arguments are then, if it has changed a list or a dict among them.
+        buffers: The names of the buffers that it has bound to other tensors.
+        attributes: Of the module and of objects that it has bound; None for one that it has removed.
+    """
+
+    outputs: state.Tree
+    arguments: state.Tree | None
+    buffers: list[str]
+    attributes: dict[state.Place, state.Tree | None]
 
 
 class Ported(torch.nn.Module):
@@ -200,7 +224,8 @@ class Ported(torch.nn.Module):
         vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
         self.session = session
         self.signature = inspect.signature(module.forward)
-        self.outputs: dict[_Call, tuple[Any, list[Any]]] = {}
+        self.effects: dict[_Call, _Effects] = {}
+        self.state = state.State(module)
         trace = session.ledger.trace()
         self.compiled = network.ported(module, written, mesh, how=self._traced, trace=trace, attention=attention)
         self.training = False
@@ -213,6 +238,17 @@ class Ported(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the module that it was."""
         return getattr(vars(self)["original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the module that it was, if that has one of this name."""
+        original = vars(self).get("original")
+        if original is None or name in vars(self) or not hasattr(original, name):
+            super().__setattr__(name, value)
+            return
+        if name in {**original._parameters, **original._buffers, **original._modules}:
+            remedy = "Set it before port, or port the module anew"
+            raise BadValueError(self.compiled.network.name, f"'{name}' is on the devices", remedy, name=name)
+        setattr(original, name, value)
 
     def train(self, mode: bool = True) -> Ported:
         """Refuses training.
@@ -234,19 +270,36 @@ class Ported(torch.nn.Module):
             StaleTraceError: It is compiled outside of its patches.
             BadValueError: An argument that is neither tensors nor a constant.
         """
-        call, tensors = self._sorted(args, kwargs)
+        bound = self.signature.bind(*args, **kwargs).arguments
+        call, tensors, kept = self._sorted(bound)
         with failure.explained(self._owners()), self.session.operators():
-            (tensors_out,) = self.compiled(**tensors, **{CALL: call})
+            (returned,) = self.compiled(**tensors, **self._replicated(kept), **{CALL: call})
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
-        tree, fixed = self.outputs[call]
-        waiting = iter(tensors_out)
-        return _pytree.tree_unflatten([next(waiting) if leaf is _TENSOR else leaf for leaf in fixed], tree)
+        effects, waiting = self.effects[call], iter(returned)
 
-    def _sorted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Call, dict[str, torch.Tensor]]:
-        """Returns a call without its tensors, and those by name."""
-        bound = self.signature.bind(*args, **kwargs)
-        leaves, tree = _pytree.tree_flatten_with_path(dict(bound.arguments))
+        def filled(tree: state.Tree) -> state.Tree:
+            return [next(waiting) if leaf is _TENSOR else leaf for leaf in tree[0]], tree[1]
+
+        output = _pytree.tree_unflatten(*filled(effects.outputs))
+        if effects.arguments is not None:
+            leaves, tree = filled(effects.arguments)
+            given = list(tensors.values())
+            leaves = [given[leaf.number] if isinstance(leaf, _Argument) else leaf for leaf in leaves]
+            _rewrite(dict(bound), _pytree.tree_unflatten(leaves, tree))
+        for name in effects.buffers:
+            self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
+        for place, value in effects.attributes.items():
+            state.bind(place, None if value is None else filled(value))
+        return output
+
+    def _replicated(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
+        where = NamedSharding(self.compiled.mesh, PartitionSpec())
+        return {name: shard.to_jax(tensor, where) for name, tensor in tensors.items()}
+
+    def _sorted(self, bound: Mapping[str, Any]) -> tuple[_Call, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns a call without its tensors, those by name, and those that the module has kept of earlier calls."""
+        leaves, tree = _pytree.tree_flatten_with_path(dict(bound))
         rest = {p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
         tensors, fixed = {}, []
         for path, leaf in leaves:
@@ -258,7 +311,19 @@ class Ported(torch.nn.Module):
             else:
                 fixed.append(self._constant(name, leaf))
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
-        return _Call(tree, tuple(fixed), tuple(tensors), tuple(regions)), tensors
+        objects = tuple(leaf for leaf in fixed if leaf is not _TENSOR and state.is_object(leaf))
+        ids, read = list(map(id, tensors.values())), self.state.read(objects)
+        call = _Call(
+            tree,
+            tuple(fixed),
+            tuple(tensors),
+            firsts=tuple(map(ids.index, ids)),
+            strides=tuple(None if each.is_contiguous() else each.stride() for each in tensors.values()),
+            autocast=tuple(regions),
+            state=self.state.number(read),
+            objects=objects,
+        )
+        return call, tensors, self.state.tensors(read)
 
     def _owners(self) -> failure.Owners:
         """Returns whose code the module runs. The packages of its parts are upstream also where no card names them."""
@@ -283,20 +348,74 @@ class Ported(torch.nn.Module):
         return value
 
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
-        """Calls the module while it is traced, and keeps the form of what it returns."""
+        """Calls the module while it is traced, and notes what the call returns and changes."""
         call: _Call = inputs.pop(CALL)
-        waiting = iter(call.names)
-        leaves = [inputs[next(waiting)] if leaf is _TENSOR else leaf for leaf in call.fixed]
+        tensors = [inputs.pop(name) for name in call.names]
+        for number, strides in enumerate(call.strides):
+            if strides is not None:
+                tensors[number] = engine.laid(tensors[number], strides)
+        tensors = [tensors[first] for first in call.firsts]
+        waiting = iter(tensors)
+        leaves = [next(waiting) if leaf is _TENSOR else leaf for leaf in call.fixed]
         arguments = _pytree.tree_unflatten(leaves, call.tree)
         bound = inspect.BoundArguments(self.signature, arguments)
-        returned, tree = _pytree.tree_flatten(module(*bound.args, **bound.kwargs))
-        for leaf in returned:
-            if not isinstance(leaf, torch.Tensor | CONSTANTS):
+        found: list[torch.Tensor] = []
+
+        def without(tree: state.Tree, is_output: Callable[[Any], bool] = engine.is_traced) -> state.Tree:
+            found.extend(leaf for leaf in tree[0] if is_output(leaf))
+            return [_TENSOR if is_output(leaf) else leaf for leaf in tree[0]], tree[1]
+
+        with self.state.entered(call.objects, inputs) as before:
+            buffers = dict(module.named_buffers())
+            returned = _pytree.tree_flatten(module(*bound.args, **bound.kwargs))
+            self._check_output(returned[0])
+            outputs = without(returned, lambda leaf: isinstance(leaf, torch.Tensor))
+            after, tree = _pytree.tree_flatten(arguments)
+            is_changed = tree != call.tree or any(a is not b for a, b in zip(after, leaves, strict=True))
+            given = {id(tensor): _Argument(first) for tensor, first in zip(tensors, call.firsts, strict=True)}
+            rewritten = without(([given.get(id(leaf), leaf) for leaf in after], tree)) if is_changed else None
+            rebound = [name for name in buffers if module.get_buffer(name) is not buffers[name]]
+            for name in rebound:
+                found.append(module.get_buffer(name))
+                owner, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(owner), attribute, buffers[name])
+            new = state.changed(before, self.state.read(call.objects))
+            new = {place: tree and (list(map(engine.on_host, tree[0])), tree[1]) for place, tree in new.items()}
+            attributes = {place: tree and without(tree) for place, tree in new.items()}
+        self.state.kept |= {place for place, tree in attributes.items() if tree is not None and _TENSOR in tree[0]}
+        self.effects[call] = _Effects(outputs, rewritten, rebound, attributes)
+        return (tuple(found),)
+
+    def _check_output(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *state.CONSTANTS)):
                 fact = f"It returns a '{type(leaf).__name__}', of which PyTorch knows no tensors"
                 remedy = "Return tensors in tuples, lists and dicts, or an output class of diffusers or transformers"
                 raise BadValueError(self.compiled.network.name, fact, remedy)
-        self.outputs[call] = tree, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in returned]
-        return (tuple(leaf for leaf in returned if isinstance(leaf, torch.Tensor)),)
+
+
+def _rewrite(old: Any, new: Any) -> Any:
+    """Returns the caller's own lists and dicts, with what a call has left in them."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [_rewrite(old[n], item) if n < len(old) else item for n, item in enumerate(new)]
+        return old
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {key: _rewrite(old.get(key), item) for key, item in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        for item, new_item in zip(old, new, strict=True):
+            _rewrite(item, new_item)
+        return old
+    return new
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """Stands where a tensor of the caller's is: the number of it."""
+
+    number: int
 
 
 class _Tensor:

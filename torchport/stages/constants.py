@@ -45,13 +45,17 @@ class Constants(TorchFunctionMode):
         """Calls a function, with constants in place of the host's tensors.
 
         Raises:
-            HostTensorError: A constant that is random, or a tensor of the host that the function writes to.
+            HostTensorError: A constant that is random, a tensor of the host that the function writes to, or a region
+                of autocast that is the host's.
         """
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
             dtype = kwargs.get("dtype") or args[0].dtype
             return self.convert(torch.tensor(*args[1:], **{**kwargs, "dtype": dtype, "device": "cpu"}))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if torch.is_autocast_enabled("cpu") and any(map(self.is_networks, tensors)):
+            fact = "torch.autocast('cpu') casts tensors of the host, and none of the network's"
+            raise HostTensorError(place(), fact, "Enter torch.autocast('cuda'), which has its dtypes here, too")
         if any(map(is_host, tensors)) and any(map(self.is_networks, tensors)):
             name = getattr(function, "__name__", "")
             if is_host(kwargs.get("out")) or (_writes(name) and is_host(args[0])):
@@ -60,11 +64,10 @@ class Constants(TorchFunctionMode):
                     place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network"
                 )
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
-        output = function(*args, **kwargs)
-        if function in RANDOM and (is_host(output) or self.is_networks(output)):
+        if function in RANDOM:
             fact = f"'{function.__name__}' draws numbers while the network is traced, the same for every call"
             raise HostTensorError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
-        return output
+        return function(*args, **kwargs)
 
     def _constant(self, tensor: torch.Tensor) -> Any:
         return self.convert(tensor) if is_host(tensor) and tensor.ndim else tensor

@@ -111,11 +111,9 @@ def _host_tensor(failure: Failure) -> Cure:
 
 def _operator(failure: Failure) -> Cure:
     entry = failure.rewritten("Calls an operator that computes something else than in PyTorch.")
-    fact = f"{failure.frame.caller} calls {engine.difference(failure.error)}"
-    if engine.acceptable(failure.error):
-        cure = "Compute it with other operators, or accept it under `operators` in the card, with the reason"
-    else:
-        cure = "Compute it with other operators, and write to a copy"
+    found = engine.difference(failure.error)
+    assert found is not None
+    fact, cure = f"{failure.frame.caller} calls {found[0]}", found[1]
     return fact, failure.remedy(cure, entry), entry
 
 

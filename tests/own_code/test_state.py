@@ -1,0 +1,243 @@
+"""What a ported module keeps from call to call, and what it leaves in its arguments: as PyTorch's forward does."""
+
+import copy
+
+import pytest
+import torch
+
+import torchport
+from torchport.errors import BadValueError, ForeignError, HostTensorError, OperatorError, StackError
+
+RULES = {"weights": [], "inputs": [{"match": ".*", "spec": "replicate"}]}
+
+
+class Module(torch.nn.Module):
+    """It does one thing: a function of itself and its arguments."""
+
+    def __init__(self, act, **attributes):
+        super().__init__()
+        self.act = act
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args):
+        return self.act(self, *args)
+
+
+class Store:
+    """No module: an object that holds tensors, as a cache of keys and values does."""
+
+    def __init__(self):
+        self.parts = []
+
+    def __eq__(self, other):
+        return len(self.parts) == len(other.parts) and all(map(torch.equal, self.parts, other.parts))
+
+    __hash__ = object.__hash__
+
+
+def counts(m, x):
+    m.n += 1
+    return x * m.n
+
+
+def alternates(m, x):
+    m.n = not m.n
+    return x if m.n else -x
+
+
+def grows(m, x):
+    m.kept = x if m.kept is None else torch.cat([m.kept, x])
+    return m.kept.sum(0)
+
+
+def keeps_the_first(m, x):
+    if m.kept is None:
+        m.kept = x.mean()
+    return x - m.kept
+
+
+def keeps_a_table(m, x):
+    if len(x) not in m.tables:
+        m.tables[len(x)] = torch.arange(len(x), device=x.device)
+    return x + m.tables[len(x)][:, None]
+
+
+def appends(m, x):
+    m.parts.append(x)
+    return sum(m.parts)
+
+
+def removes(m, x):
+    if hasattr(m, "n"):
+        del m.n
+        return x
+    return x + 1
+
+
+def stores(m, x):
+    m.store.parts.append(x * 2)
+    return sum(m.store.parts)
+
+
+def notes(m, x):
+    m.note = x * 2
+    return m.note + 1
+
+
+CASES = {
+    "a counter": (counts, {"n": 0}, 4),
+    "a switch": (alternates, {"n": False}, 2),
+    "a tensor that grows": (grows, {"kept": None}, 4),
+    "a tensor of the first call": (keeps_the_first, {"kept": None}, 2),
+    "a table that is made once": (keeps_a_table, {"tables": {}}, 2),
+    "a list": (appends, {"parts": []}, 4),
+    "an attribute that goes": (removes, {"n": 1}, 2),
+    "a list of an object": (stores, {"store": Store()}, 4),
+    "a tensor that nobody reads": (notes, {}, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_call_finds_and_leaves_the_attributes_that_pytorchs_would(case, x, session):
+    act, attributes, programs = CASES[case]
+    eager, ported = Module(act, **copy.deepcopy(attributes)).eval(), Module(act, **copy.deepcopy(attributes)).eval()
+    ported = torchport.port(ported, strategy=RULES)
+    for number in range(4):
+        assert torch.equal(ported(x + number), eager(x + number)), number
+    for name in attributes:
+        assert hasattr(ported, name) == hasattr(eager, name)
+        assert not hasattr(eager, name) or str(getattr(ported, name)) == str(getattr(eager, name)) or name == "store"
+    assert len(ported.compiled.programs) == programs
+
+
+def test_a_buffer_that_is_bound_anew_is_a_weight_of_the_next_call(x, session):
+    def adds(m, x):
+        m.total = m.total + x.sum(0)
+        return m.total
+
+    module = Module(adds)
+    module.register_buffer("total", torch.zeros(3))
+    ported = torchport.port(module.eval(), strategy={**RULES, "weights": RULES["inputs"]})
+    for number in (1, 2, 3):
+        assert torch.equal(ported(x), number * x.sum(0))
+    assert len(ported.compiled.programs) == 1
+    stacks = {"blocks": {"carries": ["x"]}}
+    stacked = torchport.port(Blocks().eval(), strategy={**RULES, "weights": RULES["inputs"], "stacks": stacks})
+    with pytest.raises(StackError, match=r"A block of 'blocks' sets its own 'total' when it is called"):
+        stacked(x)
+
+
+class Total(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        self.total = self.total + x.sum(0)
+        return x + self.total
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Total(), Total()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_is_set_between_calls_counts(x, session):
+    module = Module(lambda m, x: x * m.scale * m.part.scales[0], scale=1.0, part=Module(None, scales=[2.0])).eval()
+    ported = torchport.port(module, strategy=RULES)
+    assert torch.equal(ported(x), 2 * x)
+    ported.scale = 3.0
+    ported.part.scales[0] = 4.0
+    assert torch.equal(ported(x), 12 * x) and module.scale == 3.0
+    with pytest.raises(BadValueError, match=r"'part' is on the devices\. Set it before port, or port the module anew"):
+        ported.part = torch.nn.Identity()
+
+
+def test_what_a_call_leaves_in_its_arguments_is_the_callers(x, session):
+    def writes(m, x, parts, store):
+        parts["more"].append(x * 2)
+        parts["first"] = parts["more"][0]
+        store.parts.append(x + len(store.parts))
+        return sum(store.parts)
+
+    first, given = torch.ones(2, 3), []
+    for module in (Module(writes).eval(), torchport.port(Module(writes).eval(), strategy=RULES)):
+        more, store = [first], Store()
+        outputs = [module(x, {"more": more}, store) for _ in range(3)]
+        parts = {"more": more}
+        module(x, parts, store)
+        assert parts["more"] is more and parts["first"] is first
+        given.append([*outputs, *more, *store.parts])
+    assert all(map(torch.equal, *given)) and len(given[0]) == len(given[1]) == 12
+
+
+def test_a_call_that_fails_leaves_what_it_found(x, session):
+    def fails(m, x):
+        m.n, m.kept = m.n + 1, x
+        raise ValueError("no")
+
+    ported = torchport.port(Module(fails, n=0).eval(), strategy=RULES)
+    with pytest.raises(ForeignError, match="ValueError: no"):
+        ported(x)
+    assert ported.n == 0 and not hasattr(ported, "kept")
+
+
+def test_an_argument_is_what_it_is_in_pytorch(x, session):
+    ported = torchport.port(Module(lambda m, x, y: x * 2 if x is y else x).eval(), strategy=RULES)
+    assert torch.equal(ported(x, x), 2 * x) and torch.equal(ported(x, x.clone()), x)
+    ported = torchport.port(Module(lambda m, x: (x.stride(), x.is_contiguous(), x.contiguous())).eval(), strategy=RULES)
+    assert ported(x)[:2] == (x.stride(), True) and ported(x.t())[:2] == (x.t().stride(), False)
+
+
+def flat(m, x):
+    try:
+        return x.t().view(-1)
+    except RuntimeError:
+        return x.t().reshape(-1) * 2
+
+
+def in_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.t()
+
+
+REFUSED = {
+    "an average of whole numbers": (lambda m, x: x.long().mean(), ForeignError, "could not infer output dtype"),
+    "a product of two dtypes": (lambda m, x: x @ x.t().double(), ForeignError, "float32 and float64"),
+    "a difference of bools": (lambda m, x: (x > 1) - (x > 2), ForeignError, "with two bool tensors is not supported"),
+    "dropout": (
+        lambda m, x: torch.nn.functional.dropout(x),
+        OperatorError,
+        "draws numbers while the network is traced",
+    ),
+    "autocast of the host": (in_autocast, HostTensorError, r"torch\.autocast\('cpu'\) casts tensors of the host"),
+}
+
+
+def test_what_pytorch_refuses_is_refused_and_upstream_may_go_on(x, session):
+    assert torch.equal(torchport.port(Module(flat).eval(), strategy=RULES)(x), 2 * x.t().reshape(-1))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_another_value_is_refused(case, x, session):
+    act, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        torchport.port(Module(act).eval(), strategy=RULES)(x)
+
+
+@pytest.fixture
+def x():
+    return torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture
+def session():
+    with torchport.applied() as session:
+        yield session
