@@ -501,21 +501,21 @@ def test_without_the_patch_tile_parallelism_asks_for_a_process_group(world):
 
 
 @pytest.fixture(scope="module")
-def statements(world):
-    """Gives the length of the lowered program that decodes 2 x 2 tiles, without the patches named."""
+def length(world):
+    """Gives the length of the lowered program that decodes 2 x 2 tiles, with its constants, without the patches named."""
 
     def counted(*without):
         with world.patched(world.without(*without)) as ledger:
             program = placed(Decoding(world.vae), Decoding(world.vae), REPLICATE, REPLICATE, {"dp": 1}, ledger)
             shape = {"z": jax.ShapeDtypeStruct((1, 4, 2, 6, 6), "float32")}
-            return len(program.lowered(shape, ()).as_text().splitlines())
+            return len(program.lowered(shape, ()).as_text())
 
     return functools.cache(counted)
 
 
 @pytest.mark.parametrize("entry_id", ["hyvideo.vae-attention", "hyvideo.blend-rows", "hyvideo.blend-columns"])
-def test_without_one_patch_the_vaes_program_grows_with_rows(statements, entry_id):
-    assert statements(entry_id) > statements() + 30
+def test_without_one_patch_the_vaes_program_grows_with_rows(length, entry_id):
+    assert length(entry_id) > length() + 2000
 
 
 def test_a_tiled_decode_agrees_with_the_original(world):
