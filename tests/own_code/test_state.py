@@ -85,7 +85,21 @@ def notes(m, x):
     return m.note + 1
 
 
+def rotates(m, x):
+    if m.ring is None:
+        m.ring = x.new_zeros(4, 3)
+    m.ring[m.start : m.start + 2] = x
+    m.start = (m.start + 2) % 4
+    return m.ring * 1
+
+
+def shares(m, x):
+    m.part.parts.append(x)
+    return sum(m.parts)
+
+
 CASES = {
+    "a ring that is written to": (rotates, {"ring": None, "start": 0}, 3),
     "a counter": (counts, {"n": 0}, 4),
     "a switch": (alternates, {"n": False}, 2),
     "a tensor that grows": (grows, {"kept": None}, 4),
@@ -114,13 +128,15 @@ def test_each_call_finds_and_leaves_the_attributes_that_pytorchs_would(case, x, 
 def test_a_buffer_that_is_bound_anew_is_a_weight_of_the_next_call(x, session):
     def adds(m, x):
         m.total = m.total + x.sum(0)
-        return m.total
+        m.count += 1
+        return m.total * m.count
 
     module = Module(adds)
     module.register_buffer("total", torch.zeros(3))
+    module.register_buffer("count", torch.tensor(0))
     ported = torchport.port(module.eval(), strategy={**RULES, "weights": RULES["inputs"]})
     for number in (1, 2, 3):
-        assert torch.equal(ported(x), number * x.sum(0))
+        assert torch.equal(ported(x), number * number * x.sum(0))
     assert len(ported.compiled.programs) == 1
     stacks = {"blocks": {"carries": ["x"]}}
     stacked = torchport.port(Blocks().eval(), strategy={**RULES, "weights": RULES["inputs"], "stacks": stacks})
@@ -147,6 +163,12 @@ class Blocks(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def test_a_list_of_two_modules_stays_one(x, session):
+    parts = []
+    ported = torchport.port(Module(shares, parts=parts, part=Module(None, parts=parts)).eval(), strategy=RULES)
+    assert [torch.equal(ported(x), n * x) for n in (1, 2)] == [True, True] and len(parts) == 2
 
 
 def test_what_is_set_between_calls_counts(x, session):
@@ -176,6 +198,15 @@ def test_what_a_call_leaves_in_its_arguments_is_the_callers(x, session):
         assert parts["more"] is more and parts["first"] is first
         given.append([*outputs, *more, *store.parts])
     assert all(map(torch.equal, *given)) and len(given[0]) == len(given[1]) == 12
+
+
+def test_a_tensor_of_the_callers_is_written_to(x, session):
+    ported = torchport.port(Module(lambda m, x, y: (x[:, :1].mul_(3), x + y)[1]).eval(), strategy=RULES)
+    given = x.clone().t()
+    assert torch.equal(ported(given, x.t()), given + x.t())
+    assert torch.equal(given[:, 0], 3 * x[0]) and torch.equal(given[:, 1], x[1])
+    with pytest.raises(BadValueError, match=r"lies in the memory of another one\. Pass a clone\(\) of one of them"):
+        ported(given, given[:, :1])
 
 
 def test_a_call_that_fails_leaves_what_it_found(x, session):

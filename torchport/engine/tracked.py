@@ -485,7 +485,7 @@ def freeze(tree: Any, whose: str) -> None:
 
     Args:
         tree: Of tensors.
-        whose: What they are, such as `an argument of the network`.
+        whose: What they are, such as `an argument of the network`; empty: writes are no loss any more.
     """
     from torchax import default_env
 

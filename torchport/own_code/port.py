@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -187,14 +188,16 @@ class _Effects:
     Attributes:
         outputs: What the module returns.
         arguments: What its arguments are then, if it has changed a list or a dict among them.
-        buffers: The names of the buffers that it has bound to other tensors.
+        written: The numbers of the tensors among its arguments that it has written to.
+        buffers: The names of the buffers that it has written to, or bound to other tensors.
         attributes: Of the module and of objects that it has bound; None for one that it has removed.
     """
 
-    outputs: state.Tree
-    arguments: state.Tree | None
+    outputs: state.Parts
+    arguments: state.Parts | None
+    written: list[int]
     buffers: list[str]
-    attributes: dict[state.Place, state.Tree | None]
+    attributes: dict[state.Place, state.Parts | None]
 
 
 class Ported(torch.nn.Module):
@@ -278,20 +281,30 @@ class Ported(torch.nn.Module):
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
         effects, waiting = self.effects[call], iter(returned)
 
-        def filled(tree: state.Tree) -> state.Tree:
-            return [next(waiting) if leaf is _TENSOR else leaf for leaf in tree[0]], tree[1]
+        def filled(parts: state.Parts) -> state.Parts:
+            return parts._replace(leaves=[next(waiting) if leaf is _TENSOR else leaf for leaf in parts.leaves])
 
-        output = _pytree.tree_unflatten(*filled(effects.outputs))
+        output = filled(effects.outputs).whole()
         if effects.arguments is not None:
-            leaves, tree = filled(effects.arguments)
-            given = list(tensors.values())
-            leaves = [given[leaf.number] if isinstance(leaf, _Argument) else leaf for leaf in leaves]
-            _rewrite(dict(bound), _pytree.tree_unflatten(leaves, tree))
+            parts, given = filled(effects.arguments), list(tensors.values())
+            leaves = [given[leaf.number] if isinstance(leaf, _Argument) else leaf for leaf in parts.leaves]
+            state.rewritten(dict(bound), parts._replace(leaves=leaves).whole())
+        for number in effects.written:
+            self._write(list(tensors.values()), number, next(waiting))
         for name in effects.buffers:
             self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
         for place, value in effects.attributes.items():
-            state.bind(place, None if value is None else filled(value))
+            state.bind(place, value and filled(value))
         return output
+
+    def _write(self, given: Sequence[torch.Tensor], number: int, value: torch.Tensor) -> None:
+        """Writes to a tensor of the caller's what a call has written to it."""
+        memory = [tensor.untyped_storage().data_ptr() for tensor in given]
+        if any(memory[number] == memory[n] and tensor is not given[number] for n, tensor in enumerate(given)):
+            fact = "It writes to an argument that lies in the memory of another one"
+            raise BadValueError(self.compiled.network.name, fact, "Pass a clone() of one of them")
+        with torch.no_grad():
+            given[number].copy_(value)
 
     def _replicated(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
         where = NamedSharding(self.compiled.mesh, PartitionSpec())
@@ -361,29 +374,35 @@ class Ported(torch.nn.Module):
         bound = inspect.BoundArguments(self.signature, arguments)
         found: list[torch.Tensor] = []
 
-        def without(tree: state.Tree, is_output: Callable[[Any], bool] = engine.is_traced) -> state.Tree:
-            found.extend(leaf for leaf in tree[0] if is_output(leaf))
-            return [_TENSOR if is_output(leaf) else leaf for leaf in tree[0]], tree[1]
+        def without(parts: state.Parts, is_output: Callable[[Any], bool] = engine.is_traced) -> state.Parts:
+            found.extend(filter(is_output, parts.leaves))
+            return parts._replace(leaves=[_TENSOR if is_output(leaf) else leaf for leaf in parts.leaves])
 
         with self.state.entered(call.objects, inputs) as before:
-            buffers = dict(module.named_buffers())
-            returned = _pytree.tree_flatten(module(*bound.args, **bound.kwargs))
-            self._check_output(returned[0])
+            buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
+            engine.freeze((tensors, buffers, inputs), "")  # a write to them is no loss: it is an output
+            returned = state.Parts(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
+            self._check_output(returned.leaves)
             outputs = without(returned, lambda leaf: isinstance(leaf, torch.Tensor))
-            after, tree = _pytree.tree_flatten(arguments)
-            is_changed = tree != call.tree or any(a is not b for a, b in zip(after, leaves, strict=True))
+            after = state.Parts(*_pytree.tree_flatten(arguments))
             given = {id(tensor): _Argument(first) for tensor, first in zip(tensors, call.firsts, strict=True)}
-            rewritten = without(([given.get(id(leaf), leaf) for leaf in after], tree)) if is_changed else None
-            rebound = [name for name in buffers if module.get_buffer(name) is not buffers[name]]
+            is_changed = after.tree != call.tree or any(map(operator.is_not, after.leaves, leaves))
+            after = after._replace(leaves=[given.get(id(leaf), leaf) for leaf in after.leaves])
+            rewritten = without(after) if is_changed else None
+            written = [number for number in {*call.firsts} if engine.was_written(tensors[number])]
+            found.extend(tensors[number] for number in written)
+            rebound = [name for name, b in buffers.items() if module.get_buffer(name) is not b or engine.was_written(b)]
             for name in rebound:
                 found.append(module.get_buffer(name))
                 owner, _, attribute = name.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, buffers[name])
             new = state.changed(before, self.state.read(call.objects))
-            new = {place: tree and (list(map(engine.on_host, tree[0])), tree[1]) for place, tree in new.items()}
-            attributes = {place: tree and without(tree) for place, tree in new.items()}
-        self.state.kept |= {place for place, tree in attributes.items() if tree is not None and _TENSOR in tree[0]}
-        self.effects[call] = _Effects(outputs, rewritten, rebound, attributes)
+            attributes = {
+                place: parts and without(parts._replace(leaves=list(map(engine.on_host, parts.leaves))))
+                for place, parts in new.items()
+            }
+        self.state.kept |= {place for place, parts in attributes.items() if parts and _TENSOR in parts.leaves}
+        self.effects[call] = _Effects(outputs, rewritten, written, rebound, attributes)
         return (tuple(found),)
 
     def _check_output(self, leaves: Sequence[Any]) -> None:
@@ -392,23 +411,6 @@ class Ported(torch.nn.Module):
                 fact = f"It returns a '{type(leaf).__name__}', of which PyTorch knows no tensors"
                 remedy = "Return tensors in tuples, lists and dicts, or an output class of diffusers or transformers"
                 raise BadValueError(self.compiled.network.name, fact, remedy)
-
-
-def _rewrite(old: Any, new: Any) -> Any:
-    """Returns the caller's own lists and dicts, with what a call has left in them."""
-    if isinstance(old, list) and isinstance(new, list):
-        old[:] = [_rewrite(old[n], item) if n < len(old) else item for n, item in enumerate(new)]
-        return old
-    if isinstance(old, dict) and isinstance(new, dict):
-        items = {key: _rewrite(old.get(key), item) for key, item in new.items()}
-        old.clear()
-        old.update(items)
-        return old
-    if isinstance(old, tuple) and isinstance(new, tuple):
-        for item, new_item in zip(old, new, strict=True):
-            _rewrite(item, new_item)
-        return old
-    return new
 
 
 @dataclasses.dataclass(frozen=True)

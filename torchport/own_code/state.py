@@ -11,8 +11,9 @@ import dataclasses
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.utils import _pytree
 
@@ -20,6 +21,8 @@ from torchport import engine
 
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 """Types of values that a program may depend on, and return."""
+SMALL = 2**16
+"""Bytes of the largest array of numpy whose values are compared from call to call."""
 _LEAF = _pytree.tree_structure(0)
 _INTERNAL = vars(torch.nn.Module()).keys()
 _NO_OBJECTS = (*CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Tensor, torch.nn.Module)
@@ -46,8 +49,47 @@ class Same:
 
 Place = tuple[Same, str]
 """The attributes of a module or an object, and the name of one of them."""
-Tree = tuple[list[Any], _pytree.TreeSpec]
-"""A value that is taken apart: tensors, constants and objects, and the lists, tuples and dicts that they are in."""
+
+
+class Parts(NamedTuple):
+    """A value that is taken apart.
+
+    Attributes:
+        leaves: Its tensors, constants and objects.
+        tree: The lists, tuples and dicts that they are in.
+        container: The list or dict itself, if it stays and what is in it changes; None: the value is made anew.
+    """
+
+    leaves: list[Any]
+    tree: _pytree.TreeSpec
+    container: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> Parts:
+        """Takes a value apart."""
+        if type(value) in CONSTANTS:
+            return cls([value], _LEAF)
+        return cls(*_pytree.tree_flatten(value), container=value if isinstance(value, list | dict) else None)
+
+    def whole(self) -> Any:
+        """Returns the value: its own container, with these parts in it, or a new one."""
+        return rewritten(self.container, _pytree.tree_unflatten(self.leaves, self.tree))
+
+
+def rewritten(old: Any, new: Any) -> Any:
+    """Returns a value in the lists and dicts of an older one, which others may hold, as far as they are alike."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [rewritten(old[n], item) if n < len(old) else item for n, item in enumerate(new)]
+        return old
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {key: rewritten(old.get(key), item) for key, item in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        for item, new_item in zip(old, new, strict=False):
+            rewritten(item, new_item)
+    return new
 
 
 class State:
@@ -62,74 +104,91 @@ class State:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self.owned = {
+            (id(part), name) for part in module.modules() for name, b in part._buffers.items() if b is not None
+        }
         self.kept: set[Place] = set()
         self._numbers: dict[Any, int] = {}
 
-    def read(self, objects: Sequence[Any] = ()) -> dict[Place, Tree]:
+    def read(self, objects: Sequence[Any] = ()) -> dict[Place, Parts]:
         """Returns all of it by place, also that of objects which are arguments of a call."""
-        found: dict[Place, Tree] = {}
+        found: dict[Place, Parts] = {}
         for attributes in _attributes([*self.module.modules(), *objects]):
             holder = Same(attributes)
-            for name, value in attributes.items():
-                if name not in _INTERNAL:
-                    is_constant = type(value) in CONSTANTS
-                    found[holder, name] = ([value], _LEAF) if is_constant else _pytree.tree_flatten(value)
+            found.update({(holder, name): Parts.of(v) for name, v in attributes.items() if name not in _INTERNAL})
+        for part in self.module.modules():  # a buffer that was None is no weight of the program
+            names = [name for name in part._buffers if (id(part), name) not in self.owned]
+            found.update({(Same(part._buffers), name): Parts.of(part._buffers[name]) for name in names})
         return found
 
-    def number(self, read: Mapping[Place, Tree]) -> int:
+    def number(self, read: Mapping[Place, Parts]) -> int:
         """Returns a number for a state: two states of one number make the same program."""
         key = tuple(
-            (place, tree, tuple(_mark(leaf, place in self.kept) for leaf in leaves))
-            for place, (leaves, tree) in read.items()
+            (place, parts.tree, tuple(_mark(leaf, place in self.kept) for leaf in parts.leaves))
+            for place, parts in read.items()
         )
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def tensors(self, read: Mapping[Place, Tree]) -> dict[str, torch.Tensor]:
+    def tensors(self, read: Mapping[Place, Parts]) -> dict[str, torch.Tensor]:
         """Returns those tensors of a state that are inputs of a program, by a name for each."""
-        kept = [leaf for place in read if place in self.kept for leaf in read[place][0] if _is_host(leaf)]
+        kept = [leaf for place in read if place in self.kept for leaf in read[place].leaves if _is_host(leaf)]
         return {f"(state).{number}": tensor for number, tensor in enumerate(kept)}
 
     @contextlib.contextmanager
-    def entered(self, objects: Sequence[Any], inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[Place, Tree]]:
+    def entered(self, objects: Sequence[Any], inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[Place, Parts]]:
         """Puts a program's inputs in the place of these tensors, and takes back what is bound in the context."""
         original, waiting = self.read(objects), iter(inputs.values())
         try:
-            for place, (leaves, tree) in original.items():
+            for place, parts in original.items():
                 if place in self.kept:
-                    bind(place, ([next(waiting) if _is_host(leaf) else leaf for leaf in leaves], tree))
+                    leaves = [next(waiting) if _is_host(leaf) else leaf for leaf in parts.leaves]
+                    bind(place, parts._replace(leaves=leaves))
             yield self.read(objects)
         finally:
             for place in changed(original, self.read(objects)):
                 bind(place, original.get(place))
 
 
-def bind(place: Place, value: Tree | None) -> None:
+def bind(place: Place, value: Parts | None) -> None:
     """Binds an attribute; None: removes it."""
     attributes, name = place[0].value, place[1]
     if value is None:
         attributes.pop(name, None)
     else:
-        attributes[name] = _pytree.tree_unflatten(*value)
+        attributes[name] = value.whole()
 
 
-def changed(before: Mapping[Place, Tree], after: Mapping[Place, Tree]) -> dict[Place, Tree | None]:
-    """Returns what a call has bound, by place; None where it removed an attribute."""
-    new = {place: value for place, value in after.items() if place not in before or not _alike(before[place], value)}
-    return {**new, **{place: None for place in before if place not in after}}
-
-
-def _alike(first: Tree, second: Tree) -> bool:
-    return first[1] == second[1] and list(map(_mark, first[0])) == list(map(_mark, second[0]))
+def changed(before: Mapping[Place, Parts], after: Mapping[Place, Parts]) -> dict[Place, Parts | None]:
+    """Returns what a call has bound or changed, by place; None where it removed an attribute."""
+    found: dict[Place, Parts | None] = {place: None for place in before if place not in after}
+    for place, value in after.items():
+        old = before.get(place)
+        if old is None or old.container is not value.container:
+            value = value._replace(container=None)
+        is_same = (
+            old is not None and old.tree == value.tree and [*map(_mark, old.leaves)] == [*map(_mark, value.leaves)]
+        )
+        if not is_same or any(map(_is_written, value.leaves)):
+            found[place] = value
+    return found
 
 
 def _mark(leaf: Any, is_input: bool = False) -> Any:
     """Returns what a program depends on of a value."""
     if type(leaf) in CONSTANTS:
         return type(leaf), leaf
+    if isinstance(leaf, set):
+        return frozenset(leaf)
+    if isinstance(leaf, numpy.ndarray) and leaf.nbytes <= SMALL:
+        return leaf.dtype, leaf.shape, leaf.tobytes()
     if _is_host(leaf):
         version = 0 if leaf.is_inference() else leaf._version
         return (leaf.dtype, leaf.shape) if is_input else Same(leaf, version)
     return Same(leaf)
+
+
+def _is_written(leaf: Any) -> bool:
+    return engine.is_traced(leaf) and engine.was_written(leaf)
 
 
 def _is_host(leaf: Any) -> bool:
