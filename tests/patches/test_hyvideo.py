@@ -502,7 +502,7 @@ def test_without_the_patch_tile_parallelism_asks_for_a_process_group(world):
 
 @pytest.fixture(scope="module")
 def length(world):
-    """Gives the length of the lowered program that decodes 2 x 2 tiles, with its constants, without the patches named."""
+    """Gives the length of the program that decodes 2 x 2 tiles, with its constants, without the patches named."""
 
     def counted(*without):
         with world.patched(world.without(*without)) as ledger:
