@@ -15,7 +15,7 @@ from torchport.commands import options, terminal
 @click.option("--patches", multiple=True, metavar="NAME", help="More patches: folder or folder/file. Repeatable.")
 @options.strategy
 @click.option("--mesh", metavar="A=N", help="The devices along each axis of its mesh, as dp=2,tp=4 [one device].")
-@click.option("--machine", metavar="NAME", help="The devices, such as cpu:8 for 8 virtual ones [all that JAX finds].")
+@options.machine
 @click.option("--attention", metavar="NAME", help="The implementation of attention [the platform's own].")
 @options.strict
 @options.backend

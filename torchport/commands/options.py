@@ -34,6 +34,11 @@ overrides = click.option(
 strategy = click.option(
     "--strategy", metavar="NAME", help="The set of sharding rules [the config's; without a config, the card's first]."
 )
+machine = click.option(
+    "--machine",
+    metavar="NAME",
+    help="The devices, such as v6e:2x4, or cpu:8 for 8 virtual ones [the config's, or all].",
+)
 backend = click.option(
     "--backend",
     type=click.Choice(["torchax", "original"]),

@@ -28,6 +28,7 @@ class RunFlags:
     prompts: Path | None
     together: int | None
     strategy: str | None
+    machine: str | None
     overrides: tuple[str, ...]
     save_every: int | None
     quiet: bool
@@ -70,6 +71,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--stage", default="all", show_default=True, metavar="encode|denoise|decode|all", help="Stages to run.")
 @options.backend
 @options.strategy
+@options.machine
 @options.overrides
 @click.option("--save-every", type=click.IntRange(1), metavar="N", help="Steps between two savings [the config's].")
 @click.option("--jit/--no-jit", default=True, help="Compile networks, or run op by op and name what makes NaN [yes].")
@@ -93,7 +95,8 @@ def command(**given: Any) -> None:
     from torchport.run.path import run
     from torchport.task import Execution, Request
 
-    overrides = options.with_fields(flags.overrides, strategy=flags.strategy, save_every=flags.save_every)
+    fields = {"strategy": flags.strategy, "machine": flags.machine, "save_every": flags.save_every}
+    overrides = options.with_fields(flags.overrides, **fields)
     cluster = options.taken(hosts.cluster_of, given)
     execution = options.taken(Execution, given)
     original = given["backend"] == "original"
