@@ -1,6 +1,7 @@
 """The doctor: what it finds, what it calls bad, and what it says to do."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import types
@@ -53,6 +54,18 @@ def test_looking_changes_nothing(findings, tmp_path, unchanged, monkeypatch):
     environment = dict(os.environ)
     findings()
     assert unchanged(tmp_path) == {} and unchanged(cache.folder()).keys() == before and os.environ == environment
+
+
+def test_an_issue_asks_for_its_answer_as_json(torchport, capsys, monkeypatch, root):
+    monkeypatch.setattr(
+        doctor, "examine", lambda paths: [Diagnosis("ok", "jax", "0.10"), Diagnosis("bad", "disk", "full")]
+    )
+    code, out, _ = torchport("doctor", "--json", capsys=capsys)
+    assert code == 1 and json.loads("\n".join(out)) == [
+        {"state": "ok", "what": "jax", "fact": "0.10"},
+        {"state": "bad", "what": "disk", "fact": "full"},
+    ]
+    assert "torchport doctor --json" in (root / ".github" / "ISSUE_TEMPLATE" / "fault.yml").read_text()
 
 
 def requirements(monkeypatch, *lines):

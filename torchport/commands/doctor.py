@@ -26,15 +26,16 @@ TRIED = {"torchax": "0.0.13"}
 
 
 @terminal.command("doctor")
+@options.as_json
 @options.paths
-def command(paths: tuple[str, ...]) -> None:
+def command(paths: tuple[str, ...], as_json: bool) -> None:
     """Checks devices, versions, disk, checkpoints, and settings that are known to fail."""
     findings = examine(paths)
-    for line in table([(f"{finding.state:4}", finding.what, finding.fact) for finding in findings], left=3):
-        terminal.say(line)
-    terminal.say(advice(findings, paths))
-    if any(finding.state == "bad" for finding in findings):
-        sys.exit(1)
+    lines = list(table([(f"{finding.state:4}", finding.what, finding.fact) for finding in findings], left=3))
+    is_bad = any(finding.state == "bad" for finding in findings)
+    answer = terminal.Answer(list(map(dataclasses.asdict, findings)), [*lines, advice(findings, paths)], int(is_bad))
+    answer.say(as_json)
+    sys.exit(answer.exit_code)
 
 
 @dataclasses.dataclass(frozen=True)
