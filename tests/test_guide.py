@@ -1,6 +1,7 @@
 """The guide's port runs to its plan, at night to its end. Its other Python blocks and the traps' run alone."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,9 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 NEEDS = re.compile(r"# needs: (.*)\n")
 PORT, REST = (BLOCK.findall(part) for part in TEXT.split("\n## The first errors", 1))
+SKILL = (GUIDE.parent / "skills" / "port-to-tpu" / "SKILL.md").read_text(encoding="utf-8")
+RIPPLE = {"REPO": "upstream", "CLASS": "ripple.model:Ripple", "NAME": "ripple", "PORT": "port", "TEXT": "'A wave'"}
+"""What stands for the names of the skill in the guide's port."""
 TRAP_BLOCKS = BLOCK.findall(TRAPS.read_text(encoding="utf-8"))
 
 
@@ -95,6 +99,33 @@ def test_the_port_of_the_guide_runs_from_the_first_line_to(end, torchport, capsy
     upstream = sorted(file.name for file in (tmp_path / "upstream").rglob("*.py"))
     assert upstream == ["attention.py", "conditions.py", "model.py"]
     assert (tmp_path / "ported" / "video.mp4").stat().st_size > 0
+    if end == len(PORT):
+        answers = skills_answers(reader)
+        assert {row["reach"] for row in answers["scan"]["findings"]} >= {"path"}
+        assert answers["trace"]["stoppers"] == [] and answers["check"] == []
+        assert answers["verify"]["verdict"] == "same" and answers["plan"]["fits"] is True
+
+
+def skills_answers(reader):
+    """Runs the skill's commands that answer in JSON, on the guide's port, and returns the last answer of each."""
+    lines = [line for kind, code in BLOCK.findall(SKILL) if kind == "sh" for line in code.splitlines()]
+    answers = {}
+    for line in lines:
+        words = shlex.split(re.sub(r"\b[A-Z]{4,}", lambda name: RIPPLE.get(name[0], name[0]), line))[1:]
+        if words[-1] in ("--json", "json") and "diffusers:MochiPipeline" not in words:
+            code, out, error = reader.call(*words)
+            assert code == (1 if words[0] == "scan" else 0), (line, error)
+            answers[words[0]] = json.loads("\n".join(out))
+    return answers
+
+
+def test_the_commands_of_the_skill_that_draft_and_run_are_the_guides():
+    lines = [line for kind, code in BLOCK.findall(SKILL) if kind == "sh" for line in code.splitlines()]
+    drafts = [line for line in lines if not line.endswith("json") and "MochiPipeline" not in line]
+    told = [code.replace("\\\n", "") for kind, code in PORT if kind == "sh"]
+    for line in drafts:
+        words = [RIPPLE.get(word, word).replace("NAME", "ripple") for word in line.split()]
+        assert any(set(words) - {"'A wave'"} <= set(code.replace('"A wave"', "").split()) for code in told), line
 
 
 def test_an_output_that_the_guide_does_not_show_is_seen():
