@@ -4,7 +4,7 @@
 
 Percent of peak is useful, unpadded bfloat16 arithmetic over what the matrix units could do in the bundles that run:
 `steady` in the steady loop, which is how the public figures are read, `peak` in a whole call at the job's length, with
-its first, last and ragged tiles (rule: `torchport.plan.tpu.cost`). Bundles are cycles if the kernel does not wait
+its first, last and ragged tiles (the rule is in `attention_tiles.py`). Bundles are cycles if the kernel does not wait
 for the matrix units, which is counted, or for HBM: `HBM` is the part of the steady loop that fetching takes at the
 published bandwidth, and above 0.9 a tile is no result. XLA's passes over q, k and v around the kernel are not in it.
 
@@ -19,9 +19,10 @@ import dataclasses
 import json
 import sys
 
+from attention_tiles import sized_workload, tried
+
 from torchport.config.machine import parse_machine
 from torchport.kernels.attention import tiles
-from torchport.plan.tuning import sized_workload, tried
 
 MACHINES = {"v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 JOBS = {128: (31 * 45 * 80 + 1256, 4), 64: (39_826, 12)}

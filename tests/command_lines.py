@@ -91,7 +91,7 @@ def _needed(command: click.Command, odd: click.Parameter) -> list[str]:
     sound = {"model": "hunyuan", "config": "configs/demo.yaml", "topology": "v6e:2x4", "prompt": "A cat"}
     words = []
     for option in command.params:
-        wanted = option.required or command.name in ("run", "shard", "plan", "tune")
+        wanted = option.required or command.name in ("run", "shard", "plan")
         if isinstance(option, click.Option) and option.name in sound and option is not odd and wanted:
             words += [option.opts[0], sound[option.name]]
     return words

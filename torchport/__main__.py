@@ -31,7 +31,6 @@ COMMANDS = {
     "schema": "Prints the JSON Schema of model cards, configs or patch files, so that editors complete and check them.",
     "shard": "Shows sharding rules and what they match.",
     "trace": "Lists every place that stops the networks from being traced; the exit code is 1 if there is one.",
-    "tune": "Compares tiles of an attention kernel, by time or by the compiler's static schedule.",
     "verify": "Proves that a port makes the same picture as the original, or names the module and the patch at fault.",
 }
 """How each command's help begins, by the command's name, which is also its module's in `commands/`."""
@@ -49,6 +48,7 @@ class Commands(terminal.Group):
 
 
 @click.group(
+    "torchport",
     cls=Commands,
     commands={name: click.Command(name, help=line) for name, line in COMMANDS.items()},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

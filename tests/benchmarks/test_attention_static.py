@@ -5,9 +5,7 @@ import importlib.util
 import json
 
 import pytest
-
-from torchport.plan.tpu.cost import Figures
-from torchport.plan.tuning import Candidate
+from attention_tiles import Candidate, Figures
 
 KEYS = [
     "name",

@@ -5,6 +5,7 @@ import importlib
 import logging
 import sys
 
+import attention_tiles
 import pytest
 import torch
 from fakes.plain_pack import PlainPack
@@ -14,7 +15,7 @@ from torchport.commands import shard
 from torchport.compile.in_force import hushed, in_force
 from torchport.config.machine import parse_machine
 from torchport.errors import ForeignError, TracedValueError
-from torchport.plan import aot, sweep, tuning
+from torchport.plan import aot, sweep
 from torchport.porting.trace import tracing
 from torchport.run.path import run
 from torchport.task import Request, accept
@@ -62,7 +63,7 @@ IN_FORWARD = {
 }
 IN_IMPORT = {
     "sweep": lambda request: sweep.sweep(request, "v6e:2x4"),
-    "tune": lambda request: tuning.workload_of_model(request, parse_machine("v6e:2x4", "--topology")),
+    "tiles": lambda request: attention_tiles.workload_of_model(request, parse_machine("v6e:2x4", "--topology")),
     "shard": shard.rule_rows,
 }
 """These call no network: they build it, and read its configuration."""

@@ -107,15 +107,12 @@ def test_float32_is_shifted_by_all_features(lowered):
 
 
 def test_what_pytorch_refuses_is_refused(lowered):
-    with pytest.raises(BadValueError) as caught:
-        lowered(torch.ones(2, 6, 4), (4, 6))
-    assert str(caught.value) == (
-        "layer_norm: Its input is float32 [2, 6, 4], and it normalizes [4, 6]. The last dims must be those, of a "
-        "floating-point dtype."
-    )
-    for x, shape in ((torch.ones(2, 6, dtype=torch.int32), (6,)), (torch.ones(6), (1, 6))):
-        with pytest.raises(BadValueError):
+    for x, shape in ((torch.ones(2, 6, 4), (4, 6)), (torch.ones(6), (1, 6))):
+        with pytest.raises(RuntimeError, match="Given normalized_shape="):
             lowered(x, shape)
+    with pytest.raises(BadValueError) as caught:
+        lowered(torch.ones(2, 6, dtype=torch.int32), (6,))
+    assert str(caught.value) == "layer_norm: Its input is int32 [2, 6]. It must be of a floating-point dtype."
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -207,15 +207,17 @@ def test_check_of_a_model_runs_no_file_of_the_current_folder(hostile):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("script", "words"),
     [
-        ("plan", "--model", "hunyuan", "--config", "configs/720p.yaml"),
-        ("tune", "--topology", "v6e:2x4", "--tokens", "256", "--heads", "2", "--head-size", "128"),
+        (None, ("plan", "--model", "hunyuan", "--config", "configs/720p.yaml")),
+        ("attention_tiles.py", ("--topology", "v6e:2x4", "--tokens", "256", "--heads", "2", "--head-size", "128")),
     ],
+    ids=["plan", "attention_tiles"],
 )
-def test_a_command_that_compiles_runs_no_file_of_the_current_folder(hostile, words, monkeypatch):
+def test_a_command_that_compiles_runs_no_file_of_the_current_folder(hostile, root, script, words, monkeypatch):
     monkeypatch.setenv(*BAD_FLAG)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # or the parent, which looks for the chip, reads the flag first
-    code, out, err = hostile(*words)
+    options = {"start": (str(root / "benchmarks" / script),)} if script else {}
+    code, out, err = hostile(*words, **options)
     assert (code, out) == (2, "") and err.splitlines()[-1].startswith("error[TP502] ")
     assert "ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in err

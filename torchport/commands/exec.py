@@ -10,7 +10,7 @@ from torchport.commands import options, terminal
 
 
 @terminal.command("exec")
-@options.model()
+@options.model
 @options.upstream_path
 @click.option("--patches", multiple=True, metavar="NAME", help="More patches: folder or folder/file. Repeatable.")
 @options.strategy

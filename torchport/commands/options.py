@@ -61,27 +61,21 @@ cache = click.option("--cache/--no-cache", default=True, help="Let JAX keep comp
 xla_flags = click.option("--xla-flags", metavar="NAME", help="A named set of compiler flags: docs/profiling.md.")
 
 
-def model(default: str = "") -> Decorator[Any]:
-    """Returns the flag `--model`.
-
-    Args:
-        default: What is taken without it, in words. It is required if there is nothing.
-    """
-    text = "A model card (`torchport models` lists them), or a pipeline: diffusers:MochiPipeline"
-    return _required("--model", "NAME", text, default, derived)
+def model(function: Function) -> Function:
+    """Adds the flag `--model`."""
+    text = "A model card (`torchport models` lists them), or a pipeline: diffusers:MochiPipeline."
+    return click.option("--model", required=True, metavar="NAME", help=text, callback=derived)(function)
 
 
 def config(default: str = "") -> Decorator[Any]:
-    """Returns the flag `--config`; see `model`."""
-    text = "The job, such as configs/demo.yaml: sizes, machine [a pipeline's demo]."
-    if default:
-        return _required("--config", "FILE", text.partition(" [")[0], default)
-    return click.option("--config", metavar="FILE", help=text, callback=_demo)
+    """Returns the flag `--config`.
 
-
-def topology(default: str = "") -> Decorator[Any]:
-    """Returns the flag `--topology`; see `model`."""
-    return _required("--topology", "NAME", "The TPU slice, such as v6e:2x4; it may be absent", default)
+    Args:
+        default: What is taken without it, in words. If there is nothing, only a pipeline can do without the flag.
+    """
+    without, callback = (default, None) if default else ("a pipeline's demo", _demo)
+    text = f"The job, such as configs/demo.yaml: sizes, machine [{without}]."
+    return click.option("--config", metavar="FILE", help=text, callback=callback)
 
 
 def prompt(default: str) -> Decorator[Any]:
@@ -94,11 +88,6 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
     return click.option(
         "--report", name, multiple=multiple, type=FILE, metavar="FILE", help=f"Also write a report: {formats}.{more}"
     )
-
-
-def _required(flag: str, metavar: str, meaning: str, default: str, callback: Any = None) -> Decorator[Any]:
-    text = f"{meaning} [{default}]." if default else f"{meaning}."
-    return click.option(flag, required=not default, metavar=metavar, help=text, callback=callback)
 
 
 def _demo(context: click.Context, parameter: click.Parameter, value: str | None) -> str:

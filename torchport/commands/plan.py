@@ -37,9 +37,13 @@ class PlanFlags:
 
 
 @terminal.command("plan")
-@options.model()
+@options.model
 @options.config()
-@options.topology("the config's machine")
+@click.option(
+    "--topology",
+    metavar="NAME",
+    help="The TPU slice, such as v6e:2x4; it may be absent [the config's machine].",
+)
 @options.strategy
 @click.option("--sweep", is_flag=True, help="Compare all strategies and meshes of the slice in one table.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Compilations at once [by processors and memory].")

@@ -23,7 +23,7 @@ def command() -> None:
 
 
 @command.command("show")
-@options.model()
+@options.model
 @options.config("the published network, on the strategy's mesh")
 @options.strategy
 @options.upstream_path

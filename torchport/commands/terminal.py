@@ -231,6 +231,6 @@ def _run(command: click.Command) -> int:
 
 def _exit_code(command: click.Command) -> int:
     try:
-        return int(command.main(prog_name="torchport", standalone_mode=False) or 0)
+        return int(command.main(prog_name=command.name, standalone_mode=False) or 0)
     except SystemExit as stop:
         return int(stop.code or 0)

@@ -22,7 +22,7 @@ SHOWN = 10
 
 
 @terminal.command("trace")
-@options.model()
+@options.model
 @options.config("the card's demo")
 @options.upstream_path
 @click.option("--without-patches", is_flag=True, help="Without the card's patches: what upstream itself stops at.")

@@ -39,7 +39,7 @@ class VerifyFlags:
 
 
 @terminal.command("verify")
-@options.model()
+@options.model
 @options.config()
 @click.option("--against", default="original", show_default=True, metavar="original|run:DIR", help="What is compared.")
 @click.option("--steps", metavar="N,N", help="Denoising steps to compare, from 0 [first and last of each network].")

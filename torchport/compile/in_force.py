@@ -1,4 +1,4 @@
-"""What is in force while code of an upstream runs: the same for `run`, `plan`, `tune`, `shard`, `trace`, `verify`."""
+"""What is in force while code of an upstream runs: the same for `run`, `plan`, `shard`, `trace`, `verify`."""
 
 from __future__ import annotations
 

@@ -5,17 +5,15 @@ import itertools
 import pytest
 
 from torchport.config.machine import MIB, TPU_CHIPS
-from torchport.errors import AttentionError, ConfigError, MissingKeyError, UnknownKeyError, VmemError, WrongTypeError
+from torchport.errors import AttentionError, MissingKeyError, UnknownKeyError, VmemError, WrongTypeError
 from torchport.kernels.attention import splash, tiles
 from torchport.kernels.attention.tiles import (
     SplashTile,
     Tile,
-    TileTable,
     best,
     check_vmem,
     read_table,
     row,
-    write_table,
 )
 
 ROW = (
@@ -52,12 +50,6 @@ def test_every_shipped_tile_fits_its_chip():
         assert check_vmem(tile, head_size=found.head_size, heads=heads, itemsize=2, bounded=found.bounded, vmem=vmem)
 
 
-def test_the_shipped_table_has_no_row_twice_and_is_as_it_would_be_written(tmp_path):
-    found = tiles.table()
-    write_table(tmp_path / "tiles.yaml", [*found.splash, *found.splash_int8, *reversed(found.splash_transposed)])
-    assert (tmp_path / "tiles.yaml").read_text() == tiles.TABLE.read_text()
-
-
 def test_a_head_size_between_those_of_the_table_takes_the_next_larger_ones_row():
     assert row("v6e", "splash_transposed", 72, True) == row("v6e", "splash_transposed", 128, True)
     assert row("v6e", "splash_transposed", 40, True) == row("v6e", "splash_transposed", 64, True)
@@ -66,14 +58,14 @@ def test_a_head_size_between_those_of_the_table_takes_the_next_larger_ones_row()
 def test_a_chip_without_a_row_is_refused_with_those_that_have_one():
     assert refusal(lambda: best("v4", "splash_transposed", 128, True), AttentionError) == (
         "attention 'splash_transposed': The table has no tile for a chip 'v4'. It has v5e, v5p, v6e, tpu7x; "
-        "`torchport tune --help` says how to measure one."
+        "`python benchmarks/attention_tiles.py --help` of the repository says how to measure one."
     )
 
 
 def test_a_head_size_beyond_the_table_is_refused_with_the_command_that_adds_it():
     assert refusal(lambda: best("v6e", "splash", 256, False), AttentionError) == (
         "attention 'splash': The table has no tile for a head size of 256 on v6e. It has 64, 128; "
-        "`torchport tune --help` says how to measure one."
+        "`python benchmarks/attention_tiles.py --help` of the repository says how to measure one."
     )
 
 
@@ -84,7 +76,8 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_tile_and_the_bytes():
     assert str(caught.value) == (
         "tile block_q=8192, block_kv=4096, columns=512: It takes 84,287,488 bytes of VMEM (80.4 MiB) with 1 head(s) of "
         "128 features to a tile, and the limit is 58,720,256 (56.0 MiB). "
-        "Take a smaller tile; `torchport tune` finds one."
+        "Leave the tile out, and torchport takes the one of its table; or take a smaller one, which `python "
+        "benchmarks/attention_tiles.py` of the repository finds."
     )
     assert (caught.value.tile, caught.value.asked, caught.value.limit) == (tile, tile.vmem_bytes(**how), 56 * MIB)
     assert check_vmem(tile, **how, vmem=128 * MIB) is tile
@@ -126,29 +119,6 @@ def test_two_rows_of_one_key_are_refused_with_both_lines(tmp_path):
     other = ROW.replace("block_q: 8192", "block_q: 4096")
     text = refusal(lambda: read_table(written(tmp_path, ROW, ROW.replace("true", "false"), other)), WrongTypeError)
     assert text == "tiles.yaml:4: The row of v6e with head size 128 stands here and on line 2. Keep one of the two."
-
-
-def test_a_written_row_takes_the_place_of_its_key_and_leaves_the_others(tmp_path):
-    file = written(tmp_path, ROW, ROW.replace("true", "false"))
-    old = read_table(file)
-    new = old.splash_transposed[0].model_copy(update={"peak_percent": 61.0})
-    write_table(file, [new, *tiles.table().splash[:1]])
-    found = read_table(file)
-    assert found == TileTable(splash_transposed=[old.splash_transposed[1], new], splash=[tiles.table().splash[0]])
-
-
-def test_rows_of_eight_bits_are_a_list_of_their_own(tmp_path):
-    write_table(tmp_path / "new.yaml", [*tiles.table().splash_int8, *tiles.table().splash_transposed])
-    found = read_table(tmp_path / "new.yaml")
-    assert found.splash_int8 == tiles.table().splash_int8 and found.splash_transposed == tiles.table().splash_transposed
-    assert best("v6e", "splash_int8", 128, True).columns == 256
-
-
-def test_a_file_that_is_no_table_is_not_overwritten(tmp_path):
-    file = tmp_path / "notes.yaml"
-    file.write_text("a: 1\n")
-    assert "Unknown key 'a'" in refusal(lambda: write_table(file, []), ConfigError)
-    assert file.read_text() == "a: 1\n"
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 100), (3000, 1300), (112_856, 112_856), (2049, 600)])

@@ -4,72 +4,18 @@ import importlib.util
 import re
 
 import pytest
+from fakes.bundles import GRID, GRID_MATMUL, INNER, dump
 
 from torchport.config.machine import parse_machine
-from torchport.errors import TopologyError, UnknownNameError, VmemError
-from torchport.plan.tpu.bundles import Region, _loops, compile_kernel, read, refused
+from torchport.errors import TopologyError, VmemError
+from torchport.plan.tpu.bundles import Region, compile_kernel, read, refused
 
 V6E = parse_machine("v6e:1x1", "a.yaml:1")
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/tpu/test_bundles.py`",
 )
-KEY = "= control target key start\nLB: loop body\nPF: predicated region fallthrough\n= control target key end\n\n"
 FORM = "It must have the form that torchport reads, which is libtpu 0.0.51's."
-
-# A grid loop with a region for the first step, one for the steady steps and one for the last; one delay slot.
-GRID = [
-    "   : { s }",
-    "LB: > { s } /* Start region 9 */",
-    "   : > { sbr.rel (%p1_p2) target = $region3 }",
-    "   : {}",
-    "   : > { s = first }",
-    "PF: > { s } /* Start/End empty region 3 :: Start region 4 */",
-    "   : > { %7 = sbr.rel (!%p1) target = $region5 ;; v = vadd }",
-    "   : > { s = slot }",
-    "   : > { v = vmatmul /* a comment\nthat: goes on\n0: 1 */ }",
-    "   : > { v = vmatmul }",
-    "PF: > { sbr.rel (%p3) target = $region6 } /* Start/End empty region 5 */",
-    "   : > { s = slot }",
-    "   : > { v = vmatmul }",
-    "PF: > { s } /* End region 4 :: Start/End empty region 6 */",
-    "   : { %9 = sbr.rel (!%p4) target = $region9 }",
-    "   : > { s = slot }",
-    "   : { s = after }",
-]
-GRID_MATMUL = [0, 0, 0, 0, 1, 0, 0, 0, 2, 2, 0, 0, 1, 0, 0, 0, 0]
-
-# A grid loop whose first tile stands before an inner loop, which a predicate guards.
-INNER = [
-    "LB: > { v } /* Start region 1 */",
-    "   : > { sbr.rel (%p1) target = $region2 }",
-    "   : {}",
-    "LB: >> { v } /* Start region 3 */",
-    "   : >> { v }",
-    "   : >> { sbr.rel (!%p2) target = $region3 }",
-    "   : >> { v }",
-    "PF: > { s } /* Start/End empty region 2 */",
-    "   : > { sbr.rel target = $region1 }",
-    "   : > { s }",
-]
-
-
-def dump(folder, bundles, matmul, kernel="k.1", slots="MATMUL, VALU, VLOAD:FILL, VSTORE:SPILL", capacities="2 4 3 2"):
-    """Writes a kernel's two files as libtpu does, and others that it leaves beside them; the columns are made up."""
-    folder.mkdir(exist_ok=True)
-    lines = [f"{hex(at) if at else '0':>6} {bundle}" for at, bundle in enumerate(bundles)]
-    rows = "".join(f"{count} {at % 3} {count} 1\n" for at, count in enumerate(matmul))
-    (folder / f"17-{kernel}-72-final_bundles.txt").write_text(KEY + "\n".join(lines) + "\n")
-    text = f"== CAPACTIY:\n{slots}\n  {capacities}\n== UTILIZATION:\n{rows}\n"
-    (folder / f"17-{kernel}-70-final_hlo-static-per-bundle-utilization.txt").write_text(text)
-    for other in (
-        f"{kernel}-71-schedule-analysis_final_bundles",
-        f"{kernel}-68-pre-delay_hlo-static",
-        "TLP-7-final_bundles",
-    ):
-        (folder / f"17-{other}.txt").write_text("not this one")
-    (folder / "17-<late-finalization>-68-final_bundles.txt").write_text("nor this one")
-    return folder
 
 
 def refusal(call, kind=TopologyError):
@@ -85,58 +31,10 @@ def test_loops_and_predicated_regions_are_a_tree_and_delay_slots_are_not_skipped
     assert found.root == Region("kernel", 0, 17, 0, (Region("loop", 1, 16, 1, (first, steady, last)),))
 
 
-def test_a_steady_grid_step_runs_neither_the_first_steps_region_nor_the_lasts(tmp_path):
-    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
-    assert found.steady() == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15]
-
-
 def test_a_branch_to_an_empty_bundle_that_names_no_region_goes_to_the_exit(tmp_path):
     lines = ["   : { sbr.rel (%p1) target = $region4 }", "   : {}", *INNER, "PF: {}"]
     found = read(dump(tmp_path, lines, [1] * len(lines)), "k")
     assert [(part.kind, part.start, part.end) for part in found.root.inside] == [("predicated", 2, 12)]
-
-
-def test_an_inner_loop_is_the_steady_state_though_work_stands_before_it(tmp_path):
-    found = read(dump(tmp_path, INNER, [2, 2, 0, 2, 0, 1, 1, 0, 0, 0]), "k")
-    inner = Region("loop", 3, 7, 2)
-    guard = Region("predicated", 3, 7, 1, (inner,))
-    assert found.root == Region("kernel", 0, 10, 0, (Region("loop", 0, 10, 1, (guard,)),))
-    assert found.steady() == [3, 4, 5, 6]
-
-
-def test_an_inner_loop_with_little_of_the_matrix_work_is_not_the_steady_state(tmp_path):
-    found = read(dump(tmp_path, INNER, [9, 9, 0, 1, 0, 0, 0, 0, 0, 0]), "k")
-    assert found.steady() == list(range(10))
-
-
-def test_a_kernel_without_loops_is_taken_whole(tmp_path):
-    found = read(dump(tmp_path, ["   : { s }", "   : { s }"], [1, 0]), "k")
-    assert found.steady() == [0, 1]
-
-
-def test_of_two_regions_with_equal_work_the_one_that_does_not_mask_runs(tmp_path):
-    found = read(dump(tmp_path, GRID, [0] * 8 + [1, 1, 0, 0, 2, 0, 0, 0, 0]), "k")
-    assert found.steady() == [1, 2, 3, 5, 6, 7, 10, 11, 12, 13, 14, 15]
-
-
-def test_regions_without_matrix_work_do_not_run_in_the_steady_state(tmp_path):
-    found = read(dump(tmp_path, GRID, [0, 2] + [0] * 15), "k")
-    assert found.steady() == [1, 2, 3, 5, 6, 7, 10, 11, 13, 14, 15]
-
-
-def test_shares_and_spills_are_those_of_the_steady_state(tmp_path):
-    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
-    assert found.slots == {"MATMUL": 2, "VALU": 4, "VLOAD:FILL": 3, "VSTORE:SPILL": 2}
-    assert found.share("MATMUL") == 4 / (2 * 13) and found.share("VSTORE:SPILL") == 1 / 2
-    assert found.spills() == (13, 4)
-
-
-def test_a_slot_that_the_chip_lacks_is_refused(tmp_path):
-    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
-    assert refusal(lambda: found.share("MATMULL"), UnknownNameError) == (
-        "bundles of k.1: There is no slot 'MATMULL'. "
-        "Did you mean 'MATMUL'? Known: MATMUL, VALU, VLOAD:FILL, VSTORE:SPILL."
-    )
 
 
 def test_a_kernel_is_found_by_the_name_that_libtpu_makes_of_it(tmp_path):
@@ -223,19 +121,6 @@ def test_another_complaint_of_the_compiler_is_quoted():
     assert str(refused("INTERNAL: LLO_CHECK\n failure", V6E, "m:f()")) == (
         "m:f(): The compiler for v6e:1x1 refuses it: INTERNAL: LLO_CHECK failure. Change the kernel or its tile."
     )
-
-
-@REAL
-@pytest.mark.parametrize("machine", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"])
-def test_a_kernel_is_compiled_for_every_chip_and_its_steady_step_is_found(machine):
-    kernel = compile_kernel("fakes.kernels:product", {"rows": 512}, parse_machine(machine, "a.yaml:1"))
-    assert kernel.kernel == "product.1"
-    [loop] = _loops(kernel.root)  # on v5p under a predicate: without a parallel dimension one of two cores works
-    steady = kernel.steady()
-    assert len(steady) < loop.end - loop.start < kernel.size  # neither the first step's region nor the last's
-    assert 0 < kernel.share("MATMUL") <= 1 and kernel.spills() == (0, 0)
-    column = list(kernel.slots).index("MATMUL")
-    assert kernel.counts[steady, column].sum() == kernel.counts[:, column].sum() > 0
 
 
 @REAL

@@ -1,4 +1,6 @@
-"""Tiles of the attention kernels, and the best tile for each chip: `tiles.yaml`, which `torchport tune` writes.
+"""Tiles of the attention kernels, and the best tile for each chip: `tiles.yaml`.
+
+`python benchmarks/attention_tiles.py` writes that table.
 
 The table's key is the chip, the implementation, the head size as the kernel pads it, and whether scores are bounded.
 The key has the chip, not its generation: the matrix unit is 256 wide on v6e and tpu7x, and 128 wide on v5e and v5p.
@@ -11,7 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Literal, overload
 
 import pydantic
 
@@ -98,9 +100,6 @@ class SplashTile:
         return SplashTile(min(self.block_q, up(queries, LANES)), block_kv, compute)
 
 
-UNIT_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
-"""How wide, and how deep, a chip's matrix unit is. Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm."""
-
 TABLE = Path(__file__).with_name("tiles.yaml")
 RESERVED = 8 * MIB
 """Bytes of a core's VMEM that kernels leave to XLA."""
@@ -130,7 +129,8 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
         f"tile {sizes}",
         f"It takes {needed:,} bytes of VMEM ({size_text(needed)}) with {heads} head(s) of {head_size} features to a "
         f"tile, and the limit is {limit:,} ({size_text(limit)})",
-        "Take a smaller tile; `torchport tune` finds one",
+        "Leave the tile out, and torchport takes the one of its table; or take a smaller one, which `python "
+        "benchmarks/attention_tiles.py` of the repository finds",
         tile=tile,
         asked=needed,
         limit=limit,
@@ -237,39 +237,6 @@ def read_table(file: Path) -> TileTable:
     return contents
 
 
-_KINDS: dict[str, type[Row]] = {"splash_transposed": TransposedRow, "splash_int8": Int8Row, "splash": SplashRow}
-
-HEADER = """\
-# Which tile serves which chip. Written by `torchport tune --write`, read by torchport/kernels/attention/tiles.py.
-# tokens: queries, and as many keys, at which peak_percent holds: useful bfloat16 arithmetic of a whole call over peak.
-# steady_percent: of the steady loop alone. The matrix unit is 256 wide on v6e and tpu7x, 128 wide on v5e and v5p.
-"""
-
-
-def write_table(file: Path, rows: Sequence[Row]) -> None:
-    """Writes rows into a table. A row replaces the one with the same key; the other rows stay.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    old = read_table(file) if file.exists() else TileTable(splash_transposed=[], splash=[])
-    text = HEADER
-    for name, kind in _KINDS.items():
-        by_key = {key(row): row for row in [*getattr(old, name), *rows] if isinstance(row, kind)}
-        ordered = sorted(by_key.values(), key=lambda row: (list(TPU_CHIPS).index(row.chip), key(row)))
-        text += f"{name}:\n" if by_key else f"{name}: []\n"
-        text += "".join(f"  - {_flow(row.model_dump())}\n" for row in ordered)
-    file.write_text(text, encoding="utf-8")
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, str):
-        return value if value.isidentifier() else f'"{value}"'  # a version such as 0.1 would be a number
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 @overload
 def best(
     chip: str, implementation: Literal["splash_transposed", "splash_int8"], head_size: int, bounded: bool
@@ -315,7 +282,7 @@ def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) ->
     raise AttentionError(
         f"attention '{implementation}'",
         fact,
-        f"{available}; `torchport tune --help` says how to measure one",
+        f"{available}; `python benchmarks/attention_tiles.py --help` of the repository says how to measure one",
         chip=chip,
         head_size=head_size,
     )

@@ -17,31 +17,25 @@ it fills. Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy
 import numpy.typing
 
 from torchport.config.machine import Machine
-from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
+from torchport.errors import TopologyError, VmemError, nearest
 from torchport.files import atomic
-from torchport.kernels.attention import splash, transposed
-from torchport.kernels.attention.int8 import EXPONENT
-from torchport.kernels.attention.tiles import Tile
 from torchport.plan.tpu.absent import describe, environment
 from torchport.processes import child
 from torchport.progress import size_text
 
-MATMUL, SPILL, FILL = "MATMUL", "VSTORE:SPILL", "VLOAD:FILL"
-"""Slots, as the compiler names them: the matrix unit; vector registers that are saved to VMEM and read back."""
+MATMUL = "MATMUL"
+"""The slot of the matrix unit, as the compiler names it."""
 
 _BUNDLE = re.compile(r"\s*(?P<at>0x[0-9a-f]+|0) *(?P<marks>[A-Z ]*):(?P<depth>[ >]*)\{(?P<empty>\s*\})?")
 _BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?\s*target = \$region(\d+)")
@@ -51,9 +45,6 @@ _PALLAS = re.compile(r'%([\w.-]+) = [^\n]*custom_call_target="tpu_custom_call"')
 _SCOPED = re.compile(r"Scoped allocation with size ([\d.]+)([KMG]?) and limit ([\d.]+)([KMG]?)")
 _WHOLE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*space=vmem", re.DOTALL)
 _FORM = "It must have the form that torchport reads, which is libtpu 0.0.51's"
-_PEELED = 4
-"""A loop counts as the kernel's if it holds one part in so many of the matrix work: a pipelined loop's first and last
-iterations, which stand outside of it, do together what one iteration does, and twice that if two are in flight."""
 
 Kind = Literal["kernel", "loop", "predicated"]
 
@@ -87,61 +78,6 @@ class KernelBundles:
     def size(self) -> int:
         """Bundles of the whole kernel."""
         return len(self.counts)
-
-    def steady(self) -> list[int]:
-        """Returns the bundles that one iteration runs while the matrix unit is in its steady state, in order.
-
-        The loop is the innermost one that holds the matrix work: from the kernel inwards, always into the loop with
-        the most of it, as long as that has a quarter of the kernel's; a kernel without such a loop is taken whole. Of
-        its predicated regions only the one with the most matrix work runs, and within it likewise: a steady grid step
-        runs neither the first step's region nor the last's. Of two with equally much, the shorter runs: the other one
-        masks as well. What is left out with them is code that starts a DMA under a predicate, some tens of bundles
-        where the compiler makes a region of it. A loop inside counts as one iteration.
-        """
-        return self._run(self._loop())
-
-    def share(self, slot: str) -> float:
-        """Returns which part of a slot the steady state takes, 0 to 1."""
-        steady = self.steady()
-        return float(self.counts[steady, self._column(slot)].sum()) / (self.slots[slot] * len(steady))
-
-    def spills(self) -> tuple[int, int]:
-        """Returns the vector registers that one steady iteration saves to VMEM, and those it reads back."""
-        saved, filled = (int(self.counts[self.steady(), self._column(slot)].sum()) for slot in (SPILL, FILL))
-        return saved, filled
-
-    def _column(self, slot: str) -> int:
-        if slot in self.slots:
-            return list(self.slots).index(slot)
-        raise UnknownNameError(f"bundles of {self.kernel}", f"There is no slot '{slot}'", nearest(slot, self.slots))
-
-    def _work(self, region: Region) -> int:
-        return int(self.counts[region.start : region.end, self._column(MATMUL)].sum())
-
-    def _loop(self) -> Region:
-        region, least = self.root, max(1, self._work(self.root) / _PEELED)
-        while True:
-            loops = [loop for loop in _loops(region) if self._work(loop) >= least]
-            if not loops:
-                return region
-            region = max(loops, key=self._work)
-
-    def _run(self, region: Region) -> list[int]:
-        predicated = [part for part in region.inside if part.kind == "predicated" and self._work(part)]
-        kept = max(predicated, key=lambda part: (self._work(part), part.start - part.end), default=None)
-        ran: list[int] = []
-        at = region.start
-        for part in region.inside:
-            ran += range(at, part.start)
-            ran += self._run(part) if part.kind == "loop" or part is kept else []
-            at = part.end
-        return [*ran, *range(at, region.end)]
-
-
-def _loops(region: Region) -> Iterator[Region]:
-    """Yields the outermost loops inside a region, those under predicates too."""
-    for part in region.inside:
-        yield from [part] if part.kind == "loop" else _loops(part)
 
 
 def read(folder: Path, kernel: str) -> KernelBundles:
@@ -329,44 +265,3 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
     vmem = machine.chip.vmem if machine.chip else 0
     more = f", or raise vmem_limit_bytes: a core has {size_text(vmem)}" if limit < vmem else ""
     return VmemError(place, fact, f"Take a smaller tile{more}", asked=asked, limit=limit)
-
-
-def attention_call(
-    implementation: str,
-    queries: int,
-    keys: int,
-    heads: int,
-    head_size: int,
-    bounded: bool,
-    tile: dict[str, int],
-    vmem_bytes: int,
-    padding: Literal["feature", "segments"] = "feature",
-    chip: str = "v6e",
-) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns a function of q, k, v and lengths, and their shapes [1, H, S, D], [1, H, T, D], [1, H, T, D], [1].
-
-    Args:
-        chip: Which decides how `splash_int8` takes exponentials.
-        queries: S.
-        keys: T.
-        heads: H, of one device.
-        head_size: D.
-        bounded: Whether the caller knows a bound of the scores.
-        vmem_bytes: What the compiler may use of VMEM; JAX's own kernel takes no such limit.
-        padding: How JAX's own kernel hides padded keys.
-    """
-    how: dict[str, Any] = {"scale": head_size**-0.5}
-    if implementation == "splash":
-        how |= {"causal": False, "window": None, "padding": padding, **tile}
-        attention: Callable[..., jax.Array] = splash.attention
-    else:
-        how |= {"bounded": bounded, "tile": Tile(**tile), "vmem_bytes": vmem_bytes}
-        how |= {"int8": EXPONENT[chip] if implementation == "splash_int8" else None}
-        attention = transposed.attention
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        return functools.partial(attention, **how)(q, k, v, lengths_B=lengths)
-
-    shapes = [(1, heads, tokens, head_size) for tokens in (queries, keys, keys)]
-    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return run, [*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), lengths]
