@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 
-from torchport.errors import BadValueError
-
 FEW = 128
 """Features whose mean every feature is shifted by before it is squared: one register's width."""
 
@@ -27,8 +25,6 @@ def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)
         The normalized input [*N, *D] in its own dtype, rounded once; the mean and the reciprocal of the deviation,
         [*N, 1, ...] in float32 or wider, as on CUDA.
 
-    Raises:
-        BadValueError: An input of integers, or whose last dims are others; PyTorch refuses both, too.
     """
     from torchport import engine
 
@@ -49,9 +45,6 @@ def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps):
     from jax import lax
 
     rows = x_ND.shape[: x_ND.ndim - len(normalized_shape)]
-    if not jnp.issubdtype(x_ND.dtype, jnp.floating):
-        fact = f"Its input is {x_ND.dtype} {list(x_ND.shape)}"
-        raise BadValueError("layer_norm", fact, "It must be of a floating-point dtype")
     wide = jnp.promote_types(x_ND.dtype, jnp.float32)
     flat_ND = x_ND.reshape(*rows, math.prod(normalized_shape))
     # Taken before they are widened: what is widened once for two uses, XLA writes to memory.

@@ -193,11 +193,11 @@ class _Effects:
         attributes: Of the module and of objects that it has bound; None for one that it has removed.
     """
 
-    outputs: state.Parts
-    arguments: state.Parts | None
+    outputs: state.Pieces
+    arguments: state.Pieces | None
     written: list[int]
     buffers: list[str]
-    attributes: dict[state.Place, state.Parts | None]
+    attributes: dict[state.Place, state.Pieces | None]
 
 
 class Ported(torch.nn.Module):
@@ -281,7 +281,7 @@ class Ported(torch.nn.Module):
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
         effects, waiting = self.effects[call], iter(returned)
 
-        def filled(parts: state.Parts) -> state.Parts:
+        def filled(parts: state.Pieces) -> state.Pieces:
             return parts._replace(leaves=[next(waiting) if leaf is _TENSOR else leaf for leaf in parts.leaves])
 
         output = filled(effects.outputs).whole()
@@ -374,17 +374,17 @@ class Ported(torch.nn.Module):
         bound = inspect.BoundArguments(self.signature, arguments)
         found: list[torch.Tensor] = []
 
-        def without(parts: state.Parts, is_output: Callable[[Any], bool] = engine.is_traced) -> state.Parts:
+        def without(parts: state.Pieces, is_output: Callable[[Any], bool] = engine.is_traced) -> state.Pieces:
             found.extend(filter(is_output, parts.leaves))
             return parts._replace(leaves=[_TENSOR if is_output(leaf) else leaf for leaf in parts.leaves])
 
         with self.state.entered(call.objects, inputs) as before:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
             engine.freeze((tensors, buffers, inputs), "")  # a write to them is no loss: it is an output
-            returned = state.Parts(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
+            returned = state.Pieces(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
             self._check_output(returned.leaves)
             outputs = without(returned, lambda leaf: isinstance(leaf, torch.Tensor))
-            after = state.Parts(*_pytree.tree_flatten(arguments))
+            after = state.Pieces(*_pytree.tree_flatten(arguments))
             given = {id(tensor): _Argument(first) for tensor, first in zip(tensors, call.firsts, strict=True)}
             is_changed = after.tree != call.tree or any(map(operator.is_not, after.leaves, leaves))
             after = after._replace(leaves=[given.get(id(leaf), leaf) for leaf in after.leaves])

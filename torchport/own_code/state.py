@@ -51,7 +51,7 @@ Place = tuple[Same, str]
 """The attributes of a module or an object, and the name of one of them."""
 
 
-class Parts(NamedTuple):
+class Pieces(NamedTuple):
     """A value that is taken apart.
 
     Attributes:
@@ -65,7 +65,7 @@ class Parts(NamedTuple):
     container: Any = None
 
     @classmethod
-    def of(cls, value: Any) -> Parts:
+    def take(cls, value: Any) -> Pieces:
         """Takes a value apart."""
         if type(value) in CONSTANTS:
             return cls([value], _LEAF)
@@ -110,18 +110,18 @@ class State:
         self.kept: set[Place] = set()
         self._numbers: dict[Any, int] = {}
 
-    def read(self, objects: Sequence[Any] = ()) -> dict[Place, Parts]:
+    def read(self, objects: Sequence[Any] = ()) -> dict[Place, Pieces]:
         """Returns all of it by place, also that of objects which are arguments of a call."""
-        found: dict[Place, Parts] = {}
+        found: dict[Place, Pieces] = {}
         for attributes in _attributes([*self.module.modules(), *objects]):
             holder = Same(attributes)
-            found.update({(holder, name): Parts.of(v) for name, v in attributes.items() if name not in _INTERNAL})
+            found.update({(holder, name): Pieces.take(v) for name, v in attributes.items() if name not in _INTERNAL})
         for part in self.module.modules():  # a buffer that was None is no weight of the program
             names = [name for name in part._buffers if (id(part), name) not in self.owned]
-            found.update({(Same(part._buffers), name): Parts.of(part._buffers[name]) for name in names})
+            found.update({(Same(part._buffers), name): Pieces.take(part._buffers[name]) for name in names})
         return found
 
-    def number(self, read: Mapping[Place, Parts]) -> int:
+    def number(self, read: Mapping[Place, Pieces]) -> int:
         """Returns a number for a state: two states of one number make the same program."""
         key = tuple(
             (place, parts.tree, tuple(_mark(leaf, place in self.kept) for leaf in parts.leaves))
@@ -129,13 +129,13 @@ class State:
         )
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def tensors(self, read: Mapping[Place, Parts]) -> dict[str, torch.Tensor]:
+    def tensors(self, read: Mapping[Place, Pieces]) -> dict[str, torch.Tensor]:
         """Returns those tensors of a state that are inputs of a program, by a name for each."""
         kept = [leaf for place in read if place in self.kept for leaf in read[place].leaves if _is_host(leaf)]
         return {f"(state).{number}": tensor for number, tensor in enumerate(kept)}
 
     @contextlib.contextmanager
-    def entered(self, objects: Sequence[Any], inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[Place, Parts]]:
+    def entered(self, objects: Sequence[Any], inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[Place, Pieces]]:
         """Puts a program's inputs in the place of these tensors, and takes back what is bound in the context."""
         original, waiting = self.read(objects), iter(inputs.values())
         try:
@@ -149,7 +149,7 @@ class State:
                 bind(place, original.get(place))
 
 
-def bind(place: Place, value: Parts | None) -> None:
+def bind(place: Place, value: Pieces | None) -> None:
     """Binds an attribute; None: removes it."""
     attributes, name = place[0].value, place[1]
     if value is None:
@@ -158,9 +158,9 @@ def bind(place: Place, value: Parts | None) -> None:
         attributes[name] = value.whole()
 
 
-def changed(before: Mapping[Place, Parts], after: Mapping[Place, Parts]) -> dict[Place, Parts | None]:
+def changed(before: Mapping[Place, Pieces], after: Mapping[Place, Pieces]) -> dict[Place, Pieces | None]:
     """Returns what a call has bound or changed, by place; None where it removed an attribute."""
-    found: dict[Place, Parts | None] = {place: None for place in before if place not in after}
+    found: dict[Place, Pieces | None] = {place: None for place in before if place not in after}
     for place, value in after.items():
         old = before.get(place)
         if old is None or old.container is not value.container:
