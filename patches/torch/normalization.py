@@ -24,7 +24,6 @@ def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)
     Returns:
         The normalized input [*N, *D] in its own dtype, rounded once; the mean and the reciprocal of the deviation,
         [*N, 1, ...] in float32 or wider, as on CUDA.
-
     """
     from torchport import engine
 
