@@ -290,7 +290,7 @@ def _functions(dtype: torch.dtype) -> Iterator[Sample]:
     """Functions that are computed in 64 bits, and the angles of complex values."""
     if dtype in (torch.float32, torch.float64):
         x = _positive(3, 4, dtype=dtype)
-        for name in ("digamma", "i0", "special.i0e", "angle"):
+        for name in ("digamma", "i0", "special.i0e", "Tensor.angle"):
             yield Sample(name, operator.attrgetter(name)(torch), (x,))
         yield Sample("mvlgamma", torch.mvlgamma, (x, 2))
         yield Sample("angle of complex", lambda x: torch.complex(x, 2 - x).angle(), (x,))

@@ -598,14 +598,14 @@ def _without_out(function: Any) -> Any:
     if not isinstance(function, torch._ops.OpOverload):
         return None
     arguments = function._schema.arguments
-    given = [(one.name, str(one.type)) for one in arguments if not one.is_out]
+    given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
     if len(given) == len(arguments):
         return None
     packet = function.overloadpacket
     for overload in packet.overloads():
         other = getattr(packet, overload)
         wanted = other._schema.arguments
-        if [(one.name, str(one.type)) for one in wanted] == given:
+        if [(argument.name, str(argument.type)) for argument in wanted] == given:
             return other
     return None
 
