@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import sys
 import types
@@ -133,6 +134,7 @@ def generated(dtype: torch.dtype) -> Iterator[Sample]:
     yield from _shapes(dtype)
     yield from _conversions(dtype)
     yield from _sums(dtype)
+    yield from _functions(dtype)
     yield from _writes(dtype)
     if dtype.is_floating_point:
         yield from _pools(dtype)
@@ -270,6 +272,11 @@ def _sums(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample("wide product", torch.mul, (torch.tensor([3_000_000]), torch.tensor([1_000_003])))
         yield Sample("wide sum", torch.sum, (torch.arange(100_000),))
         yield Sample("wide cumsum", lambda x: x.cumsum(0), (torch.arange(100_000),))
+        for kind in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+            wide = torch.tensor([0, 1, 3, 200, 94906267]).to(kind)
+            for power in (2, 63):
+                yield Sample("pow wraps", torch.pow, (wide, power))
+                yield Sample("pow wraps", torch.pow, (power, wide))
     if dtype not in (torch.bool, torch.complex64):
         x = _values(3, 5, dtype=dtype)
         for name in ("max", "min", "median", "mode", "argmax", "argmin", "sort", "cummax", "cummin"):
@@ -277,6 +284,20 @@ def _sums(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample("topk", torch.topk, (x, 2), {"dim": -1})
         yield Sample("topk smallest", torch.topk, (x, 2, -1, False))
         yield Sample("sort descending", torch.sort, (x,), {"descending": True, "stable": True})
+
+
+def _functions(dtype: torch.dtype) -> Iterator[Sample]:
+    """Functions that are computed in 64 bits, and the angles of complex values."""
+    if dtype in (torch.float32, torch.float64):
+        x = _positive(3, 4, dtype=dtype)
+        for name in ("digamma", "i0", "special.i0e", "Tensor.angle"):
+            yield Sample(name, operator.attrgetter(name)(torch), (x,))
+        yield Sample("mvlgamma", torch.mvlgamma, (x, 2))
+        yield Sample("angle of complex", lambda x: torch.complex(x, 2 - x).angle(), (x,))
+        for name in ("igamma", "igammac"):
+            yield Sample(name, getattr(torch, name), (x, x.flip(0)))
+        for power in (0.0, 1.0, 2.0, float("inf")):
+            yield Sample("cdist", torch.cdist, (x, x, power))
 
 
 def _writes(dtype: torch.dtype) -> Iterator[Sample]:

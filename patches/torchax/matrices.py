@@ -5,11 +5,6 @@ from __future__ import annotations
 from torchport import engine
 
 
-def mm_out(self, mat2, *, out):
-    """Writes the product of two matrices."""
-    return out.copy_(self @ mat2)
-
-
 def linalg_eigh(A, UPLO="L", compute_v=True):
     """Returns the eigenvalues and eigenvectors of a matrix of which one triangle is read."""
     import jax.numpy as jnp

@@ -584,25 +584,72 @@ def sign(self):
 
 def power(self, exponent):
     """Returns values to the power of others; of integers that wraps, and is 0 for a power below 0 unless of 1 or -1."""
+    return engine.call_jax(_raised, self, exponent)
+
+
+def _raised(x, n):
     import jax
     import jax.numpy as jnp
 
-    def raised(x, n):
-        dtype = jnp.promote_types(x.dtype, n.dtype)
-        x, n = jnp.broadcast_arrays(x.astype(dtype), n.astype(dtype))
-        if not jnp.issubdtype(dtype, jnp.integer):
-            return jnp.power(x, n)
+    dtype = jnp.promote_types(x.dtype, n.dtype)
+    x, n = jnp.broadcast_arrays(x.astype(dtype), n.astype(dtype))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.power(x, n)
 
-        def doubled(state):
-            out, factor, rest = state
-            return jnp.where(rest & 1 == 1, out * factor, out), factor * factor, rest >> 1
+    def doubled(state):
+        out, factor, rest = state
+        return jnp.where(rest & 1 == 1, out * factor, out), factor * factor, rest >> 1
 
-        start = jnp.ones_like(x), x, jnp.maximum(n, 0)
-        out, _, _ = jax.lax.while_loop(lambda state: (state[2] > 0).any(), doubled, start)
-        inverse = jnp.where(x == 1, 1, jnp.where(x + 1 == 0, 1 - 2 * (n & 1), 0)).astype(dtype)
-        return jnp.where(n < 0, inverse, out)
+    start = jnp.ones_like(x), x, jnp.maximum(n, 0)
+    out, _, _ = jax.lax.while_loop(lambda state: (state[2] > 0).any(), doubled, start)
+    inverse = jnp.where(x == 1, 1, jnp.where(x + 1 == 0, 1 - 2 * (n & 1), 0)).astype(dtype)
+    return jnp.where(n < 0, inverse, out)
 
-    return engine.call_jax(raised, self, exponent)
+
+def power_by_number(self, exponent):
+    """Returns values to the power of a number; of integers that wraps."""
+    import jax
+    import jax.numpy as jnp
+    from torchax.ops import jaten
+
+    def raised(x):
+        if not isinstance(exponent, int) or jnp.issubdtype(x.dtype, jnp.inexact):
+            return jaten._aten_pow(x, exponent)
+        if exponent < 0:
+            raise RuntimeError("Integers to negative integer powers are not allowed.")
+        return jax.lax.integer_pow(x.astype(jnp.int64) if x.dtype == bool else x, int(exponent))
+
+    return engine.call_jax(raised, self)
+
+
+def power_of_number(self, exponent):
+    """Returns a number to the power of values; of integers that wraps."""
+    import jax.numpy as jnp
+    from torchax.ops import jaten
+
+    def raised(n):
+        if not isinstance(self, int) or jnp.issubdtype(n.dtype, jnp.inexact):
+            return jaten._aten_pow(self, n)
+        kind = jnp.int64 if n.dtype == bool else n.dtype
+        return _raised(jnp.asarray(self, jnp.int64).astype(kind), n)
+
+    return engine.call_jax(raised, exponent)
+
+
+def angle(self):
+    """Returns the angle of complex values; of real ones 0 or pi."""
+    import jax.numpy as jnp
+
+    return engine.call_jax(lambda x: jnp.where(x == x, jnp.angle(x), x.real), self)
+
+
+def cdist(x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
+    """Returns the distances of all pairs of rows."""
+    from torchax.ops import jaten
+
+    if p == 2 and x1.dtype != torch.float64:
+        return engine.call_jax(jaten._aten_cdist, x1, x2, p, compute_mode)
+    return engine.call_jax(jaten._aten_cdist_forward, x1, x2, p)
 
 
 def einsum(equation, *operands):

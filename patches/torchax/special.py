@@ -161,6 +161,54 @@ def polygamma(n, self):
     return _elementwise(lambda x: (-1) ** (n + 1) * math.factorial(n) * _zeta(x * 0 + n + 1, x), self)
 
 
+def digamma(self):
+    """Returns the derivative of the logarithm of the gamma function, which has the sign of -0 at it."""
+    import jax
+    import jax.numpy as jnp
+
+    return _elementwise(lambda x: jnp.where(x == 0, -jnp.copysign(jnp.inf, x), jax.lax.digamma(x)), self)
+
+
+def mvlgamma(self, p):
+    """Returns the logarithm of the gamma function of several dims."""
+    import jax
+
+    return _elementwise(lambda x: jax.scipy.special.multigammaln(x, p), self)
+
+
+def _expanded(name, *args, **options):
+    """Returns what JAX makes of a special function as it lowers it: there its constants would have 32 bits."""
+    from jax._src.lax import special
+
+    return getattr(special, f"{name}_impl")(*args, **options)
+
+
+def i0(self):
+    """Returns the modified Bessel function of the first kind, of order 0."""
+    import jax.numpy as jnp
+
+    return _elementwise(lambda x: jnp.exp(jnp.abs(x)) * _expanded("bessel_i0e", x), self)
+
+
+def i0e(self):
+    """Returns exp(-|x|) times the modified Bessel function of the first kind, of order 0."""
+    return _elementwise(lambda x: _expanded("bessel_i0e", x), self)
+
+
+def igamma(self, other):
+    """Returns the lower part of the gamma function, as a share of it."""
+    import jax.numpy as jnp
+
+    return _elementwise(lambda a, x: _expanded("igamma", *jnp.broadcast_arrays(a, x), dtype=a.dtype), self, other)
+
+
+def igammac(self, other):
+    """Returns the upper part of the gamma function, as a share of it."""
+    import jax.numpy as jnp
+
+    return _elementwise(lambda a, x: _expanded("igammac", *jnp.broadcast_arrays(a, x), dtype=a.dtype), self, other)
+
+
 def lgamma(self):
     """Returns the logarithm of the gamma function, which is 0 at 1 and 2."""
     import jax

@@ -66,6 +66,14 @@ y = x.clone(); y[:, :3].addcmul_(x[:, 3:], x[:, 3:]); return y
 y = x.clone(); y.view(3, 4).clamp_(2, 5).mul_(2); return y
 y = x.clone(); torch.add(x, 1, out=y); return y
 y = x.clone(); z = y[0]; torch.mul(x[0], 2, out=z); return y
+y = torch.empty(0, device=x.device); torch.sin(x.t(), out=y); return y * 2 + y.stride(0)
+y = torch.empty(0, device=x.device); torch.add(x, 1, out=y); y[0] = 5; return y
+y = torch.zeros(4, 6, device=x.device); torch.stack([x[0], x[1]], out=y[1:3]); return y
+y = x.clone(); v = y[0]; torch.where(y > 2, y, -y, out=y); return v
+y = x[:, 0].clone(); n = y.new_empty(0).long(); torch.max(x, 1, out=(y, n)); return y * n
+y = torch.empty(0, device=x.device); z = torch.arange(3.0, device=x.device); torch.cat([z, z], out=y); return y + x
+y = torch.empty(2, 1, 2, device=x.device); torch.bmm(x[:, None], x.t()[None].expand(2, 6, 2), out=y); return y
+y = torch.empty(0, device=x.device); torch.matmul(x, x[0], out=y); return y
 y = torch.zeros(4, 6, device=x.device); y[1:3] = x; return y
 y = torch.zeros(4, 6, device=x.device); y[1:3].copy_(x); return y
 y = torch.empty(2, 6, device=x.device); y[:, 0::2] = x[:, :3]; y[:, 1::2] = x[:, 3:]; return y
@@ -147,6 +155,11 @@ return torch.where(x > 3, x, 0.0)
 return torch.cat([x.int(), x.bfloat16()])
 return torch.stack([x[0].long(), x[1].long()])
 return x.mean(dtype=torch.float64)
+y = torch.empty(2, dtype=torch.int64, device=x.device); torch.sum(x / 2, 1, out=y); return y
+y = torch.empty(0, dtype=torch.float64, device=x.device); torch.cumsum(x * 2 + 2**24, 1, out=y); return y
+return torch.hann_window(6, device=x.device) * x + torch.kaiser_window(6).to(x.device)
+return torch.fft.rfftfreq(10, device=x.device) + x + torch.tril_indices(3, 3, device=x.device)
+return torch.nn.functional.affine_grid(x.view(2, 2, 3), (2, 1, 2, 2), align_corners=False)
 return x.long().float().pow(2)
 return torch.linspace(0, 1, 7, device=x.device, dtype=torch.float64)
 return torch.exp(-torch.arange(0, 6, device=x.device) / 6) * x
@@ -165,6 +178,8 @@ y = x.clone(); y[:1].expand(3, 6).add_(1); return y
 x.add_(1); return x
 x.unsqueeze_(0); return x
 x.view(-1)[0] = 1; return x
+torch.sin(x, out=x); return x
+y = x.new_empty(0); v = y.view(0, 2); torch.cat([x, x], out=y); return v
 x[0] = 1; return x
 a, b = x.chunk(2, -1); a.mul_(2); return x
 """

@@ -122,6 +122,15 @@ SAMPLES |= {
     "sign of bool": (lambda x: (x.sign(), x.sgn()), mask),
     "power of integers": (
         lambda x, n: (x**n, x ** (n % 5)), torch.tensor([-1, 1, 2, 3]), torch.tensor([-3, -2, -1, 70])),
+    "powers of integers by numbers": (
+        lambda x: [n for kind in WHOLE for n in (x.to(kind) ** 2, x.to(kind).pow(63), 3 ** x.to(kind), x.square(),
+                                                 x.to(kind) ** True, x.bool() ** 2, 2 ** x.bool(), x.to(kind) ** 0.5)],
+        torch.tensor([94906267, 3, 200])),
+    "angle": (lambda x, y: (torch.complex(x, y).angle(), y.angle(), y.long().angle()), square, square + 1),
+    "attention of float64": (
+        lambda x, m: (attention(x, x, x, attn_mask=m), attention(x[None], x, x, attn_mask=m.double(), scale=0.5)),
+        square.double(), torch.tensor([[True, False, False], [True, True, True], [False, False, False]])),
+    "cdist": (lambda x: [torch.cdist(x, x, p) for p in (0.0, 1.0, 2.0, float("inf"))], square.double()),
     "nonzero_static": (lambda x: torch.nonzero_static(x, size=12), mask),
     "topk of uint8": (lambda x: x.topk(2, largest=False), torch.tensor([[3, 0, 250, 7]], dtype=torch.uint8)),
     "mode": (lambda x: (x.mode(-1), x.mode(0, True)), torch.tensor([[3, 1, 3, 1, 2], [5, 5, 0, 1, 5]])),
@@ -135,6 +144,8 @@ SAMPLES |= {
 }  # fmt: skip
 
 special = torch.special
+attention = functional.scaled_dot_product_attention
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 RARE = {
     "Bessel functions": (
         lambda x: [getattr(special, n)(x) for n in ("bessel_j0", "bessel_j1", "modified_bessel_i0")],
@@ -161,6 +172,11 @@ RARE = {
     "special functions": (
         lambda x: (special.spherical_bessel_j0(x), special.zeta(x + 2, x), special.polygamma(2, x), torch.lgamma(x)),
         torch.tensor([1.0, 2.0, 3.5, 0.25]),
+    ),
+    "special functions of float64": (
+        lambda x: (torch.digamma(x), torch.mvlgamma(x.abs() + 1, 2), special.i0(x), special.i0e(x), special.i1(x),
+                   torch.igamma(x, x + 1), torch.igammac(x, x / 2)),
+        torch.tensor([1, 2, 3.5, 0.25, -0.7, 0.0, 9], dtype=torch.float64),
     ),
     "einsum of bools": (lambda x: (torch.einsum("ij->j", x), torch.einsum("ii->i", x)), mask),
     "rrelu": (functional.rrelu, square),
@@ -257,4 +273,5 @@ def test_so_does_one_that_few_networks_call(name, computed_rarely):
 def same(found, sample):
     function, *given = sample
     for one, other in zip(found, tree_leaves(function(*given)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        near = 1e-5 if one.dtype != torch.float64 else 1e-11
+        torch.testing.assert_close(one, other, rtol=near, atol=near, equal_nan=True)

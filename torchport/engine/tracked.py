@@ -10,6 +10,7 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -127,9 +128,17 @@ class Dispatch:
         """Calls an operator."""
         kwargs = kwargs or {}
         traced = self._traced((args, kwargs))
-        makes = function in self.constructors and self.environment._should_use_torchax_tensor(kwargs.get("device"))
+        makes = self._makes(function, args, kwargs)
+        is_aten = isinstance(function, torch._ops.OpOverload)
         if not traced and not makes:
-            output = self.lower(function, types, args, kwargs)
+            try:
+                output = self.lower(function, types, args, kwargs)
+            except self.not_found:
+                if not is_aten:
+                    raise
+                # A table of the host's, as it has no device.
+                with _plain():
+                    return function(*args, **kwargs)
             is_moved = isinstance(output, self.type)  # a tensor of the host to the devices
             answer = self._answer(function, args, kwargs, "cpu") if is_moved else None
             return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
@@ -138,9 +147,12 @@ class Dispatch:
             if function is torch.Tensor.__getitem__ and isinstance(index, self.type):
                 index = self._places(index)
             return function(args[0], index, *args[2:])
-        is_aten = isinstance(function, torch._ops.OpOverload)
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
-        if not is_aten and (not is_lowered or function in _THROUGH) and not makes:
+        is_through = not is_lowered or function in _THROUGH
+        # torchax's may take `out`, and write nothing.
+        if kwargs.get("out") is not None:
+            is_through = True
+        if not is_aten and is_through and not makes:
             raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
         if is_aten and torch.Tag.inplace_view in function.tags:
             return self._changed_view(function, types, args, kwargs)
@@ -148,11 +160,41 @@ class Dispatch:
             self.shadow(tensor)
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
                 raise DiffersError(operator_name(function), memory.stale)
+        other = _without_out(function)
+        if other and not self._is_patched(function):
+            return self._into(function, other, args, kwargs)
+        # Below autograd PyTorch leaves these whole.
+        if is_aten and self._is_composite(function):
+            with self.environment._dispatch_mode:
+                return function.decompose(*args, **kwargs)
         # A lowering may write what PyTorch refuses: torchax's attention adds a mask of 4 dims to a bias of 2.
         is_own = self.lowering and _written(function, args, kwargs)
         if all(is_known(tensor) for tensor in traced) and not is_own and self._host_makes(function, args, kwargs):
             return self._on_host(function, args, kwargs)
         return self._on_devices(function, types, args, kwargs, traced)
+
+    def _makes(self, function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a function makes a tensor on the devices of nothing but numbers, as `torch.hann_window` does."""
+        device = kwargs.get("device")
+        if function in self.constructors:
+            return bool(self.environment._should_use_torchax_tensor(device))
+        if not _is_engine_device(device):
+            return False
+        given = pytree.tree_leaves((args, kwargs))
+        return not any(isinstance(leaf, torch.Tensor) for leaf in given)
+
+    def _is_patched(self, function: Any) -> bool:
+        """Whether a patch has the lowering of an operator."""
+        lowering = self.environment._ops.get(function)
+        return getattr(lowering, "is_user_defined", False)
+
+    def _is_composite(self, function: Any) -> bool:
+        """Whether PyTorch makes an operator of others, and it has no lowering."""
+        try:
+            self.environment._get_op_or_decomp(function)
+        except self.not_found:
+            return bool(function._can_decompose())
+        return False
 
     def _traced(self, tree: Any) -> list[Any]:
         """Returns the engine's tensors in a tree."""
@@ -187,7 +229,7 @@ class Dispatch:
 
     def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Whether the host computes an operator of known values: it is not random, and its result is small enough."""
-        if function in _DRAWS:
+        if function in _DRAWS or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             return False
         if function in (torch.tensor, torch.as_tensor):
             return True
@@ -300,6 +342,47 @@ class Dispatch:
                 tensor = leaves[item] = self._as_pytorch(function, leaf, shadow)
                 self._share(tensor, function, args, kwargs, item, shapes)
         return pytree.tree_unflatten(leaves, tree)
+
+    def _into(self, function: Any, other: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator with `out`: copies into these tensors what the other one returns, which is without them."""
+        given, outs = dict(kwargs), {}
+        for name in _names(function):
+            if name not in _names(other):
+                outs[name] = given.pop(name)
+        tensors = pytree.tree_leaves(outs)
+        # PyTorch would resize the shadows themselves.
+        with _plain():
+            shadows = pytree.tree_map_only(self.type, lambda tensor: tensor._shadow.detach(), outs)
+        self._answer(function, args, given | shadows, "meta")
+        answer = self._answer(other, args, given, "meta")
+        # A sum is computed in the dtype that `out` has.
+        dtype = tensors[0].dtype
+        if "dtype" in _names(other) and getattr(answer, "dtype", dtype) != dtype:
+            given["dtype"] = dtype
+        with self.environment._dispatch_mode:
+            values = pytree.tree_leaves(other(*args, **given))
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:
+                self._resize(function, tensor, value)
+            self(torch.ops.aten.copy_.default, (), (tensor, value), {})
+        first, *others = outs.values()
+        return (first, *others) if others else first
+
+    def _resize(self, function: Any, tensor: Any, value: Any) -> None:
+        """Gives a tensor the size of a value that is written to it next, as PyTorch does."""
+        memory = self._memory(tensor)
+        whose = memory.whose
+        if len(memory.alive()) > 1:
+            whose = whose or "a tensor that others share"
+        if whose:
+            raise DiffersError(operator_name(function), f"resizes {whose}")
+        size = value.shape, value.stride()
+        device = self.shadow(value).device
+        with _plain():
+            tensor.resize_(size[0]).as_strided_(*size)
+            tensor._shadow = torch.empty_strided(*size, dtype=tensor.dtype, device=device)
+        tensor._array = None if is_known(tensor) else value._elem
+        del tensor._memory
 
     def _lowered(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Calls a lowering; that of the functional operator, where one in place has none."""
@@ -520,7 +603,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _of_schema(function: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Returns an argument by its name."""
-    names = [argument.name for argument in function._schema.arguments]
+    names = _names(function)
     number = names.index(name) if name in names else len(args)
     return args[number] if number < len(args) else kwargs.get(name)
 
@@ -530,12 +613,33 @@ def functional(function: Any) -> Any:
     if not isinstance(function, torch._ops.OpOverload) or not _name(function).endswith("_"):
         return None
     packet = getattr(torch.ops.aten, _name(function).rstrip("_"), None)
-    names = [argument.name for argument in function._schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
         other = getattr(packet, overload)
-        if [argument.name for argument in other._schema.arguments] == names:
+        if _names(other) == _names(function):
             return other
     return None
+
+
+@functools.cache
+def _without_out(function: Any) -> Any:
+    """Returns the operator that returns what one with `out` writes there; None if it has no `out`, or there is none."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return None
+    arguments = function._schema.arguments
+    given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+    if len(given) == len(arguments):
+        return None
+    packet = function.overloadpacket
+    for overload in packet.overloads():
+        other = getattr(packet, overload)
+        wanted = other._schema.arguments
+        if [(argument.name, str(argument.type)) for argument in wanted] == given:
+            return other
+    return None
+
+
+def _names(function: Any) -> list[str]:
+    return [argument.name for argument in function._schema.arguments]
 
 
 def _name(function: Any) -> str:
