@@ -27,11 +27,13 @@ def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)
     """
     from torchport import engine
 
-    return engine.call_kernel(layer_norm, input, normalized_shape, weight, bias, eps)
+    # What was widened is read as it was: XLA would write the wide copy to memory.
+    x = engine.narrow(input)
+    return engine.call_kernel(layer_norm, x, normalized_shape, weight, bias, eps, x.dtype != input.dtype)
 
 
-def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps):
-    """Returns the same of JAX's arrays.
+def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps, in_float32=False):
+    """Returns the same of JAX's arrays, in their dtype or in float32.
 
     Mean and variance come from sums of one pass: the variance from the mean of squares less the square of the mean.
     Where a row's mean is large beside its deviation, that would cancel. So the row is first shifted by the mean s of
@@ -60,4 +62,5 @@ def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps):
     if bias_D is not None:
         out_ND = out_ND + bias_D.reshape(-1)
     kept = (*rows, *(1 for _ in normalized_shape))
-    return out_ND.astype(x_ND.dtype).reshape(x_ND.shape), (mean_N1 + shift_N1).reshape(kept), rstd_N1.reshape(kept)
+    out_ND = out_ND.astype(jnp.float32 if in_float32 else x_ND.dtype)
+    return out_ND.reshape(x_ND.shape), (mean_N1 + shift_N1).reshape(kept), rstd_N1.reshape(kept)

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import numpy
 import pytest
@@ -71,6 +72,26 @@ def test_bfloat16_is_rounded_once_from_the_exact_value(lowered, mean):
     exact = functional.layer_norm(x.double(), (2048,), eps=1e-6)
     assert ulps(functional.layer_norm(x, (2048,), eps=1e-6), exact) <= 1.01
     assert ulps(lowered(x, (2048,)), exact) <= 1.01
+
+
+def test_what_was_widened_is_read_as_it_was_unless_it_was_written_to(patched):
+    """XLA would write the wide copy to memory: Wan's norms get `x.float()`."""
+    from torchax import interop
+
+    def norm(x, adds):
+        x = x.float()
+        return functional.layer_norm(x.add_(1) if adds else x, (2048,), eps=1e-6)
+
+    x = rows().bfloat16()
+    for adds in (False, True):
+        with engine.operators({op.target: op.function for op in patched.ops()}):
+            engine.begin_trace()
+            program = jax.jit(lambda x, adds=adds: interop.call_torch(norm, x, adds))
+            array = _array(x)
+            out, text = torch.tensor(numpy.asarray(program(array))), program.lower(array).as_text()
+        assert ("-> tensor<7x128xbf16>" in text) is not adds and out.dtype == torch.float32
+        exact = functional.layer_norm(x.double() + adds, (2048,), eps=1e-6)
+        assert apart(out, exact) <= 5e-6
 
 
 def test_torchax_still_rounds_every_step(lowered):

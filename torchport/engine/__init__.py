@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
-from torchport.engine.tracked import freeze, laid, on_host, spoil, was_written
+from torchport.engine.tracked import freeze, laid, narrow, on_host, spoil, was_written
 from torchport.engine.verdicts import DiffersError, Operators, watching
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "is_traced_value",
     "laid",
     "missing_operator",
+    "narrow",
     "on_host",
     "operators",
     "spoil",

@@ -341,6 +341,8 @@ class Dispatch:
             else:  # also where a lowering returns its argument, of which PyTorch makes a copy
                 tensor = leaves[item] = self._as_pytorch(function, leaf, shadow)
                 self._share(tensor, function, args, kwargs, item, shapes)
+                if _name(function) == "_to_copy":
+                    tensor._cast = args[0]._elem, tensor._elem
         return pytree.tree_unflatten(leaves, tree)
 
     def _into(self, function: Any, other: Any, args: Any, kwargs: Any) -> Any:
@@ -551,6 +553,14 @@ def on_host(value: Any) -> Any:
     """Returns the tensor of the host that PyTorch has in the place of one with known values; all else as it is."""
     has_values = isinstance(value, torch.Tensor) and is_known(value)
     return vars(value)["_shadow"] if has_values else value
+
+
+def narrow(tensor: Any) -> Any:
+    """Returns the tensor of 16 bits that one of float32 was widened from; one that was not is returned itself."""
+    source, value = tensor.__dict__.get("_cast", (None, None))
+    if value is None or value is not tensor._elem or source.dtype.name not in ("bfloat16", "float16"):
+        return tensor
+    return tensor._env.dispatch.tensor(source, _empty(source)) if value.dtype.name == "float32" else tensor
 
 
 def laid(tensor: Any, strides: Sequence[int]) -> Any:
