@@ -160,7 +160,7 @@ def test_every_bad_file_is_reported_and_an_id_that_two_files_have(world):
 
 def test_names_that_are_not_there_are_refused(world):
     (world.patches / "up").mkdir(exist_ok=True)
-    with pytest.raises(UnknownNameError, match="torchport check upp: There are no such patches"):
+    with pytest.raises(UnknownNameError, match="torchport check upp: No pack has a folder patches/upp"):
         static_check.check(world.patches, ["upp"])
     (world.patches / "up" / "p.yaml").write_text("[]\n")
     for name in ("up/q", "up/p.yaml"):
@@ -287,7 +287,7 @@ def test_a_job_is_not_judged_by_other_cards_where_one_cannot_be_read(cards):
     ("old", "new", "place", "text"),
     [
         ("decode: [up/p]", "decode: [up/p, up/q]", 14, "TP106 No patches 'up/q'. Known: p."),
-        ("decode: [up/p]", "decode: [other/p]", 14, "TP106 No patches for 'other'. Known: diffusers, "),
+        ("decode: [up/p]", "decode: [other/p]", 14, "TP106 No folder 'other' of patches. Known: diffusers, "),
         ("decode: [up/p]", "decode: [up/p/q]", 14, "TP107 'up/p/q' is no name of patches. Write upstream or"),
         ("decode: [up/p]", "decode: [up/p]\noriginal: [up/q]", 15, "TP106 No patches 'up/q'. Known: p."),
         ("family: up/stages", "family: up/verbs", 4, "TP106 'family' is 'up/verbs', and there is no patches/up/verbs"),

@@ -72,7 +72,8 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     known = patch.upstreams(folders)
     for name in names:
         if name.partition("/")[0] not in known:
-            raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
+            fact = f"No pack has a folder patches/{name.partition('/')[0]}"
+            raise UnknownNameError(f"torchport check {name}", fact, nearest(name, known))
         if "/" in name:
             check_file(folders, name, f"torchport check {name}")
         elif not any(_files(root, name) for root in stack_of(folders)):

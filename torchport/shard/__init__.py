@@ -75,7 +75,9 @@ def check_used(
             raise MeshError(
                 place(axis),
                 f"{axis}={size} splits nothing: no rule of {what} names it",
-                f"Use the axes {', '.join(sorted(used))}" if used else "Leave it out: no rule names an axis",
+                f"Use the axes {', '.join(sorted(used))}"
+                if used
+                else "Write a strategy whose rules split something, or leave the axis out and plan one device",
                 axis=axis,
             )
 

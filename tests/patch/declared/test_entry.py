@@ -165,7 +165,7 @@ def test_only_the_files_that_were_asked_for_are_read(world):
     assert [entry.id for entry in patch.read(world.patches, ["up"])] == ["up.one", "up.two"]
     assert [entry.id for entry in patch.read(world.patches, ["up/b", "up/a", "up/b"])] == ["up.two", "up.one"]
     assert patch.upstreams(world.patches) == ["other", "up"]
-    with pytest.raises(UnknownNameError, match=r"No patches for 'upp'. Did you mean 'up'\? Known: other, up"):
+    with pytest.raises(UnknownNameError, match=r"No folder 'upp' of patches. Did you mean 'up'\? Known: other, up"):
         patch.read(world.patches, ["upp"])
     with pytest.raises(UnknownNameError, match=r"No patches 'up/c'. Known: a, b"):
         patch.read(world.patches, ["up/c"])

@@ -71,7 +71,10 @@ def test_every_call_raises_and_says_who_called_what(entries, tmp_path):
             importlib.import_module("stubuser").use()
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'stubuser.py'}:9: absentpackage.tools.resize is called, and 'some.stub' (")
-    assert text.endswith("only stands in for it. Install absentpackage, or write a patch for use.")
+    assert text.endswith(
+        "only stands in for it. Install absentpackage, or write a patch for use. The original has the patches "
+        "alone that the card names under 'original'."
+    )
 
 
 def test_a_call_that_upstream_swallows_is_raised_at_the_end(entries):

@@ -147,7 +147,7 @@ def _unknown(roots: Sequence[Path], name: str) -> UnknownNameError:
     upstream, _, file = name.partition("/")
     place = ", ".join(map(as_named, roots))
     if not any(has_folder(root / upstream) for root in roots):
-        return UnknownNameError(place, f"No patches for '{upstream}'", nearest(upstream, upstreams(roots)))
+        return UnknownNameError(place, f"No folder '{upstream}' of patches", nearest(upstream, upstreams(roots)))
     known = sorted({path.stem for root in roots for path in _yaml_files(root / upstream)})
     return UnknownNameError(place, f"No patches '{name}'", nearest(file, known))
 

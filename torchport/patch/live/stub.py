@@ -53,7 +53,8 @@ class Stub(types.ModuleType):
         error = StubCalledError(
             f"{caller.f_code.co_filename}:{caller.f_lineno}",
             f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
-            f"Install {self.__name__.partition('.')[0]}, or write a patch for {_name(caller)}",
+            f"Install {self.__name__.partition('.')[0]}, or write a patch for {_name(caller)}. The original has the "
+            "patches alone that the card names under 'original'",
             patch=entry.id,
         )
         self.__dict__["_keep"](error)
