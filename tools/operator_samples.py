@@ -294,6 +294,10 @@ def _functions(dtype: torch.dtype) -> Iterator[Sample]:
             yield Sample(name, operator.attrgetter(name)(torch), (x,))
         yield Sample("mvlgamma", torch.mvlgamma, (x, 2))
         yield Sample("angle of complex", lambda x: torch.complex(x, 2 - x).angle(), (x,))
+        for shape in ((), (0, 2), (3, 4)):
+            y = _values(*shape, dtype=dtype)
+            yield Sample("gelu", torch.nn.functional.gelu, (y,))
+            yield Sample("leaky_relu", torch.nn.functional.leaky_relu, (y, 0.2))
         for name in ("igamma", "igammac"):
             yield Sample(name, getattr(torch, name), (x, x.flip(0)))
         for power in (0.0, 1.0, 2.0, float("inf")):
