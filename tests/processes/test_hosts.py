@@ -261,7 +261,7 @@ CHILD = """if True:
 def children(folder, root, case):
     """Runs a case in two processes, through the command line's own way of reporting errors."""
     code = CHILD.replace("CASE", case) + "\n    import types\n    from torchport import __main__"
-    code += "\n    __main__.cli = types.SimpleNamespace(name="torchport", main=lambda **_: main())"
+    code += "\n    __main__.cli = types.SimpleNamespace(name='torchport', main=lambda **_: main())"
     return finished(folder, root, *[["-c", code + "\n    __main__.main()"]] * 2)
 
 
