@@ -227,8 +227,8 @@ class Ported(torch.nn.Module):
         vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
         self.session = session
         self.signature = inspect.signature(module.forward)
-        self.effects: dict[_Call, _Effects] = {}
-        self.state = state.State(module)
+        self._effects: dict[_Call, _Effects] = {}
+        self._state = state.State(module)
         trace = session.ledger.trace()
         self.compiled = network.ported(module, written, mesh, how=self._traced, trace=trace, attention=attention)
         self.training = False
@@ -279,7 +279,7 @@ class Ported(torch.nn.Module):
             (returned,) = self.compiled(**tensors, **self._replicated(kept), **{CALL: call})
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
-        effects, waiting = self.effects[call], iter(returned)
+        effects, waiting = self._effects[call], iter(returned)
 
         def filled(parts: state.Pieces) -> state.Pieces:
             return parts._replace(leaves=[next(waiting) if leaf is _TENSOR else leaf for leaf in parts.leaves])
@@ -325,7 +325,7 @@ class Ported(torch.nn.Module):
                 fixed.append(self._constant(name, leaf))
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         objects = tuple(leaf for leaf in fixed if leaf is not _TENSOR and state.is_object(leaf))
-        ids, read = list(map(id, tensors.values())), self.state.read(objects)
+        ids, read = list(map(id, tensors.values())), self._state.read(objects)
         call = _Call(
             tree,
             tuple(fixed),
@@ -333,10 +333,10 @@ class Ported(torch.nn.Module):
             firsts=tuple(map(ids.index, ids)),
             strides=tuple(None if each.is_contiguous() else each.stride() for each in tensors.values()),
             autocast=tuple(regions),
-            state=self.state.number(read),
+            state=self._state.number(read),
             objects=objects,
         )
-        return call, tensors, self.state.tensors(read)
+        return call, tensors, self._state.tensors(read)
 
     def _owners(self) -> failure.Owners:
         """Returns whose code the module runs. The packages of its parts are upstream also where no card names them."""
@@ -378,7 +378,7 @@ class Ported(torch.nn.Module):
             found.extend(filter(is_output, parts.leaves))
             return parts._replace(leaves=[_TENSOR if is_output(leaf) else leaf for leaf in parts.leaves])
 
-        with self.state.entered(call.objects, inputs) as before:
+        with self._state.entered(call.objects, inputs) as before:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
             engine.freeze((tensors, buffers, inputs), "")  # a write to them is no loss: it is an output
             returned = state.Pieces(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
@@ -396,13 +396,13 @@ class Ported(torch.nn.Module):
                 found.append(module.get_buffer(name))
                 owner, _, attribute = name.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, buffers[name])
-            new = state.changed(before, self.state.read(call.objects))
+            new = state.changed(before, self._state.read(call.objects))
             attributes = {
                 place: parts and without(parts._replace(leaves=list(map(engine.on_host, parts.leaves))))
                 for place, parts in new.items()
             }
-        self.state.kept |= {place for place, parts in attributes.items() if parts and _TENSOR in parts.leaves}
-        self.effects[call] = _Effects(outputs, rewritten, written, rebound, attributes)
+        self._state.kept |= {place for place, parts in attributes.items() if parts and _TENSOR in parts.leaves}
+        self._effects[call] = _Effects(outputs, rewritten, written, rebound, attributes)
         return (tuple(found),)
 
     def _check_output(self, leaves: Sequence[Any]) -> None:

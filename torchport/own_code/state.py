@@ -23,6 +23,8 @@ CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, t
 """Types of values that a program may depend on, and return."""
 SMALL = 2**16
 """Bytes of the largest array of numpy whose values are compared from call to call."""
+LONG = 10_000
+"""Items of the longest container that is looked through; a longer one is known by its identity."""
 _LEAF = _pytree.tree_structure(0)
 _INTERNAL = vars(torch.nn.Module()).keys()
 _NO_OBJECTS = (*CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Tensor, torch.nn.Module)
@@ -67,7 +69,7 @@ class Pieces(NamedTuple):
     @classmethod
     def take(cls, value: Any) -> Pieces:
         """Takes a value apart."""
-        if type(value) in CONSTANTS:
+        if type(value) in CONSTANTS or _is_long(value):
             return cls([value], _LEAF)
         return cls(*_pytree.tree_flatten(value), container=value if isinstance(value, list | dict) else None)
 
@@ -177,7 +179,7 @@ def _mark(leaf: Any, is_input: bool = False) -> Any:
     """Returns what a program depends on of a value."""
     if type(leaf) in CONSTANTS:
         return type(leaf), leaf
-    if isinstance(leaf, set):
+    if isinstance(leaf, set) and not _is_long(leaf):
         return frozenset(leaf)
     if isinstance(leaf, numpy.ndarray) and leaf.nbytes <= SMALL:
         return leaf.dtype, leaf.shape, leaf.tobytes()
@@ -185,6 +187,11 @@ def _mark(leaf: Any, is_input: bool = False) -> Any:
         version = 0 if leaf.is_inference() else leaf._version
         return (leaf.dtype, leaf.shape) if is_input else Same(leaf, version)
     return Same(leaf)
+
+
+def _is_long(value: Any) -> bool:
+    """Returns whether a container, such as a tokenizer's words, is too long to be looked through at each call."""
+    return isinstance(value, dict | list | tuple | set) and len(value) > LONG
 
 
 def _is_written(leaf: Any) -> bool:
@@ -206,7 +213,7 @@ def _attributes(things: Sequence[Any]) -> Iterator[dict[str, Any]]:
         attributes = vars(thing)
         yield attributes
         for name, value in attributes.items():
-            if name not in _INTERNAL and type(value) not in CONSTANTS:
+            if name not in _INTERNAL and type(value) not in CONSTANTS and not _is_long(value):
                 waiting.extend(leaf for leaf in _pytree.tree_leaves(value) if is_object(leaf))
 
 
