@@ -279,7 +279,8 @@ class Ported(torch.nn.Module):
             (returned,) = self.compiled(**tensors, **self._replicated(kept), **{CALL: call})
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
-        effects, waiting = self._effects[call], iter(returned)
+        effects = self._effects[call]
+        waiting = iter(returned)
 
         def filled(parts: state.Pieces) -> state.Pieces:
             return parts._replace(leaves=[next(waiting) if leaf is _TENSOR else leaf for leaf in parts.leaves])
@@ -325,7 +326,8 @@ class Ported(torch.nn.Module):
                 fixed.append(self._constant(name, leaf))
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         objects = tuple(leaf for leaf in fixed if leaf is not _TENSOR and state.is_object(leaf))
-        ids, read = list(map(id, tensors.values())), self._state.read(objects)
+        read = self._state.read(objects)
+        ids = list(map(id, tensors.values()))
         call = _Call(
             tree,
             tuple(fixed),

@@ -139,7 +139,8 @@ class State:
     @contextlib.contextmanager
     def entered(self, objects: Sequence[Any], inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[Place, Pieces]]:
         """Puts a program's inputs in the place of these tensors, and takes back what is bound in the context."""
-        original, waiting = self.read(objects), iter(inputs.values())
+        original = self.read(objects)
+        waiting = iter(inputs.values())
         try:
             for place, parts in original.items():
                 if place in self.kept:
@@ -153,7 +154,8 @@ class State:
 
 def bind(place: Place, value: Pieces | None) -> None:
     """Binds an attribute; None: removes it."""
-    attributes, name = place[0].value, place[1]
+    name = place[1]
+    attributes = place[0].value
     if value is None:
         attributes.pop(name, None)
     else:
@@ -204,7 +206,8 @@ def _is_host(leaf: Any) -> bool:
 
 def _attributes(things: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Returns the attributes of modules and objects, and of the objects in them."""
-    seen, waiting = set(), list(things)
+    seen = set()
+    waiting = list(things)
     while waiting:
         thing = waiting.pop()
         if id(thing) in seen:
