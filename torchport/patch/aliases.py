@@ -194,19 +194,33 @@ def expression(thing: Any) -> str | None:
     for _ in range(_HEIGHT):
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
+        referrers = _referrers([held for held, _ in level])
+        owners = _referrers([each for every in referrers.values() for each in every if isinstance(each, dict)])
         for held, steps in level:
-            for referrer in gc.get_referrers(held):
-                name = _of_home(referrer, held, homes)
+            for referrer in referrers[id(held)]:
+                owned = owners.get(id(referrer), [])
+                name = _of_home(referrer, held, homes, owned)
                 if name is not None:
                     return f"{name}{steps}"
                 if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
                     seen.add(id(referrer))
-                    above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, held)]
+                    above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, held, owned)]
         level = above
+        del referrers, owners  # or their lists would be found next
     return None
 
 
-def _of_home(referrer: Any, held: Any, homes: dict[int, str]) -> str | None:
+def _referrers(things: list[Any]) -> dict[int, list[Any]]:
+    """Returns what refers to each of some objects, by its id: one walk through all objects for all of them."""
+    found: dict[int, list[Any]] = {id(thing): [] for thing in things}
+    for referrer in gc.get_referrers(*things) if things else ():
+        if referrer is not things:
+            for number in {id(held) for held in gc.get_referents(referrer)} & found.keys():
+                found[number].append(referrer)
+    return found
+
+
+def _of_home(referrer: Any, held: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
     """Returns `module.name`, or `module.Class.name`, where a referrer is the namespace of a module or class."""
     if id(referrer) in homes:
         keys = (key for key, value in list(referrer.items()) if value is held)
@@ -215,20 +229,20 @@ def _of_home(referrer: Any, held: Any, homes: dict[int, str]) -> str | None:
         keys = (key for key, value in list(_attributes(referrer).items()) if value is held)
         return next((f"{referrer.__module__}.{referrer.__qualname__}.{key}" for key in keys), None)
     if isinstance(referrer, dict):
-        owners = (owner for owner in gc.get_referrers(referrer) if isinstance(owner, type))
-        return next(filter(None, (_of_home(owner, held, homes) for owner in owners)), None)
+        classes = (owner for owner in owners if isinstance(owner, type))
+        return next(filter(None, (_of_home(owner, held, homes, []) for owner in classes)), None)
     return None
 
 
-def _steps(referrer: Any, held: Any) -> Iterator[tuple[Any, str]]:
+def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
     """Yields the objects of which the source could name what a referrer holds, with the step from each."""
     if isinstance(referrer, dict):
         if any(key is held for key in list(dict.keys(referrer))):
             yield referrer, ""
         for key in [key for key, value in list(dict.items(referrer)) if value is held]:
-            owners = [owner for owner in gc.get_referrers(referrer) if _attributes_of(owner) is referrer]
-            yield from ((owner, f".{key}") for owner in owners)
-            if not owners:
+            named = [owner for owner in owners if _attributes_of(owner) is referrer]
+            yield from ((owner, f".{key}") for owner in named)
+            if not named:
                 yield referrer, f"[{key!r}]"
     elif isinstance(referrer, (set, frozenset)):
         yield referrer, ""  # a member has no name, and neither has a key
