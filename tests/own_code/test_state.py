@@ -172,14 +172,66 @@ def test_a_list_of_two_modules_stays_one(x, session):
 
 
 def test_what_is_set_between_calls_counts(x, session):
-    module = Module(lambda m, x: x * m.scale * m.part.scales[0], scale=1.0, part=Module(None, scales=[2.0])).eval()
+    def scaled(m, x):
+        return m.parts[0](x * m.scale * m.part.scales[0]) * getattr(m, "more", 1) * (0 if m.part.training else 1)
+
+    parts = torch.nn.ModuleList([torch.nn.Identity()])
+    module = Module(scaled, scale=1.0, part=Module(None, scales=[2.0]), parts=parts).eval()
     ported = torchport.port(module, strategy=RULES)
     assert torch.equal(ported(x), 2 * x)
     ported.scale = 3.0
     ported.part.scales[0] = 4.0
     assert torch.equal(ported(x), 12 * x) and module.scale == 3.0
+    ported.more = 2
+    assert torch.equal(ported(x), 24 * x)
+    ported.parts[0] = torch.nn.Softmax(-1)
+    assert torch.allclose(ported(x), (12 * x).softmax(-1) * 2)
+    ported.parts[0] = torch.nn.Identity()
+    ported.parts[0].register_forward_hook(lambda module, inputs, output: -output)
+    assert torch.equal(ported(x), -24 * x)
+    ported.part.train()
+    assert not ported(x).any()
     with pytest.raises(BadValueError, match=r"'part' is on the devices\. Set it before port, or port the module anew"):
         ported.part = torch.nn.Identity()
+
+
+def add_to(m, x):
+    m.total.add_(x.sum(0))
+    return m.other * 1
+
+
+def test_a_buffer_that_something_else_holds_is_not_written_to(x, session):
+    for hold in (lambda m: setattr(m, "other", m.total[:2]), lambda m: m.register_buffer("other", m.total)):
+        module = Module(add_to)
+        module.register_buffer("total", torch.zeros(3))
+        hold(module)
+        ported = torchport.port(module.eval(), strategy={**RULES, "weights": RULES["inputs"]})
+        with pytest.raises(OperatorError, match="writes to a weight or a buffer of the network"):
+            ported(x)
+
+
+@pytest.mark.parametrize("new", [lambda m, x: None, lambda m, x: torch.cat([m.total, x[0]])], ids=["None", "longer"])
+def test_a_buffer_that_gets_another_form_is_refused(new, x, session):
+    module = Module(lambda m, x: setattr(m, "total", new(m, x)) or x)
+    module.register_buffer("total", torch.zeros(3))
+    ported = torchport.port(module.eval(), strategy={**RULES, "weights": RULES["inputs"]})
+    with pytest.raises(BadValueError, match="It binds the buffer 'total' to a tensor of another form"):
+        ported(x)
+    assert module.total.tolist() == [0, 0, 0]
+
+
+class Appends(torch.nn.Module):
+    def forward(self, x, kept=[]):  # noqa: B006
+        kept.append(x)
+        return sum(kept)
+
+
+def test_a_list_that_is_a_default_is_kept(x, session):
+    ported = torchport.port(Appends().eval(), strategy=RULES)
+    try:
+        assert [torch.equal(ported(x), n * x) for n in (1, 2, 3)] == [True] * 3
+    finally:
+        Appends.forward.__defaults__[0].clear()
 
 
 def test_what_a_call_leaves_in_its_arguments_is_the_callers(x, session):
@@ -205,8 +257,15 @@ def test_a_tensor_of_the_callers_is_written_to(x, session):
     given = x.clone().t()
     assert torch.equal(ported(given, x.t()), given + x.t())
     assert torch.equal(given[:, 0], 3 * x[0]) and torch.equal(given[:, 1], x[1])
-    with pytest.raises(BadValueError, match=r"lies in the memory of another one\. Pass a clone\(\) of one of them"):
+    with pytest.raises(
+        BadValueError, match=r"lies in the memory of another one, or of an attribute\. Pass a clone\(\)"
+    ):
         ported(given, given[:, :1])
+    with pytest.raises(OperatorError, match="writes to an argument of the network"):
+        ported(torch.ones(1, 3).expand(3, 3), x.t().contiguous().mul(2)[:, :1].expand(3, 3))
+    ported.kept = kept = torch.ones(3, 2)
+    with pytest.raises(BadValueError, match="or of an attribute"):
+        ported(kept, x.t())
 
 
 def test_a_call_that_fails_leaves_what_it_found(x, session):

@@ -313,13 +313,11 @@ class Compiled:
             before = dict(parameters)
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
-            for name in (
-                name for name in before if parameters[name] is not before[name]
-            ):  # PyTorch's call puts it there
-                fact = (
-                    f"'{name.removeprefix('module.')}' is bound to another tensor, and a later call would not see that"
-                )
-                raise BadValueError(self.network.name, fact, "Patch its forward to return the tensor", name=name)
+            # PyTorch's call puts there what is bound anew.
+            rebound = [name.removeprefix("module.") for name in before if parameters[name] is not before[name]]
+            if rebound:
+                fact = f"'{rebound[0]}' is bound to another tensor, and a later call would not see that"
+                raise BadValueError(self.network.name, fact, "Patch its forward to return it", name=rebound[0])
             output = of_call(output, self.network.outputs, self.network.name)
             return converted(output, engine.constant)
 

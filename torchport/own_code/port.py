@@ -166,6 +166,7 @@ class _Call:
         names: The names of the tensors, in the order of the tree.
         firsts: Of each of them, the number of the first one that is the same tensor.
         strides: Of those that do not lie in memory as a new tensor would; None for the others.
+        read_only: The numbers of those that PyTorch does not write to, element by element: expanded, or of inference.
         autocast: The regions that the call is in.
         state: The number of what the module's attributes are.
         objects: The arguments that have attributes.
@@ -176,6 +177,7 @@ class _Call:
     names: tuple[str, ...]
     firsts: tuple[int, ...]
     strides: tuple[Any, ...]
+    read_only: tuple[int, ...]
     autocast: tuple[Any, ...]
     state: int
     objects: tuple[Any, ...]
@@ -224,14 +226,17 @@ class Ported(torch.nn.Module):
         attention: Implementation | None,
     ) -> None:
         super().__init__()
-        vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
         self.session = session
         self.signature = inspect.signature(module.forward)
         self._effects: dict[_Call, _Effects] = {}
         self._state = state.State(module)
+        self._memory = {
+            name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
+        }
         trace = session.ledger.trace()
         self.compiled = network.ported(module, written, mesh, how=self._traced, trace=trace, attention=attention)
         self.training = False
+        vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
 
     @property
     def device(self) -> torch.device:
@@ -243,9 +248,9 @@ class Ported(torch.nn.Module):
         return getattr(vars(self)["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the module that it was, if that has one of this name."""
+        """Sets an attribute of the module that it was."""
         original = vars(self).get("original")
-        if original is None or name in vars(self) or not hasattr(original, name):
+        if original is None or name in vars(self):
             super().__setattr__(name, value)
             return
         if name in {**original._parameters, **original._buffers, **original._modules}:
@@ -274,6 +279,9 @@ class Ported(torch.nn.Module):
             BadValueError: An argument that is neither tensors nor a constant.
         """
         bound = self.signature.bind(*args, **kwargs).arguments
+        for name, parameter in self.signature.parameters.items():
+            if isinstance(parameter.default, list | dict):  # a call may leave something in it
+                bound.setdefault(name, parameter.default)
         call, tensors, kept = self._sorted(bound)
         with failure.explained(self._owners()), self.session.operators():
             (returned,) = self.compiled(**tensors, **self._replicated(kept), **{CALL: call})
@@ -291,21 +299,23 @@ class Ported(torch.nn.Module):
             leaves = [given[leaf.number] if isinstance(leaf, _Argument) else leaf for leaf in parts.leaves]
             state.rewritten(dict(bound), parts._replace(leaves=leaves).whole())
         for number in effects.written:
-            self._write(list(tensors.values()), number, next(waiting))
+            self._write(list(tensors.values()), number, next(waiting), call.objects)
         for name in effects.buffers:
             self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
         for place, value in effects.attributes.items():
             state.bind(place, value and filled(value))
         return output
 
-    def _write(self, given: Sequence[torch.Tensor], number: int, value: torch.Tensor) -> None:
+    def _write(self, given: Sequence[torch.Tensor], number: int, value: torch.Tensor, objects: Sequence[Any]) -> None:
         """Writes to a tensor of the caller's what a call has written to it."""
-        memory = [tensor.untyped_storage().data_ptr() for tensor in given]
-        if any(memory[number] == memory[n] and tensor is not given[number] for n, tensor in enumerate(given)):
-            fact = "It writes to an argument that lies in the memory of another one"
-            raise BadValueError(self.compiled.network.name, fact, "Pass a clone() of one of them")
+        tensor = given[number]
+        others = {other.untyped_storage().data_ptr() for other in given if other is not tensor}
+        others |= state.memory(self._state.read(objects))
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in others:
+            fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
+            raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
         with torch.no_grad():
-            given[number].copy_(value)
+            tensor.copy_(value)
 
     def _replicated(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
         where = NamedSharding(self.compiled.mesh, PartitionSpec())
@@ -334,6 +344,7 @@ class Ported(torch.nn.Module):
             tuple(tensors),
             firsts=tuple(map(ids.index, ids)),
             strides=tuple(None if each.is_contiguous() else each.stride() for each in tensors.values()),
+            read_only=tuple(n for n, each in enumerate(tensors.values()) if 0 in each.stride() or each.is_inference()),
             autocast=tuple(regions),
             state=self._state.number(read),
             objects=objects,
@@ -380,9 +391,13 @@ class Ported(torch.nn.Module):
             found.extend(filter(is_output, parts.leaves))
             return parts._replace(leaves=[_TENSOR if is_output(leaf) else leaf for leaf in parts.leaves])
 
+        shared = state.memory(self._state.read(call.objects))
         with self._state.entered(call.objects, inputs) as before:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
-            engine.freeze((tensors, buffers, inputs), "")  # a write to them is no loss: it is an output
+            # A write to one of these is no loss: it is an output.
+            writable = [tensor for n, tensor in enumerate(tensors) if n not in call.read_only]
+            own = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
+            engine.freeze((writable, own, inputs), "")
             returned = state.Pieces(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
             self._check_output(returned.leaves)
             outputs = without(returned, lambda leaf: isinstance(leaf, torch.Tensor))
@@ -393,19 +408,36 @@ class Ported(torch.nn.Module):
             rewritten = without(after) if is_changed else None
             written = [number for number in {*call.firsts} if engine.was_written(tensors[number])]
             found.extend(tensors[number] for number in written)
-            rebound = [name for name, b in buffers.items() if module.get_buffer(name) is not b or engine.was_written(b)]
-            for name in rebound:
-                found.append(module.get_buffer(name))
-                owner, _, attribute = name.rpartition(".")
-                setattr(module.get_submodule(owner), attribute, buffers[name])
+            rebound = self._rebound(module, buffers)
+            found.extend(rebound.values())
             new = state.changed(before, self._state.read(call.objects))
             attributes = {
                 place: parts and without(parts._replace(leaves=list(map(engine.on_host, parts.leaves))))
                 for place, parts in new.items()
             }
         self._state.kept |= {place for place, parts in attributes.items() if parts and _TENSOR in parts.leaves}
-        self._effects[call] = _Effects(outputs, rewritten, written, rebound, attributes)
+        self._effects[call] = _Effects(outputs, rewritten, written, list(rebound), attributes)
         return (tuple(found),)
+
+    def _is_alone(self, name: str) -> bool:
+        """Returns whether no other buffer lies in the memory of one."""
+        return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
+
+    def _rebound(self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the buffers that a call has written to, or bound to other tensors, and binds them as before."""
+        found = {}
+        for name, buffer in before.items():
+            prefix, _, attribute = name.rpartition(".")
+            buffers = module.get_submodule(prefix)._buffers
+            new = buffers.get(attribute)
+            if new is buffer and not engine.was_written(buffer):
+                continue
+            buffers[attribute] = buffer
+            if new is None or (new.shape, new.dtype) != (buffer.shape, buffer.dtype) or not self._is_alone(name):
+                fact = f"It binds the buffer '{name}' to a tensor of another form, or another buffer is the same tensor"
+                raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
+            found[name] = new
+        return found
 
     def _check_output(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:

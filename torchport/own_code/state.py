@@ -125,11 +125,15 @@ class State:
 
     def number(self, read: Mapping[Place, Pieces]) -> int:
         """Returns a number for a state: two states of one number make the same program."""
-        key = tuple(
+        attributes = tuple(
             (place, parts.tree, tuple(_mark(leaf, place in self.kept) for leaf in parts.leaves))
             for place, parts in read.items()
         )
-        return self._numbers.setdefault(key, len(self._numbers))
+        modules = tuple(
+            (part, part.training, *map(Same, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
+            for part in self.module.modules()
+        )
+        return self._numbers.setdefault((attributes, modules), len(self._numbers))
 
     def tensors(self, read: Mapping[Place, Pieces]) -> dict[str, torch.Tensor]:
         """Returns those tensors of a state that are inputs of a program, by a name for each."""
@@ -150,6 +154,12 @@ class State:
         finally:
             for place in changed(original, self.read(objects)):
                 bind(place, original.get(place))
+
+
+def memory(read: Mapping[Place, Pieces]) -> set[int]:
+    """Returns where the tensors of a state lie in the host's memory."""
+    leaves = (leaf for parts in read.values() for leaf in parts.leaves if _is_host(leaf))
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.layout == torch.strided}
 
 
 def bind(place: Place, value: Pieces | None) -> None:
