@@ -433,7 +433,8 @@ class Ported(torch.nn.Module):
             if new is buffer and not engine.was_written(buffer):
                 continue
             buffers[attribute] = buffer
-            if new is None or (new.shape, new.dtype) != (buffer.shape, buffer.dtype) or not self._is_alone(name):
+            form = buffer.shape, buffer.dtype
+            if new is None or (new.shape, new.dtype) != form or not self._is_alone(name):
                 fact = f"It binds the buffer '{name}' to a tensor of another form, or another buffer is the same tensor"
                 raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
             found[name] = new

@@ -33,14 +33,14 @@ _LIBRARIES = {"torch", "torchax", "jax", "numpy", "torchport", *sys.stdlib_modul
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Same:
+class _Same:
     """A value that is known by what it is, not by what it is equal to; a tensor also by how often it was written to."""
 
     value: Any
     version: int = 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value and self.version == other.version
+        return isinstance(other, _Same) and self.value is other.value and self.version == other.version
 
     def __hash__(self) -> int:
         return hash((id(self.value), self.version))
@@ -49,7 +49,7 @@ class Same:
         return f"{type(self.value).__name__} {id(self.value)} {self.version}"
 
 
-Place = tuple[Same, str]
+Place = tuple[_Same, str]
 """The attributes of a module or an object, and the name of one of them."""
 
 
@@ -116,11 +116,13 @@ class State:
         """Returns all of it by place, also that of objects which are arguments of a call."""
         found: dict[Place, Pieces] = {}
         for attributes in _attributes([*self.module.modules(), *objects]):
-            holder = Same(attributes)
+            holder = _Same(attributes)
             found.update({(holder, name): Pieces.take(v) for name, v in attributes.items() if name not in _INTERNAL})
         for part in self.module.modules():  # a buffer that was None is no weight of the program
-            names = [name for name in part._buffers if (id(part), name) not in self.owned]
-            found.update({(Same(part._buffers), name): Pieces.take(part._buffers[name]) for name in names})
+            buffers = part._buffers
+            holder = _Same(buffers)
+            names = [name for name in buffers if (id(part), name) not in self.owned]
+            found.update({(holder, name): Pieces.take(buffers[name]) for name in names})
         return found
 
     def number(self, read: Mapping[Place, Pieces]) -> int:
@@ -130,10 +132,11 @@ class State:
             for place, parts in read.items()
         )
         modules = tuple(
-            (part, part.training, *map(Same, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
+            (part, part.training, *map(_Same, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
             for part in self.module.modules()
         )
-        return self._numbers.setdefault((attributes, modules), len(self._numbers))
+        key = attributes, modules
+        return self._numbers.setdefault(key, len(self._numbers))
 
     def tensors(self, read: Mapping[Place, Pieces]) -> dict[str, torch.Tensor]:
         """Returns those tensors of a state that are inputs of a program, by a name for each."""
@@ -197,8 +200,8 @@ def _mark(leaf: Any, is_input: bool = False) -> Any:
         return leaf.dtype, leaf.shape, leaf.tobytes()
     if _is_host(leaf):
         version = 0 if leaf.is_inference() else leaf._version
-        return (leaf.dtype, leaf.shape) if is_input else Same(leaf, version)
-    return Same(leaf)
+        return (leaf.dtype, leaf.shape) if is_input else _Same(leaf, version)
+    return _Same(leaf)
 
 
 def _is_long(value: Any) -> bool:

@@ -206,7 +206,9 @@ def expression(thing: Any) -> str | None:
                     seen.add(id(referrer))
                     above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, held, owned)]
         level = above
-        del referrers, owners  # or their lists would be found next
+        # Their lists would be found next.
+        del referrers
+        del owners
     return None
 
 
