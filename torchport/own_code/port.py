@@ -396,8 +396,8 @@ class Ported(torch.nn.Module):
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
             # A write to one of these is no loss: it is an output.
             writable = [tensor for n, tensor in enumerate(tensors) if n not in call.read_only]
-            own = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
-            engine.freeze((writable, own, inputs), "")
+            alone = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
+            engine.freeze((writable, alone, inputs), "")
             returned = state.Pieces(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
             self._check_output(returned.leaves)
             outputs = without(returned, lambda leaf: isinstance(leaf, torch.Tensor))
