@@ -20,22 +20,6 @@ def classes():
     }
 
 
-def drawn():
-    """The tree in the module's docstring: name to (id or None, name of the class above)."""
-    tree, group = {}, ""
-    for line in errors.__doc__.splitlines():
-        found = re.match(r"^(?P<bars>[│├└─ ]+)(?P<name>\w+Error)\s+(?P<id>TP\d+)?", line)
-        if found:
-            top = not found["bars"].startswith(("│", " "))
-            group = found["name"] if top else group
-            tree[found["name"]] = (found["id"], "TorchportError" if top else group)
-    return tree
-
-
-def test_the_tree_in_the_docstring_is_the_tree_of_classes():
-    assert drawn() == {name: (kind.__dict__.get("id"), kind.__bases__[0].__name__) for name, kind in classes().items()}
-
-
 def test_ids_are_unique_and_grouped_by_their_first_digit():
     ids = [kind.id for kind in kinds()]
     assert len(ids) == len(set(ids)) >= 33 and ids == sorted(ids)

@@ -405,17 +405,18 @@ def test_the_package_imports_neither_torch_nor_jax(root):
         _ = torchport.prot
 
 
-def test_an_output_that_is_a_dataclass_of_nobody_is_returned_as_it_is_only_without_tensors(block, x, session):
-    """PyTorch knows dicts, tuples, lists and the outputs of diffusers and transformers."""
-    output = dataclasses.make_dataclass("Output", ["sample"])
+def test_an_output_of_any_class_has_tensors_of_the_host(x, session):
+    output = dataclasses.make_dataclass("Output", ["sample", "rows"])
+    form = dataclasses.make_dataclass("Slots", ["part"], slots=True)
 
     class Own(torch.nn.Module):
         def forward(self, x):
-            return output(x)
+            return output(form([x * 2, x]), len(x))
 
-    rules = {"weights": [], "inputs": INPUTS}
-    with pytest.raises(BadValueError, match=r"Own: It returns a 'Output', of which PyTorch knows no tensors"):
-        torchport.port(Own().eval(), strategy=rules, mesh={"dp": 2})(x)
+    ported = torchport.port(Own().eval(), strategy={"weights": [], "inputs": INPUTS}, mesh={"dp": 2})
+    first, second, third = ported(x), ported(x[:2]), ported(x)
+    assert torch.equal(first.sample.part[0], 2 * x) and first.sample.part[1] is x and third.sample is not first.sample
+    assert (first.rows, second.rows, third.rows) == (len(x), 2, len(x))
 
 
 def test_what_is_no_module_is_refused(session):

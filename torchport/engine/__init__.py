@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
-from torchport.engine.tracked import freeze, laid, narrow, on_host, spoil, was_written
+from torchport.engine.tracked import alive, freeze, laid, narrow, on_host, spoil, was_written
 from torchport.engine.verdicts import DiffersError, Operators, watching
 
 __all__ = [
     "DiffersError",
     "Operators",
+    "alive",
     "array",
     "begin_trace",
     "call_jax",

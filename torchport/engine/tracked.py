@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ LARGEST = 2**28
 """Bytes of the largest tensor that the host computes. A larger one is left to the devices."""
 FILLED = 2**16
 """Elements of the largest tensor of one value that the host makes. A larger one costs the devices nothing."""
+COPIED = 2**16
+"""Bytes of the largest tensor of the host that a program has a copy of; it shares the memory of a larger one."""
 
 _FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
 _DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
@@ -51,12 +54,13 @@ def prepare(environment: Any) -> None:
 
     _trace += 1
     if isinstance(environment.__dict__.get("dispatch"), Dispatch):
+        environment.dispatch.made.clear()
         return
     environment.dispatch = Dispatch(environment, environment.dispatch)
     for name in ("__setitem__", "type_as", "shape", "ndim", "flatten", "detach", "dtype", "dim", "tolist", "numpy"):
         delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
     Tensor._elem = property(_value, _set_value)
-    Tensor.numpy, Tensor.tolist = _numpy, _list
+    Tensor.numpy, Tensor.tolist, Tensor.__deepcopy__ = _numpy, _list, _copy
 
 
 def _value(tensor: Any) -> Any:
@@ -86,6 +90,10 @@ def _list(tensor: Any) -> Any:
     return _numpy(tensor).tolist()
 
 
+def _copy(tensor: Any, known: dict[int, Any]) -> Any:
+    return known.setdefault(id(tensor), tensor.clone())
+
+
 def _array(host: torch.Tensor) -> Any:
     import jax
     import jax.numpy as jnp
@@ -94,6 +102,8 @@ def _array(host: torch.Tensor) -> Any:
     with _plain(), jax.enable_x64(True):  # upstream may print it after the trace
         dtype = mappings.t2j_dtype(host.dtype)
         host = host.detach().resolve_conj().resolve_neg()
+        if host.nbytes <= COPIED:
+            host = host.clone()  # upstream may write to it when the trace is over
         if host.dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
             host = host.float()
         return jnp.asarray(host.contiguous().numpy(), dtype)
@@ -123,6 +133,7 @@ class Dispatch:
         self.type = Tensor
         self.not_found = OperatorNotFound
         self.constructors = TENSOR_CONSTRUCTORS
+        self.made: list[weakref.ref[Any]] = []  # all tensors of the trace
 
     def __call__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator."""
@@ -421,6 +432,7 @@ class Dispatch:
                 self.type, shadow.shape, shadow.stride(), shadow.storage_offset(), dtype=shadow.dtype, device=_META
             )
         tensor._env, tensor._array, tensor._shadow = self.environment, value, shadow
+        self.made.append(weakref.ref(tensor))
         return tensor
 
     def _memory(self, tensor: Any) -> Storage:
@@ -553,6 +565,14 @@ def on_host(value: Any) -> Any:
     """Returns the tensor of the host that PyTorch has in the place of one with known values; all else as it is."""
     has_values = isinstance(value, torch.Tensor) and is_known(value)
     return vars(value)["_shadow"] if has_values else value
+
+
+def alive() -> list[Any]:
+    """Returns those tensors of the last trace that somebody still holds, and that depend on inputs of the network."""
+    from torchax import default_env
+
+    found = [tensor for reference in default_env().dispatch.made if (tensor := reference()) is not None]
+    return [tensor for tensor in found if not is_known(tensor)]
 
 
 def narrow(tensor: Any) -> Any:

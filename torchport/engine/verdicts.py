@@ -46,11 +46,7 @@ class Operators:
         self.found: dict[Form, tuple[str, str]] = {}
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Notes a call.
-
-        Raises:
-            RefusedError: It differs from PyTorch's, or nobody knows and that is refused, and nobody has accepted that.
-        """
+        """Notes a call."""
         form = conformance.form_of(function, args, kwargs)
         if form in self.found:
             return

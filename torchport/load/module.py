@@ -350,9 +350,6 @@ def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSE
     """Returns a module whose weights stay on meta, with the buffers that a component's files hold.
 
     A pipeline reads such buffers, as the mean of a VAE's latents, where it does not call the module.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
     """
     state = module.state_dict()
     names = {name for name, _ in module.named_buffers()} & state.keys()

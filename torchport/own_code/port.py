@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import inspect
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from torch.utils import _pytree
 
 from torchport import engine, load, shard
 from torchport.compile import failure, network, rules
@@ -20,7 +19,7 @@ from torchport.config import Document, Frozen, validated
 from torchport.config.card import Card, Implementation
 from torchport.config.strategy import Axis, Rule
 from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
-from torchport.own_code import state
+from torchport.own_code import graph, state
 from torchport.own_code.applied import Session, sessions
 from torchport.task.devices import hush_libtpu
 
@@ -156,50 +155,8 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
     return shard.make_mesh(sizes, there[:count])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a call is beside its tensors, which are the program's inputs.
-
-    Attributes:
-        tree: Of the arguments.
-        fixed: The leaves that are no tensors; None where there is one.
-        names: The names of the tensors, in the order of the tree.
-        firsts: Of each of them, the number of the first one that is the same tensor.
-        strides: Of those that do not lie in memory as a new tensor would; None for the others.
-        read_only: The numbers of those that PyTorch does not write to, element by element: expanded, or of inference.
-        autocast: The regions that the call is in.
-        state: The number of what the module's attributes are.
-        objects: The arguments that have attributes.
-    """
-
-    tree: Any
-    fixed: tuple[Any, ...]
-    names: tuple[str, ...]
-    firsts: tuple[int, ...]
-    strides: tuple[Any, ...]
-    read_only: tuple[int, ...]
-    autocast: tuple[Any, ...]
-    state: int
-    objects: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Effects:
-    """What a program returns beside its outputs: a tree has `_TENSOR` where a tensor of the program's stands.
-
-    Attributes:
-        outputs: What the module returns.
-        arguments: What its arguments are then, if it has changed a list or a dict among them.
-        written: The numbers of the tensors among its arguments that it has written to.
-        buffers: The names of the buffers that it has written to, or bound to other tensors.
-        attributes: Of the module and of objects that it has bound; None for one that it has removed.
-    """
-
-    outputs: state.Pieces
-    arguments: state.Pieces | None
-    written: list[int]
-    buffers: list[str]
-    attributes: dict[state.Place, state.Pieces | None]
+_found: contextvars.ContextVar[state.Snapshot] = contextvars.ContextVar("found")
+"""What the call finds that is traced now."""
 
 
 class Ported(torch.nn.Module):
@@ -228,8 +185,8 @@ class Ported(torch.nn.Module):
         super().__init__()
         self.session = session
         self.signature = inspect.signature(module.forward)
-        self._effects: dict[_Call, _Effects] = {}
-        self._state = state.State(module)
+        self._effects: dict[Any, state.Effects] = {}
+        self._state = state.State(module, written.name)
         self._memory = {
             name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
         }
@@ -282,74 +239,50 @@ class Ported(torch.nn.Module):
         for name, parameter in self.signature.parameters.items():
             if isinstance(parameter.default, list | dict):  # a call may leave something in it
                 bound.setdefault(name, parameter.default)
-        call, tensors, kept = self._sorted(bound)
-        with failure.explained(self._owners()), self.session.operators():
-            (returned,) = self.compiled(**tensors, **self._replicated(kept), **{CALL: call})
+        rest = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        found = self._state.before(bound, rest)
+        regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
+        call = (
+            self._state.number(found),
+            tuple(regions),
+        )  # what it is beside its tensors, which are the program's inputs
+        is_new = call not in self._effects
+        token = _found.set(found)
+        try:
+            with failure.explained(self._owners()), self.session.operators():
+                (returned,) = self.compiled(**self._inputs(found), **{CALL: call})
+        finally:
+            _found.reset(token)
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
         effects = self._effects[call]
+        if is_new:
+            effects = self._effects[call] = effects._replace(holder=graph.holder_of_traced())
+        if effects.holder:
+            fact = f"It leaves a tensor in {effects.holder}, where torchport does not follow it"
+            remedy = "Return it, or keep it in an attribute of the module, in a list, a dict or an object"
+            raise BadValueError(self.compiled.network.name, fact, remedy)
         waiting = iter(returned)
-
-        def filled(parts: state.Pieces) -> state.Pieces:
-            return parts._replace(leaves=[next(waiting) if leaf is _TENSOR else leaf for leaf in parts.leaves])
-
-        output = filled(effects.outputs).whole()
-        if effects.arguments is not None:
-            parts, given = filled(effects.arguments), list(tensors.values())
-            leaves = [given[leaf.number] if isinstance(leaf, _Argument) else leaf for leaf in parts.leaves]
-            state.rewritten(dict(bound), parts._replace(leaves=leaves).whole())
+        outputs = [next(waiting) for _ in range(effects.outputs)]
         for number in effects.written:
-            self._write(list(tensors.values()), number, next(waiting), call.objects)
+            self._write([*found.inputs.values()][number], next(waiting), found)
         for name in effects.buffers:
             self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
-        for place, value in effects.attributes.items():
-            state.bind(place, value and filled(value))
-        return output
+        return self._state.leave(effects, found, outputs)
 
-    def _write(self, given: Sequence[torch.Tensor], number: int, value: torch.Tensor, objects: Sequence[Any]) -> None:
+    def _write(self, tensor: torch.Tensor, value: torch.Tensor, found: state.Snapshot) -> None:
         """Writes to a tensor of the caller's what a call has written to it."""
-        tensor = given[number]
-        others = {other.untyped_storage().data_ptr() for other in given if other is not tensor}
-        others |= state.memory(self._state.read(objects))
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in others:
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in found.memory(but=tensor):
             fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
             raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
         with torch.no_grad():
             tensor.copy_(value)
 
-    def _replicated(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
+    def _inputs(self, found: state.Snapshot) -> dict[str, Any]:
+        """Returns a call's tensors. What the module has kept is no argument: it is on every device."""
         where = NamedSharding(self.compiled.mesh, PartitionSpec())
-        return {name: shard.to_jax(tensor, where) for name, tensor in tensors.items()}
-
-    def _sorted(self, bound: Mapping[str, Any]) -> tuple[_Call, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Returns a call without its tensors, those by name, and those that the module has kept of earlier calls."""
-        leaves, tree = _pytree.tree_flatten_with_path(dict(bound))
-        rest = {p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
-        tensors, fixed = {}, []
-        for path, leaf in leaves:
-            keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-            name = ".".join(keys[1:] if keys[0] in rest else keys)
-            if isinstance(leaf, torch.Tensor):
-                tensors[name] = leaf
-                fixed.append(_TENSOR)
-            else:
-                fixed.append(self._constant(name, leaf))
-        regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
-        objects = tuple(leaf for leaf in fixed if leaf is not _TENSOR and state.is_object(leaf))
-        read = self._state.read(objects)
-        ids = list(map(id, tensors.values()))
-        call = _Call(
-            tree,
-            tuple(fixed),
-            tuple(tensors),
-            firsts=tuple(map(ids.index, ids)),
-            strides=tuple(None if each.is_contiguous() else each.stride() for each in tensors.values()),
-            read_only=tuple(n for n, each in enumerate(tensors.values()) if 0 in each.stride() or each.is_inference()),
-            autocast=tuple(regions),
-            state=self._state.number(read),
-            objects=objects,
-        )
-        return call, tensors, self._state.tensors(read)
+        named = found.inputs.items()
+        return {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
 
     def _owners(self) -> failure.Owners:
         """Returns whose code the module runs. The packages of its parts are upstream also where no card names them."""
@@ -364,60 +297,30 @@ class Ported(torch.nn.Module):
             is_script=True,
         )
 
-    def _constant(self, name: str, value: Any) -> Any:
-        try:
-            hash(value)
-        except TypeError as error:
-            fact = f"'{name}' is of the type {type(value).__name__}, and becomes no constant of a program"
-            remedy = "Pass tensors, in tuples, lists and dicts, and constants"
-            raise BadValueError(self.compiled.network.name, fact, remedy, name=name) from error
-        return value
-
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
         """Calls the module while it is traced, and notes what the call returns and changes."""
-        call: _Call = inputs.pop(CALL)
-        tensors = [inputs.pop(name) for name in call.names]
-        for number, strides in enumerate(call.strides):
-            if strides is not None:
-                tensors[number] = engine.laid(tensors[number], strides)
-        tensors = [tensors[first] for first in call.firsts]
-        waiting = iter(tensors)
-        leaves = [next(waiting) if leaf is _TENSOR else leaf for leaf in call.fixed]
-        arguments = _pytree.tree_unflatten(leaves, call.tree)
-        bound = inspect.BoundArguments(self.signature, arguments)
-        found: list[torch.Tensor] = []
-
-        def without(parts: state.Pieces, is_output: Callable[[Any], bool] = engine.is_traced) -> state.Pieces:
-            found.extend(filter(is_output, parts.leaves))
-            return parts._replace(leaves=[_TENSOR if is_output(leaf) else leaf for leaf in parts.leaves])
-
-        shared = state.memory(self._state.read(call.objects))
-        with self._state.entered(call.objects, inputs) as before:
+        call, found = inputs.pop(CALL), _found.get()
+        given = list(found.inputs.values())
+        tensors = [
+            inputs[name] if tensor.is_contiguous() else engine.laid(inputs[name], tensor.stride())
+            for name, tensor in found.inputs.items()
+        ]
+        tensors = [tensors[first] for first in found.firsts]
+        traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
+        with self._state.entered(found, tensors) as arguments:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
             # A write to one of these is no loss: it is an output.
-            writable = [tensor for n, tensor in enumerate(tensors) if n not in call.read_only]
+            writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
+            shared = found.memory()
             alone = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
-            engine.freeze((writable, alone, inputs), "")
-            returned = state.Pieces(*_pytree.tree_flatten(module(*bound.args, **bound.kwargs)))
-            self._check_output(returned.leaves)
-            outputs = without(returned, lambda leaf: isinstance(leaf, torch.Tensor))
-            after = state.Pieces(*_pytree.tree_flatten(arguments))
-            given = {id(tensor): _Argument(first) for tensor, first in zip(tensors, call.firsts, strict=True)}
-            is_changed = after.tree != call.tree or any(map(operator.is_not, after.leaves, leaves))
-            after = after._replace(leaves=[given.get(id(leaf), leaf) for leaf in after.leaves])
-            rewritten = without(after) if is_changed else None
-            written = [number for number in {*call.firsts} if engine.was_written(tensors[number])]
-            found.extend(tensors[number] for number in written)
+            engine.freeze((writable, alone), "")
+            bound = inspect.BoundArguments(self.signature, arguments)
+            returned = module(*bound.args, **bound.kwargs)
             rebound = self._rebound(module, buffers)
-            found.extend(rebound.values())
-            new = state.changed(before, self._state.read(call.objects))
-            attributes = {
-                place: parts and without(parts._replace(leaves=list(map(engine.on_host, parts.leaves))))
-                for place, parts in new.items()
-            }
-        self._state.kept |= {place for place, parts in attributes.items() if parts and _TENSOR in parts.leaves}
-        self._effects[call] = _Effects(outputs, rewritten, written, list(rebound), attributes)
-        return (tuple(found),)
+            left = self._state.after(found, traced, returned)
+            effects = self._state.effects(found, left, tensors)._replace(buffers=list(rebound))
+        self._effects[call] = effects
+        return ((*left.outputs, *(tensors[n] for n in effects.written), *rebound.values()),)
 
     def _is_alone(self, name: str) -> bool:
         """Returns whether no other buffer lies in the memory of one."""
@@ -439,24 +342,3 @@ class Ported(torch.nn.Module):
                 raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
             found[name] = new
         return found
-
-    def _check_output(self, leaves: Sequence[Any]) -> None:
-        for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, *state.CONSTANTS)):
-                fact = f"It returns a '{type(leaf).__name__}', of which PyTorch knows no tensors"
-                remedy = "Return tensors in tuples, lists and dicts, or an output class of diffusers or transformers"
-                raise BadValueError(self.compiled.network.name, fact, remedy)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Argument:
-    """Stands where a tensor of the caller's is: the number of it."""
-
-    number: int
-
-
-class _Tensor:
-    """Stands where a tensor is."""
-
-
-_TENSOR = _Tensor()

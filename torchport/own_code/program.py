@@ -56,12 +56,7 @@ class Flags:
 
 
 def run(flags: Flags) -> None:
-    """Becomes the script, under the patches; does not return.
-
-    Raises:
-        BadValueError: There is no such script, a mesh that is none, or a flag that the original does not read.
-        UnknownNameError: There is no such strategy or implementation of attention.
-    """
+    """Becomes the script, under the patches; does not return."""
     script.check(flags.words)
     axes_of(flags.mesh)
     if flags.machine is not None:
@@ -91,11 +86,7 @@ def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
-    """Returns the mesh of a flag, `dp=2,tp=4`.
-
-    Raises:
-        BadValueError: It is none.
-    """
+    """Returns the mesh of a flag, `dp=2,tp=4`."""
     if text is None:
         return None
     mesh: dict[Any, int] = {}
@@ -108,11 +99,7 @@ def axes_of(text: str | None) -> dict[Axis, int] | None:
 
 
 def begin(**arguments: Any) -> None:
-    """Runs in the process of the script, before it: puts the patches in force until the process ends.
-
-    Raises:
-        TorchportError: A patch cannot be applied as declared, or the machine has not so many devices.
-    """
+    """Runs in the process of the script, before it: puts the patches in force until the process ends."""
     flags = Flags(words=(), **arguments)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))

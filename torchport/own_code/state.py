@@ -1,240 +1,406 @@
-"""What a module keeps from one call to the next, beside its weights: attributes, and what the objects in them hold.
+"""What a call of a ported module finds and leaves: its arguments, the module's attributes, and what these hold.
 
-PyTorch runs a forward anew at each call. A program is made once, of what the attributes said at that time. So a program
-belongs to a state, and each call leaves the state that PyTorch's forward would leave.
+PyTorch runs a forward anew at each call. A program is made once, of what there was at that time. So a program belongs
+to a snapshot of the graph of things that the call can reach. Calls whose snapshots are equal share it, and each call
+leaves what PyTorch's forward would leave.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy
 import torch
-from torch.utils import _pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchport import engine
+from torchport.errors import BadValueError
+from torchport.own_code import graph
+from torchport.own_code.graph import Opaque, Part, Reference, Whole, make
 
-CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-"""Types of values that a program may depend on, and return."""
-SMALL = 2**16
-"""Bytes of the largest array of numpy whose values are compared from call to call."""
-LONG = 10_000
-"""Items of the longest container that is looked through; a longer one is known by its identity."""
-_LEAF = _pytree.tree_structure(0)
-_INTERNAL = vars(torch.nn.Module()).keys()
-_NO_OBJECTS = (*CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Tensor, torch.nn.Module)
-_LIBRARIES = {"torch", "torchax", "jax", "numpy", "torchport", *sys.stdlib_module_names} - {"types"}
-"""Packages whose objects are no model's: a logger knows all others. `types` has SimpleNamespace."""
+SMALL = 2**14
+"""Bytes of the largest table that is known by its values, not by its identity and PyTorch's count of writes."""
+OF_MODULE = "(state)."
+"""How the name of an input begins that is no argument; no parameter has it."""
+_NAMES = {"attribute", "slot", "item"}
+"""Kinds of parts whose names are part of a tensor's name."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Same:
-    """A value that is known by what it is, not by what it is equal to; a tensor also by how often it was written to."""
-
-    value: Any
-    version: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value and self.version == other.version
-
-    def __hash__(self) -> int:
-        return hash((id(self.value), self.version))
-
-    def __repr__(self) -> str:
-        return f"{type(self.value).__name__} {id(self.value)} {self.version}"
-
-
-Place = tuple[_Same, str]
-"""The attributes of a module or an object, and the name of one of them."""
-
-
-class Pieces(NamedTuple):
-    """A value that is taken apart.
+@dataclasses.dataclass
+class Snapshot:
+    """What a call finds or leaves.
 
     Attributes:
-        leaves: Its tensors, constants and objects.
-        tree: The lists, tuples and dicts that they are in.
-        container: The list or dict itself, if it stays and what is in it changes; None: the value is made anew.
+        root: The terms of the arguments, by parameter; after a call, of what it returns.
+        things: The nodes, by number.
+        parts: What each of them has.
+        terms: The same as terms.
+        paths: The names that lead to each from the arguments; None: from the module, or through a function.
+        inputs: The tensors that are inputs, with their names.
+        firsts: Of each input, the number of the first one that is the same tensor.
+        tables: The tensors of the host whose values are in the program.
+        marks: What is known of the values of each.
+        outputs: The traced tensors that are no inputs.
     """
 
-    leaves: list[Any]
-    tree: _pytree.TreeSpec
-    container: Any = None
+    root: Any = ()
+    things: list[Any] = dataclasses.field(default_factory=list)
+    parts: list[dict[Part, Any]] = dataclasses.field(default_factory=list)
+    terms: list[dict[Part, Any]] = dataclasses.field(default_factory=list)
+    paths: list[tuple[str, ...] | None] = dataclasses.field(default_factory=list)
+    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    firsts: list[int] = dataclasses.field(default_factory=list)
+    tables: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    marks: tuple[Any, ...] = ()
+    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
-    @classmethod
-    def take(cls, value: Any) -> Pieces:
-        """Takes a value apart."""
-        if type(value) in CONSTANTS or _is_long(value):
-            return cls([value], _LEAF)
-        return cls(*_pytree.tree_flatten(value), container=value if isinstance(value, list | dict) else None)
+    def key(self) -> Any:
+        """Returns what a program depends on of what a call finds."""
+        identical = torch.nn.Module, types.FunctionType
+        kinds = tuple(Opaque(thing if isinstance(thing, identical) else type(thing)) for thing in self.things)
+        inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
+        terms = tuple(tuple(each.items()) for each in self.terms)
+        return self.root, kinds, terms, inputs, tuple(self.firsts), self.marks
 
-    def whole(self) -> Any:
-        """Returns the value: its own container, with these parts in it, or a new one."""
-        return rewritten(self.container, _pytree.tree_unflatten(self.leaves, self.tree))
+    def memory(self, but: torch.Tensor | None = None) -> set[int]:
+        """Returns where tensors lie in the host's memory, without one of them."""
+        return {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*self.inputs.values(), *self.tables)
+            if tensor is not but and tensor.layout == torch.strided
+        }
 
 
-def rewritten(old: Any, new: Any) -> Any:
-    """Returns a value in the lists and dicts of an older one, which others may hold, as far as they are alike."""
-    if isinstance(old, list) and isinstance(new, list):
-        old[:] = [rewritten(old[n], item) if n < len(old) else item for n, item in enumerate(new)]
-        return old
-    if isinstance(old, dict) and isinstance(new, dict):
-        items = {key: rewritten(old.get(key), item) for key, item in new.items()}
-        old.clear()
-        old.update(items)
-        return old
-    if isinstance(old, tuple) and isinstance(new, tuple):
-        for item, new_item in zip(old, new, strict=False):
-            rewritten(item, new_item)
-    return new
+class Effects(NamedTuple):
+    """What each call of a program leaves, in terms.
+
+    Attributes:
+        returned: What it returns.
+        changed: The parts of the nodes that it changes, by number.
+        created: The nodes that it makes, with their parts.
+        written: The numbers of the inputs that it writes to.
+        tables: New values of tables, by number; those that it makes itself have the last numbers.
+        outputs: How many tensors the program returns for these terms. Those that it writes to come next, then buffers.
+        buffers: The names of the buffers that it has written to, or bound to other tensors.
+        holder: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
+    """
+
+    returned: Any
+    changed: dict[int, dict[Part, Any]]
+    created: list[tuple[graph.Blank, dict[Part, Any]]]
+    written: list[int]
+    tables: dict[int, torch.Tensor]
+    outputs: int
+    buffers: Sequence[str] = ()
+    holder: str = ""
 
 
 class State:
-    """The attributes of a module's parts, and of the objects that they hold.
+    """What a module keeps from call to call.
 
     Args:
         module: It stays as it is.
-
-    Attributes:
-        kept: The attributes that a call has bound to tensors that depend on its inputs: they are inputs of the next.
+        place: Its name, for errors.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, place: str) -> None:
         self.module = module
-        self.owned = {
+        self.place = place
+        self._owned = {
             (id(part), name) for part in module.modules() for name, b in part._buffers.items() if b is not None
         }
-        self.kept: set[Place] = set()
+        self._kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
+        self._made = WeakIdKeyDictionary()  # tensors that calls have left
         self._numbers: dict[Any, int] = {}
+        self._submodules: frozenset[int] = frozenset()
 
-    def read(self, objects: Sequence[Any] = ()) -> dict[Place, Pieces]:
-        """Returns all of it by place, also that of objects which are arguments of a call."""
-        found: dict[Place, Pieces] = {}
-        for attributes in _attributes([*self.module.modules(), *objects]):
-            holder = _Same(attributes)
-            found.update({(holder, name): Pieces.take(v) for name, v in attributes.items() if name not in _INTERNAL})
-        for part in self.module.modules():  # a buffer that was None is no weight of the program
-            buffers = part._buffers
-            holder = _Same(buffers)
-            names = [name for name in buffers if (id(part), name) not in self.owned]
-            found.update({(holder, name): Pieces.take(buffers[name]) for name in names})
-        return found
+    def number(self, snapshot: Snapshot) -> int:
+        """Returns a number for what a call finds: two of one number make the same program."""
+        return self._numbers.setdefault(snapshot.key(), len(self._numbers))
 
-    def number(self, read: Mapping[Place, Pieces]) -> int:
-        """Returns a number for a state: two states of one number make the same program."""
-        attributes = tuple(
-            (place, parts.tree, tuple(_mark(leaf, place in self.kept) for leaf in parts.leaves))
-            for place, parts in read.items()
-        )
-        modules = tuple(
-            (part, part.training, *map(_Same, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
-            for part in self.module.modules()
-        )
-        key = attributes, modules
-        return self._numbers.setdefault(key, len(self._numbers))
+    def before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
+        """Returns what a call finds.
 
-    def tensors(self, read: Mapping[Place, Pieces]) -> dict[str, torch.Tensor]:
-        """Returns those tensors of a state that are inputs of a program, by a name for each."""
-        kept = [leaf for place in read if place in self.kept for leaf in read[place].leaves if _is_host(leaf)]
-        return {f"(state).{number}": tensor for number, tensor in enumerate(kept)}
+        Args:
+            arguments: By parameter.
+            unnamed: Parameters whose names are no part of a tensor's name: `kwargs`.
+        """
+        submodules = [*self.module.modules()]
+        self._submodules = frozenset(map(id, submodules))
+        survey = _Survey(self, Snapshot(things=submodules), None)
+        names = [() if name in unnamed else (name,) for name in arguments]
+        root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
+        return survey.finish(tuple(zip(arguments, root, strict=True)))
+
+    def after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
+        """Returns what a call leaves that found `before`.
+
+        Args:
+            before: Its things have the same numbers.
+            traced: What stands for its inputs, by identity.
+            returned: What the call returns.
+        """
+        survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
+        return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
-    def entered(self, objects: Sequence[Any], inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[Place, Pieces]]:
-        """Puts a program's inputs in the place of these tensors, and takes back what is bound in the context."""
-        original = self.read(objects)
-        waiting = iter(inputs.values())
+    def entered(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """Puts traced tensors in the place of the inputs; takes back what changes in the context.
+
+        Returns:
+            The arguments.
+        """
+        values = {"thing": before.things, "input": traced, "table": before.tables}
+        tables = [(table, table.clone()) for table in before.tables if _is_small(table)]
+        submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
-            for place, parts in original.items():
-                if place in self.kept:
-                    leaves = [next(waiting) if _is_host(leaf) else leaf for leaf in parts.leaves]
-                    bind(place, parts._replace(leaves=leaves))
-            yield self.read(objects)
+            for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
+                new = {part: make(term, values) for part, term in terms.items() if _references(term, "input")}
+                if new:
+                    self.fill(thing, parts | new)
+            yield {name: make(term, values) for name, term in before.root}
         finally:
-            for place in changed(original, self.read(objects)):
-                bind(place, original.get(place))
+            for thing, parts in zip(before.things, before.parts, strict=True):
+                now = self.parts(thing)
+                if [*now] != [*parts] or any(now[part] is not parts[part] for part in parts):
+                    self.fill(thing, parts)
+            for part, old in submodules:
+                part._modules.update(old)
+            for table, value in tables:
+                _write(table, value)
 
+    def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
+        """Returns what a call does, of what it found and left."""
+        changed = {}
+        for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
+            if [*old.items()] != [*new.items()]:
+                changed[number] = new
+                if old.get(_FIXED) != new.get(_FIXED):
+                    fact = f"A call exchanges submodules or hooks of a '{type(before.things[number]).__name__}'"
+                    raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
+        there = len(before.things)
+        created = zip(map(graph.Blank.of, after.things[there:]), after.terms[there:], strict=True)
+        written = [number for number in {*before.firsts} if engine.was_written(traced[number])]
+        same = dict(enumerate(before.marks))
+        tables = {n: t.clone() for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}
+        return Effects(after.root, changed, [*created], written, tables, len(after.outputs))
 
-def memory(read: Mapping[Place, Pieces]) -> set[int]:
-    """Returns where the tensors of a state lie in the host's memory."""
-    leaves = (leaf for parts in read.values() for leaf in parts.leaves if _is_host(leaf))
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.layout == torch.strided}
+    def leave(self, effects: Effects, found: Snapshot, outputs: Sequence[torch.Tensor]) -> Any:
+        """Leaves what a call does in the things that it found; returns what it returns."""
+        there = len(found.things)
+        things = [*found.things, *(blank.new() for blank, _ in effects.created)]
+        new = [value.clone() for number, value in effects.tables.items() if number >= len(found.tables)]
+        inputs, tables = [*found.inputs.values()], [*found.tables, *new]
+        values = {"thing": things, "input": inputs, "output": outputs, "table": tables}
+        for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
+            self.fill(thing, {part: make(term, values) for part, term in terms.items()})
+            self._note(thing, terms, values)
+        for number, terms in effects.changed.items():
+            old, parts, thing = found.terms[number], found.parts[number], things[number]
+            self.fill(thing, {p: parts[p] if old.get(p) == t else make(t, values) for p, t in terms.items()})
+            self._note(thing, terms, values)
+        for number, value in effects.tables.items():
+            if number < len(found.tables) and _is_small(value):  # the trace itself has written to a large one
+                _write(found.tables[number], value)
+        return make(effects.returned, values)
 
+    def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
+        for part, term in terms.items():
+            tensors = [make(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
+            self._made.update((tensor, True) for tensor in tensors)
+            if tensors and isinstance(thing, torch.nn.Module):
+                self._kept.add((Opaque(thing), part))
 
-def bind(place: Place, value: Pieces | None) -> None:
-    """Binds an attribute; None: removes it."""
-    name = place[1]
-    attributes = place[0].value
-    if value is None:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = value.whole()
+    def is_kept(self, tensor: torch.Tensor, thing: Any, part: Part) -> bool:
+        """Returns whether a tensor of the module's depends on the inputs of earlier calls, or stands for such a one."""
+        return tensor in self._made or (Opaque(thing), part) in self._kept
 
-
-def changed(before: Mapping[Place, Pieces], after: Mapping[Place, Pieces]) -> dict[Place, Pieces | None]:
-    """Returns what a call has bound or changed, by place; None where it removed an attribute."""
-    found: dict[Place, Pieces | None] = {place: None for place in before if place not in after}
-    for place, value in after.items():
-        old = before.get(place)
-        if old is None or old.container is not value.container:
-            value = value._replace(container=None)
-        is_same = (
-            old is not None and old.tree == value.tree and [*map(_mark, old.leaves)] == [*map(_mark, value.leaves)]
+    def parts(self, thing: Any) -> dict[Part, Any]:
+        """Returns what a node has. Weights, and buffers that were there from the start, are the program's."""
+        if not self._is_submodule(thing):
+            return graph.parts(thing)
+        found: dict[Part, Any] = {
+            ("attribute", name): value for name, value in vars(thing).items() if name not in graph.INTERNAL
+        }
+        found["attribute", "training"] = thing.training
+        found.update({("buffer", n): b for n, b in thing._buffers.items() if (id(thing), n) not in self._owned})
+        hooks = tuple(
+            hook
+            for hook in (*thing._forward_pre_hooks.values(), *thing._forward_hooks.values())
+            if not str(getattr(hook, "__module__", "")).startswith("torchport.")  # a trace has some of its own
         )
-        if not is_same or any(map(_is_written, value.leaves)):
-            found[place] = value
-    return found
+        if thing._modules or hooks:
+            found[_FIXED] = (*thing._modules.values(), *hooks)
+        return found
+
+    def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
+        """Gives a node other parts."""
+        if not self._is_submodule(thing):
+            graph.fill(thing, new)
+            return
+        attributes, buffers = vars(thing), thing._buffers
+        for kind, name in self.parts(thing):
+            if (kind, name) not in new and kind == "attribute":
+                del attributes[name]
+            elif (kind, name) not in new and kind == "buffer":
+                del buffers[name]
+        attributes.update({name: value for (kind, name), value in new.items() if kind == "attribute"})
+        buffers.update({name: value for (kind, name), value in new.items() if kind == "buffer"})
+
+    def _is_submodule(self, thing: Any) -> bool:
+        return isinstance(thing, torch.nn.Module) and id(thing) in self._submodules
 
 
-def _mark(leaf: Any, is_input: bool = False) -> Any:
-    """Returns what a program depends on of a value."""
-    if type(leaf) in CONSTANTS:
-        return type(leaf), leaf
-    if isinstance(leaf, set) and not _is_long(leaf):
-        return frozenset(leaf)
-    if isinstance(leaf, numpy.ndarray) and leaf.nbytes <= SMALL:
-        return leaf.dtype, leaf.shape, leaf.tobytes()
-    if _is_host(leaf):
-        version = 0 if leaf.is_inference() else leaf._version
-        return (leaf.dtype, leaf.shape) if is_input else _Same(leaf, version)
-    return _Same(leaf)
+class _Survey:
+    """One walk through the graph.
+
+    Args:
+        state: Of the module.
+        snapshot: With the things that are known from the start, which come last.
+        traced: What stands for inputs, by identity; None: a call is about to begin.
+    """
+
+    def __init__(self, state: State, snapshot: Snapshot, traced: Mapping[int, Reference] | None) -> None:
+        self.state = state
+        self.snapshot = snapshot
+        self.traced = traced
+        self.numbers = {id(thing): number for number, thing in enumerate(snapshot.things)}
+        self.tensors = {id(t): Reference("table", n) for n, t in enumerate(snapshot.tables)}
+        self.tensors.update(traced or {})
+        self.waiting: collections.deque[int] = collections.deque()
+        count = len(snapshot.things)
+        snapshot.parts, snapshot.terms, snapshot.paths = [{}] * count, [{}] * count, [None] * count
+
+    def finish(self, root: Any) -> Snapshot:
+        """Walks through all that waits, and then through what was known from the start."""
+        snapshot, known = self.snapshot, [number for number in self.numbers.values() if number not in self.waiting]
+        while self.waiting or known:
+            if not self.waiting:
+                self.waiting, known = collections.deque(known), []
+            number = self.waiting.popleft()
+            thing, path = snapshot.things[number], snapshot.paths[number]
+            parts = snapshot.parts[number] = self.state.parts(thing)
+            snapshot.terms[number] = {
+                part: graph.constant(value) or self.term(value, _longer(path, part), thing, part)
+                for part, value in parts.items()
+            }
+        snapshot.root, snapshot.marks = root, tuple(map(_mark, snapshot.tables))
+        return snapshot
+
+    def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
+        """Returns a value as a term.
+
+        Args:
+            value: Of any type.
+            path: The names that lead to it from the arguments.
+            thing: The node that has it.
+            part: As what.
+        """
+        if id(value) in self.numbers:
+            return Reference("thing", self.numbers[id(value)])
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path, thing, part)
+        if (term := graph.constant(value)) is not None:
+            return term
+        if (inner := graph.inner(value)) is not None:
+            names = getattr(value, "_fields", range(len(inner)))
+            longer = [(*path, str(name)) if isinstance(value, tuple) and path is not None else None for name in names]
+            terms = (self.term(each, way, thing, part) for each, way in zip(inner, longer, strict=True))
+            return Whole(type(value), tuple(terms))
+        is_code = isinstance(value, types.FunctionType | torch.nn.Module)
+        if graph.is_node(value, is_long=path is not None) and not (is_code and self.traced is not None):
+            return self._node(value, None if is_code else path)
+        if path is not None and not graph.is_hashable(value):
+            name = ".".join(path)
+            fact = f"'{name}' is of the type {type(value).__name__}, and becomes no constant of a program"
+            remedy = "Pass tensors, in tuples, lists, dicts and objects, and constants"
+            raise BadValueError(self.state.place, fact, remedy, name=name)
+        return Opaque(value)
+
+    def _node(self, thing: Any, path: tuple[str, ...] | None) -> Reference:
+        snapshot = self.snapshot
+        number = self.numbers[id(thing)] = len(snapshot.things)
+        snapshot.things.append(thing)
+        snapshot.paths.append(path)
+        snapshot.parts.append({})
+        snapshot.terms.append({})
+        self.waiting.append(number)
+        return Reference("thing", number)
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
+        snapshot = self.snapshot
+        if self.traced is not None:
+            tensor = tensor if id(tensor) in self.tensors else engine.on_host(tensor)
+            if engine.is_traced(tensor) and id(tensor) not in self.tensors:
+                self.tensors[id(tensor)] = Reference("output", len(snapshot.outputs))
+                snapshot.outputs.append(tensor)
+        elif path is not None:
+            return self._argument(tensor, ".".join(path))
+        elif id(tensor) not in self.tensors and self.state.is_kept(tensor, thing, part):
+            return self._argument(tensor, f"{OF_MODULE}{len(snapshot.inputs)}")
+        if id(tensor) not in self.tensors:
+            self.tensors[id(tensor)] = Reference("table", len(snapshot.tables))
+            snapshot.tables.append(tensor)
+        return self.tensors[id(tensor)]
+
+    def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
+        snapshot = self.snapshot
+        while snapshot.inputs.get(name, tensor) is not tensor:
+            name += "'"
+        if name not in snapshot.inputs:
+            number = len(snapshot.inputs)
+            snapshot.inputs[name] = tensor
+            first = self.tensors.setdefault(id(tensor), Reference("input", number))
+            snapshot.firsts.append(first.number)
+        return Reference("input", snapshot.firsts[[*snapshot.inputs].index(name)])
 
 
-def _is_long(value: Any) -> bool:
-    """Returns whether a container, such as a tokenizer's words, is too long to be looked through at each call."""
-    return isinstance(value, dict | list | tuple | set) and len(value) > LONG
+_FIXED = ("fixed", "")
+"""A part of a submodule: its own submodules and hooks."""
 
 
-def _is_written(leaf: Any) -> bool:
-    return engine.is_traced(leaf) and engine.was_written(leaf)
+def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
+    kind, name = part
+    if path is None or kind not in _NAMES:
+        return None
+    return (*path, name.rpartition(".")[2] if kind == "slot" else str(name))
 
 
-def _is_host(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not engine.is_traced(leaf)
+def _references(term: Any, kind: str) -> list[Reference]:
+    return [each for each in graph.walk(term) if isinstance(each, Reference) and each.kind == kind]
 
 
-def _attributes(things: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Returns the attributes of modules and objects, and of the objects in them."""
-    seen = set()
-    waiting = list(things)
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        attributes = vars(thing)
-        yield attributes
-        for name, value in attributes.items():
-            if name not in _INTERNAL and type(value) not in CONSTANTS and not _is_long(value):
-                waiting.extend(leaf for leaf in _pytree.tree_leaves(value) if is_object(leaf))
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns shape, dtype and strides; None in place of strides that a new tensor would have."""
+    is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
+    return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
-def is_object(leaf: Any) -> bool:
-    """Returns whether a value has attributes of its own, which upstream's code may bind."""
-    if isinstance(leaf, _NO_OBJECTS) or not hasattr(leaf, "__dict__"):
-        return False
-    return type(leaf).__module__.partition(".")[0] not in _LIBRARIES
+def is_read_only(tensor: torch.Tensor) -> bool:
+    """Returns whether PyTorch does not write to a tensor element by element: it is expanded, or of inference."""
+    return tensor.is_inference() or (tensor.layout == torch.strided and 0 in tensor.stride())
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return is_plain and tensor.nbytes <= SMALL and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    """Returns what is known of a table's values."""
+    if engine.is_traced(tensor):
+        return Opaque(tensor)
+    if _is_small(tensor):
+        values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tensor.shape, tensor.dtype, tensor.stride(), values
+    where = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    return Opaque(tensor), 0 if tensor.is_inference() else tensor._version, where
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(value)

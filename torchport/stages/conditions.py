@@ -42,9 +42,6 @@ class Conditions:
         Args:
             inputs: Of upstream's call.
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
-
-        Raises:
-            BadValueError: A call is for another condition than the card says, or the second one differs in more.
         """
         is_second = self.first is not None and self.step == step
         for name, values in self.embeddings.items():

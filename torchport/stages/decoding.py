@@ -51,11 +51,7 @@ class Pending(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Returns the batch, or a part; refuses any other function that takes one.
-
-        Raises:
-            BadValueError: Of any other function.
-        """
+        """Returns the batch, or a part; refuses any other function that takes one."""
         [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Pending)]
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
             return _Shape(pending.refusal)
@@ -123,19 +119,11 @@ class Decoding(Encoded):
         self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Refuses a weight.
-
-        Raises:
-            BadValueError: It is on the devices.
-        """
+        """Refuses a weight."""
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns something in place of a video, as `decode` would return that.
-
-        Raises:
-            BadValueError: It is the second call, or an argument can be no input of a program.
-        """
+        """Returns something in place of a video, as `decode` would return that."""
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         if self.inputs is not None:
@@ -158,11 +146,7 @@ class Decoding(Encoded):
         return DecoderOutput(sample=self.video) if as_object else (self.video,)
 
     def take_over(self, pipe: Any) -> None:
-        """Makes a pipeline's post-processing return something in place of frames.
-
-        Raises:
-            BadValueError: It has none.
-        """
+        """Makes a pipeline's post-processing return something in place of frames."""
 
         def postprocess(video: Any, output_type: str = "np", do_denormalize: Any = None, **kwargs: Any) -> Pending:
             is_decoded = isinstance(video, Pending) and video.refusal is self.video.refusal
@@ -178,11 +162,7 @@ class Decoding(Encoded):
         processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
-        """Returns what `decode` is to be called with, if a pipeline returned its post-processed video.
-
-        Raises:
-            BadValueError: It returned something else.
-        """
+        """Returns what `decode` is to be called with, if a pipeline returned its post-processed video."""
         if result is not self.frames or self.inputs is None:
             raise self._refusal("returns something else than its post-processed video")
         return self.inputs

@@ -142,9 +142,6 @@ class _Stages:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
 
         And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
-
-        Raises:
-            BadValueError: It returns more or fewer values than the card names, or a mask where that names numbers.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
         values = list(self.upstream.encoded(encoders, settings))
@@ -180,9 +177,6 @@ class _Stages:
             call: The VAE, called as `image_encoded`.
             settings: The image and the video's size.
             steps: Not used: there is one call.
-
-        Raises:
-            BadValueError: Upstream does not call it before its first step.
         """
         embeddings = self.embeddings_like(parts, settings)  # no image depends on them
         return self._moments(parts, settings, embeddings, call, is_read=settings.image is not None)
@@ -208,9 +202,6 @@ class _Stages:
             embeddings: Of the prompts, or like them.
             call: The VAE as a network; None: it encodes on the host.
             is_read: Whether the image is the one that was named; otherwise it is blank.
-
-        Raises:
-            BadValueError: Upstream does not call it there.
         """
         dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
         loop = First(copy.deepcopy(parts["scheduler"]))
@@ -261,11 +252,7 @@ class _Stages:
         return int(config[size])
 
     def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
-        """Refuses whole numbers where the card names floating-point ones, and the other way round.
-
-        Raises:
-            BadValueError: The card says something else: a plan would compile another program than a run.
-        """
+        """Refuses whole numbers where the card names floating-point ones, and the other way round."""
         by_card = self._dtype(name, settings)
         if dtype == by_card or (dtype.is_floating_point and by_card.is_floating_point):
             return
@@ -291,10 +278,6 @@ class _Stages:
         Returns:
             `latents`, in the layout and dtype of the pipeline's `output_type="latent"`; `generator`, the state of the
             seed's generator after them; and what it drew of the image.
-
-        Raises:
-            ArtefactForeignError: Embeddings are missing.
-            BadValueError: Replay does not carry this pipeline, or noise of another shape.
         """
         replay = self._replay(parts, settings, steps)
         return self._denoised(parts, {self.card.networks[-1]: call}, settings, replay, **inputs)
@@ -306,9 +289,6 @@ class _Stages:
 
         Returns:
             The state after the last step of the first network, and `done`, how many steps there were.
-
-        Raises:
-            BadValueError: One of the two networks has no step.
         """
         first, second = self.card.networks
         replay = self._replay(parts, settings, steps, leaves=True)
@@ -426,12 +406,6 @@ class _Stages:
 
         Returns:
             `frames` [1, F, 3, height, width], bytes.
-
-        Raises:
-            ArtefactForeignError: Latents of another shape than this job's; or upstream draws after its loop, and they
-                lack the generator's state.
-            BadValueError: Upstream does more with its video than to decode and post-process it, and `call` cannot.
-            NotFiniteError: The VAE computes NaN or infinity.
         """
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
@@ -474,9 +448,6 @@ class _Stages:
         Args:
             latents_BCTHW: Of its stage file.
             shape: The pipeline's.
-
-        Raises:
-            ArtefactForeignError: The card does not say how.
         """
         rule = self.card.hand_written
         if rule is None:

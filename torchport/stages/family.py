@@ -221,11 +221,7 @@ class Stage:
     keeps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuses a name in `keeps` that no output has.
-
-        Raises:
-            BadValueError: There is one.
-        """
+        """Refuses a name in `keeps` that no output has."""
         for name in (self.keeps,) if isinstance(self.keeps, str) else self.keeps:
             if name not in self.outputs:
                 fact = f"'{name}' in `keeps` is no name in `outputs`"
@@ -238,12 +234,7 @@ def with_image(stages: Iterable[Stage]) -> list[str]:
 
 
 def check_outputs(stage: Stage, outputs: Any) -> None:
-    """Refuses what a stage's function returned, if it is no dict of tensors with values, by name.
-
-    Raises:
-        ReplacementError: It is something else, or the first of two stages that denoise does not say how many steps it
-            took.
-    """
+    """Refuses what a stage's function returned, if it is no dict of tensors with values, by name."""
     is_dict = isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values())
     counts = stage.name != "denoise_first" or (is_dict and "done" in outputs)
     if is_dict and counts:
@@ -267,11 +258,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
-    """Refuses inputs that do not have the shapes of these settings: the network would not run.
-
-    Raises:
-        ArtefactForeignError: A tensor of another shape.
-    """
+    """Refuses inputs that do not have the shapes of these settings: the network would not run."""
     for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
         if name not in inputs:
             continue
@@ -311,9 +298,6 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
     Args:
         latents: What denoising starts from.
         sizes: C, T, H, W of the job.
-
-    Raises:
-        BadValueError: They are of another shape.
     """
     if tuple(latents.shape) != (1, *sizes):
         fact = f"It has the shape {list(latents.shape)}"

@@ -32,11 +32,6 @@ def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
         checkpoints: The one that the checkpoint has.
         settings: The job's guider and guidance scale.
         place: Where the job has it, for errors.
-
-    Raises:
-        UnknownNameError: There is no such guider.
-        BadValueError: One that does not only combine predictions, or an argument of a wrong kind.
-        UnknownKeyError: An argument that it does not take.
     """
     if settings.guider is None:
         return checkpoints.new(**{SCALE: settings.guidance_scale})

@@ -73,11 +73,7 @@ class Encoding(_VaeStandIn):
         self.moments: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns what the VAE's `encode` returns.
-
-        Raises:
-            BadValueError: That has no latent distribution.
-        """
+        """Returns what the VAE's `encode` returns."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         vae = vars(self)["component"]
@@ -99,9 +95,6 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
         vae: The VAE.
         place: Where the card names the pipeline's call, for errors.
         **inputs: Of its `encode`.
-
-    Raises:
-        BadValueError: That has no latent distribution.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -134,11 +127,7 @@ class Encoded(_VaeStandIn):
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns a latent distribution: the very one, or one of which what was drawn is drawn again.
-
-        Raises:
-            ArtefactForeignError: It was not kept.
-        """
+        """Returns a latent distribution: the very one, or one of which what was drawn is drawn again."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         if self.stage == "denoise":

@@ -28,9 +28,6 @@ def file_of(pack: Pack, card: Card, place: str) -> Path:
         pack: The packs that the card lies in.
         card: The model card.
         place: Where the card names it, for the error.
-
-    Raises:
-        UnknownNameError: There is no such file.
     """
     if card.family == GENERIC:
         return Path(__file__).with_name("diffusers_pipeline.py")
@@ -45,9 +42,6 @@ def check_complete(file: str, names: Collection[str], place: str, variants: bool
         names: The names that its file has.
         place: Where the card names it.
         variants: Whether it has VARIANTS.
-
-    Raises:
-        ReplacementError: All that it lacks.
     """
     needed = {**NAMES, **(WITH_VARIANTS if variants else {})}
     missing = [name for name in needed if name not in names]

@@ -24,9 +24,6 @@ def of_call(output: Any, names: Sequence[str], network: str) -> Any:
 
     Returns:
         Without names the first output, a tensor. With names a tuple, one tree of tensors for each name.
-
-    Raises:
-        BadValueError: There are more or fewer outputs than names, or an output that is no tree of tensors.
     """
     if not names:
         return _first(output, network)
@@ -62,11 +59,7 @@ def _by_names(output: Any, names: Sequence[str], network: str) -> Sequence[Any]:
 
 
 def plain(name: str, value: Any, network: str) -> Any:
-    """Returns a tree of tensors in tuples, lists and dicts alone; None stays.
-
-    Raises:
-        BadValueError: There is something else in it.
-    """
+    """Returns a tree of tensors in tuples, lists and dicts alone; None stays."""
 
     def checked(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, TENSORS):

@@ -69,11 +69,7 @@ def _formats(start: bytes) -> Iterator[str]:
 
 
 def _in_rgb(picture: Any, place: str) -> Any:
-    """Returns a picture in RGB.
-
-    Raises:
-        BadValueError: Its colours depend on who shows it.
-    """
+    """Returns a picture in RGB."""
     from PIL import Image
 
     mode = picture.mode

@@ -171,9 +171,6 @@ def network_calls(
         settings: What the stage makes.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.
-
-    Raises:
-        BadValueError: The verb never calls its network, or asks for a value that it computed.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException
 

@@ -48,11 +48,7 @@ class Loop:
         scheduler.step = step
 
     def _check_timesteps(self) -> None:
-        """Refuses a schedule that divides by zero: `step` would look for a number that equals nothing.
-
-        Raises:
-            BadValueError: A timestep is NaN or infinite.
-        """
+        """Refuses a schedule that divides by zero: `step` would look for a number that equals nothing."""
         timesteps = torch.as_tensor(self.scheduler.timesteps)
         if not timesteps.isfinite().all():
             name = type(self.scheduler).__name__
@@ -60,11 +56,7 @@ class Loop:
             raise BadValueError("'steps'", fact, "Take more")
 
     def _check_batch(self, sample: torch.Tensor) -> None:
-        """Refuses several videos at once: nothing after the loop takes them.
-
-        Raises:
-            BadValueError: The latents are of more than one.
-        """
+        """Refuses several videos at once: nothing after the loop takes them."""
         if sample.shape[0] != 1:
             fact = f"The pipeline makes {sample.shape[0]} videos at once"
             raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
@@ -156,12 +148,7 @@ class Replay(Loop):
             self.begun = self.number + 1
 
     def begin_other(self) -> None:
-        """Leaves the loop, or has the step taken with zeros.
-
-        Raises:
-            OtherNetwork: Another stage goes on from here.
-            BadValueError: The loop goes back to the first network, which is not on the devices any more.
-        """
+        """Leaves the loop, or has the step taken with zeros."""
         if self.leaves:
             raise OtherNetwork
         if self.begun:
@@ -240,11 +227,7 @@ class Finished(Loop):
         return self.latents.shape
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the latents, and as much more as `step` returns beside them, which it is called once for.
-
-        Raises:
-            ArtefactForeignError: They have another shape than the loop's.
-        """
+        """Returns the latents, and as much more as `step` returns beside them, which it is called once for."""
         shape = self.sample(args, kwargs).shape
         if shape != self.latents.shape:
             fact = f"'latents' has shape {list(self.latents.shape)}, and this job takes {list(shape)}"
@@ -257,11 +240,7 @@ class Finished(Loop):
         return (self.latents, *self.rest)
 
     def finish(self) -> None:
-        """Refuses frames that were made with other random numbers than the seed's.
-
-        Raises:
-            ArtefactForeignError: Upstream draws after its loop, and the generator's state was not saved.
-        """
+        """Refuses frames that were made with other random numbers than the seed's."""
         if self.state is None and self.after is not None and not torch.equal(self.after, self.generator.get_state()):
             fact = f"It lacks '{GENERATOR}', the state of the seed's generator, and the pipeline draws after its loop"
             remedy = "Run --stage denoise with this model"
@@ -287,9 +266,5 @@ class First(Loop):
         super().__init__(scheduler, torch.Generator(), done=1)
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Leaves the loop.
-
-        Raises:
-            FirstStep: Always.
-        """
+        """Leaves the loop."""
         raise FirstStep(self.sample(args, kwargs))

@@ -51,9 +51,6 @@ class UpstreamPipeline:
         Args:
             encoders: Text encoders and tokenizers, by name.
             settings: The prompts, and whether there is guidance.
-
-        Raises:
-            BadValueError: It does not take an argument of the card's, or no prompt.
         """
         pipe = self._built(encoders)
         self._check_call(pipe, settings)
@@ -98,9 +95,6 @@ class UpstreamPipeline:
             vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.
             is_latent: Whether it returns latents, or frames.
             **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
-
-        Raises:
-            BadValueError: The pipeline does not take an argument, or has another number of steps.
         """
         names = self.card.networks
         stand_ins = {
@@ -136,11 +130,7 @@ class UpstreamPipeline:
         return video
 
     def post_processed(self, vae: torch.nn.Module, video: torch.Tensor, settings: Settings) -> torch.Tensor:
-        """Returns what the pipeline makes of a decoded video, around its VAE.
-
-        Raises:
-            BadValueError: That is no frames of this size.
-        """
+        """Returns what the pipeline makes of a decoded video, around its VAE."""
         processor = processor_of(self._built({"vae": vae}))
         function = processor.postprocess_video if video.ndim == 5 else processor.postprocess
         return self.checked_frames(function(video, output_type="pt"), settings)
@@ -155,11 +145,7 @@ class UpstreamPipeline:
         return Conditions(by_input, network, self.place)
 
     def checked_frames(self, frames: Any, settings: Settings) -> torch.Tensor:
-        """Returns a post-processed video.
-
-        Raises:
-            BadValueError: It is no tensor, or of another shape or range.
-        """
+        """Returns a post-processed video."""
         size = [1, settings.frames, 3, settings.height, settings.width]
         if isinstance(frames, torch.Tensor) and frames.ndim == 4 and settings.frames == 1:
             frames = frames[:, None]

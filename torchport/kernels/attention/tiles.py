@@ -116,9 +116,6 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
         itemsize: Bytes of an element of q, k and v.
         bounded: Whether there is a bound.
         vmem: Bytes of VMEM that a core has.
-
-    Raises:
-        VmemError: What the tile declares is more than this less `RESERVED`; carries `asked` and `limit`, in bytes.
     """
     needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
     limit = vmem - RESERVED

@@ -215,9 +215,6 @@ def compile_kernel(build: str, arguments: dict[str, Any], machine: Machine) -> K
     Args:
         build: `module:function`; the function returns the callable to compile and its operands as a list of
             `jax.ShapeDtypeStruct`.
-
-    Raises:
-        VmemError: The tile does not fit the chip's vector memory; carries `asked` and `limit`, in bytes.
     """
     place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
     remedy = "The function must build and lower on any machine"

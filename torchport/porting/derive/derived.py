@@ -26,12 +26,7 @@ _FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontex
 
 
 def ensure(model: str) -> None:
-    """Derives the card of a pipeline, `diffusers:Class`, if it is not there yet; other names of models are left alone.
-
-    Raises:
-        UnknownNameError: diffusers has no such pipeline.
-        BadValueError: Something about it could not be derived.
-    """
+    """Derives the card of a pipeline, `diffusers:Class`, if it is not there yet; other names are left alone."""
     if not model.startswith(DERIVED):
         return
     folder = derived_folder()
@@ -71,10 +66,6 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
     Args:
         model: `diffusers:Class`.
         name: What the card calls the model; by default the same.
-
-    Raises:
-        UnknownNameError: diffusers has no such pipeline.
-        BadValueError: Something about it could not be derived.
     """
     with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
         cls, place = pipeline_class(model), f"--model {model}"

@@ -55,12 +55,7 @@ class PipelinePart:
 
 
 def pipeline_class(name: str) -> Any:
-    """Returns a pipeline class of diffusers by the name that `--model` has: `diffusers:MochiPipeline`.
-
-    Raises:
-        UnknownNameError: diffusers has no such pipeline.
-        BadValueError: It needs a package that is not installed.
-    """
+    """Returns a pipeline class of diffusers by the name that `--model` has: `diffusers:MochiPipeline`."""
     import diffusers
     from diffusers import DiffusionPipeline
 
@@ -87,9 +82,6 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
     Args:
         cls: The pipeline.
         place: What errors name.
-
-    Raises:
-        BadValueError: A component's class is not known from its annotation.
     """
     hints = typing.get_type_hints(cls.__init__)
     result = []
@@ -260,11 +252,7 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 
 def tokenizer_of(cls: Any) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train.
-
-    Raises:
-        BadValueError: It cannot be made without files.
-    """
+    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
     try:
         blank = cls()
     except refusals() as error:
@@ -298,11 +286,7 @@ class Configurations:
         self.tokenizers = {part.name: tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
 
     def built(self, component: str) -> Any:
-        """Returns a component, with drawn weights.
-
-        Raises:
-            ValueError: It is not small: a number that makes it large has a name that says nothing.
-        """
+        """Returns a component, with drawn weights."""
         if component in self.values:
             count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
             if count > LARGEST:

@@ -109,11 +109,7 @@ class PipelineTrial:
     unit: int | None = None
 
     def observed(self) -> Observed:
-        """Returns what the pipeline did, after mending what stopped it.
-
-        Raises:
-            BadValueError: No numbers were found with which upstream's own code runs.
-        """
+        """Returns what the pipeline did, after mending what stopped it."""
         end = time.monotonic() + PATIENCE
         observed, stop = self._tried()
         while stop is not None:
@@ -132,9 +128,6 @@ class PipelineTrial:
         Args:
             observed: What it made of the prompts.
             embeddings: What its `encode_prompt` returned, by the pipeline's arguments.
-
-        Raises:
-            BadValueError: It does.
         """
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -317,11 +310,7 @@ def _check_size(
     output: Any,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Refuses frames of another size than was asked for.
-
-    Raises:
-        ValueError: The VAE has another scale than the pipeline takes it for.
-    """
+    """Refuses frames of another size than was asked for."""
     size = [arguments.get("height"), arguments.get("width")]
     if isinstance(output, torch.Tensor) and None not in size and list(output.shape[-3:]) != [3, *size]:
         raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")

@@ -43,9 +43,6 @@ def card_of(
         trial: Of the pipeline.
         observed: What it did.
         model: The model's name.
-
-    Raises:
-        BadValueError: Something that a card has to say could not be derived.
     """
     cls, parts = trial.cls, trial.configurations.parts
     networks = list(dict.fromkeys(call.network for call in observed.calls if _is_loops(trial, call)))
