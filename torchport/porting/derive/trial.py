@@ -282,13 +282,9 @@ class PipelineTrial:
                 yield from ({name: size} for size in sorted(sizes) if size != value)
 
     def _widths(self) -> set[int]:
-        values = self.configurations.values
-        found = [
-            part.get(name)
-            for component, part in values.items()
-            if self.configurations.parts[component].kind == "encoder"
-            for name in ("d_model", "hidden_size")
-        ]
+        values, parts = self.configurations.values, self.configurations.parts
+        encoders = [values[name] for name in values if parts[name].kind == "encoder"]
+        found = [encoder.get(name) for encoder in encoders for name in ("d_model", "hidden_size")]
         widths = [width for width in found if isinstance(width, int)]
         return {*widths, sum(widths)}
 

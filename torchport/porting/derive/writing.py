@@ -230,18 +230,12 @@ def _conditions(
 
 def _key_of(values: Mapping[str, Any], tensor: torch.Tensor) -> str | None:
     """Returns the embedding that a tensor is."""
-    for name, value in values.items():
-        if _same(value, tensor):
-            return name
-    return None
+    return next((name for name, value in values.items() if _same(value, tensor)), None)
 
 
 def _same(value: Any, tensor: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    if value.shape != tensor.shape:
-        return False
-    return torch.equal(value.to(tensor.dtype), tensor)
+    is_like = isinstance(value, torch.Tensor) and value.shape == tensor.shape
+    return is_like and torch.equal(value.to(tensor.dtype), tensor)
 
 
 def _settings(cls: Any) -> dict[str, str]:
