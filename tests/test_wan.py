@@ -260,6 +260,9 @@ def test_a_checkpoint_whose_pipeline_is_made_otherwise_is_refused(pack, tmp_path
         (tmp_path / "model_index.json").write_text(json.dumps({**index, name: value}))
         with pytest.raises(CheckpointForeignError, match=fact):
             load.check_init(card, tmp_path)
+    left_out = {**card.call.init, "safety_checker": None}  # a component that the checkpoint has
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, "safety_checker": ["package", "Class"]}))
+    load.check_init(card.model_copy(update={"call": card.call.model_copy(update={"init": left_out})}), tmp_path)
 
 
 def test_a_network_in_bfloat16_has_the_dtypes_that_upstream_loads(pack):

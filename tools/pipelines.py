@@ -30,29 +30,39 @@ PIPELINES = [
     "AnyFlowPipeline",
     "AuraFlowPipeline",
     "ChromaPipeline",
+    "CogVideoXImageToVideoPipeline",
+    "CogVideoXPipeline",
     "CogView4Pipeline",
     "EasyAnimatePipeline",
-    "FluxPipeline",
+    "ErnieImagePipeline",
     "Flux2KleinPipeline",
+    "FluxControlPipeline",
+    "FluxKontextPipeline",
+    "FluxPipeline",
     "HunyuanImagePipeline",
+    "HunyuanSkyreelsImageToVideoPipeline",
     "HunyuanVideoPipeline",
     "Krea2Pipeline",
-    "LTXPipeline",
     "LTXConditionPipeline",
     "LTXImageToVideoPipeline",
+    "LTXPipeline",
+    "Lumina2Pipeline",
+    "LuminaPipeline",
     "MochiPipeline",
     "OvisImagePipeline",
+    "PRXPipeline",
     "PixArtAlphaPipeline",
     "PixArtSigmaPipeline",
     "QwenImagePipeline",
-    "SanaPipeline",
     "SanaImageToVideoPipeline",
+    "SanaPipeline",
     "SanaVideoPipeline",
     "SkyReelsV2Pipeline",
     "StableDiffusion3Pipeline",
+    "StableDiffusionPipeline",
     "StableDiffusionXLPipeline",
-    "WanPipeline",
     "WanImageToVideoPipeline",
+    "WanPipeline",
     "ZImagePipeline",
 ]
 PROMPT, NEGATIVE, SEED = "A cat walks past a red sign", "blurry", 3
@@ -144,7 +154,8 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
     with hushed(True):
         pipe = _pipeline(card).from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    values = {argument: getattr(job, field) for argument, field in card.call.settings.items()}
+    fields = {**vars(job), "area": job.height * job.width}
+    values = {argument: fields[field] for argument, field in card.call.settings.items()}
     values |= {"prompt": PROMPT, **card.call.constants}
     if _takes_negative(card):
         values["negative_prompt"] = NEGATIVE

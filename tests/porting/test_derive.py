@@ -15,6 +15,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, UnknownNameError
 from torchport.porting import derive
 from torchport.porting.derive import derived, parts
+from torchport.porting.derive import trial as trials
 from torchport.porting.derive.trial import Observed, PipelineTrial
 
 
@@ -181,12 +182,41 @@ class Forgets:
 def test_a_pipeline_that_makes_something_else_of_its_own_embeddings_is_refused():
     trial = PipelineTrial(Forgets, types.SimpleNamespace(parts={}), "--model x")
     trial.check_replay(Observed(output=torch.zeros(1, 3, 2, 2)), {"prompt_embeds": 1})
-    another = "'Forgets' makes another picture of its own embeddings than of the prompts"
+    another = "'Forgets' makes another picture of its own embeddings, and the latents of its last step alone, than of"
     for output in (torch.ones(1, 3, 2, 2), torch.zeros(1, 3, 2, 4), [torch.zeros(1)]):
         with pytest.raises(BadValueError, match=another):
             trial.check_replay(Observed(output=output), {"prompt_embeds": 1})
     with pytest.raises(BadValueError, match=r"'Forgets' does not take its own embeddings: .*'mask'"):
         trial.check_replay(Observed(output=torch.zeros(1, 3, 2, 2)), {"mask": 1})
+
+
+def test_what_a_step_returns_beside_the_latents_is_lost_at_last():
+    step = trials._latents_at_last(lambda *values: values)
+    assert step(torch.ones(1), torch.ones(1))[1] == 1
+    latents, other, nothing = step(torch.ones(1), torch.ones(1), None)
+    assert latents == 1 and other.isnan() and nothing is None
+
+
+def test_a_pipeline_says_what_it_takes_and_what_may_be_none():
+    classes = {name: parts.pipeline_class(f"diffusers:{name}Pipeline") for name in ("StableDiffusion", "FluxControl")}
+    absent = {"safety_checker": None, "feature_extractor": None}
+    assert parts.absent_parts(classes["StableDiffusion"]) == absent
+    assert not absent.keys() & {part.name for part in parts.parts_of(classes["StableDiffusion"], "here")}
+    assert derived.image_argument(classes["FluxControl"]) == "control_image"
+    assert trials.embedding_names(parts.pipeline_class("diffusers:ErnieImagePipeline")) == ["prompt_embeds"]
+
+
+def test_numbers_are_proposed_as_an_error_says_them():
+    cls = parts.pipeline_class("diffusers:PRXPipeline")
+    trial = PipelineTrial(cls, parts.Configurations(parts.parts_of(cls, "here")), "--model x")
+    message = "Expected size 16 but got size 8"
+    found = list(trial._as_the_message_says(message, ["transformer"]))
+    assert ("transformer", {"in_channels": 8}) in found and ("transformer", {"in_channels": 32}) in found
+    assert {"axes_dim": [8, 8]} in list(trial._variants("transformer"))
+    lacking = AttributeError("'T5GemmaConfig' object has no attribute 'hidden_size'")
+    [*_, (_, values)] = trial._attributes(trials.Stop(lacking, "text_encoder"))
+    assert values["hidden_size"] == 96 and len(values["layer_types"]) == values["num_hidden_layers"] == 2
+    assert trial.configurations.give("model_max_length", 9) and not trial.configurations.give("model_max_length", 9)
 
 
 class Asks(Forgets):

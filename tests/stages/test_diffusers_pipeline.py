@@ -14,7 +14,7 @@ from torchport.load import tiny
 from torchport.stages import recorder
 from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import Settings, Steps
-from torchport.stages.replay import First, latents_of
+from torchport.stages.replay import Finished, First, latents_of
 
 STEPS = 8
 SETTINGS = Settings(
@@ -237,6 +237,16 @@ def test_a_scheduler_that_returns_no_tuple_is_refused(stage, parts_with, embeddi
         "Plain: Its 'step' returns a list to 'CogVideoXPipeline', and no tuple of tensors. Write a family with a loop "
         "of its own for it: docs/families.md."
     )
+
+
+def test_a_pipeline_that_asks_step_for_an_object_gets_one():
+    from diffusers import CogVideoXDDIMScheduler
+
+    scheduler, latents = CogVideoXDDIMScheduler(), torch.ones(1, 4)
+    scheduler.set_timesteps(2)
+    Finished(scheduler, latents, None)
+    given = (latents / 2, scheduler.timesteps[0], latents / 2)
+    assert scheduler.step(*given).prev_sample is scheduler.step(*given, return_dict=False)[0] is latents
 
 
 def test_an_argument_that_the_pipeline_does_not_take_is_refused(stage, parts_with, embeddings):

@@ -32,6 +32,7 @@ def stand_in(shape=None, **attributes):
     [
         ({"in_channels": 4}, None, [2, 4, 3, 3]),  # as many channels come out as go in
         ({"in_channels": 4, "out_channels": 8}, None, [2, 8, 3, 3]),
+        ({"in_channels": 4, "learn_sigma": True}, None, [2, 8, 3, 3]),
         ({"in_channels": 6, "out_channels": 8}, None, [2, 1, 1, 1]),
         ({"in_channels": 4, "out_channels": 8}, torch.Size([1, 8, 3, 3]), [2, 8, 3, 3]),
         ({"in_channels": 4}, torch.Size([1, 9, 2]), [2, 4, 3, 3]),  # the loop's latents have another layout

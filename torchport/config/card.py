@@ -250,8 +250,8 @@ class PipelineCall(Frozen):
     which the mesh's `dp` splits."""
     dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
     """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
-    settings: dict[str, Literal["height", "width", "frames", "steps", "guidance_scale"]]
-    """By argument of the pipeline, the field of the config that it gets."""
+    settings: dict[str, Literal["height", "width", "area", "frames", "steps", "guidance_scale"]]
+    """By argument of the pipeline, the field of the config that it gets; `area` is height times width."""
     constants: dict[str, Any] = {}
     """Arguments of the pipeline that are the same in all jobs, unless a job's `call` replaces them."""
     init: dict[str, Any] = {}
@@ -750,7 +750,8 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
             yield UnknownKeyError(place, fact, "Remove 'call'", key="call")
             return
         if name in card.call.settings:
-            fact, field = f"'{name}' gets the field '{card.call.settings[name]}'", card.call.settings[name]
+            field = card.call.settings[name].replace("area", "height' and 'width")
+            fact = f"'{name}' gets the field '{field}'"
             yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
         elif name in (*PASSED, *card.call.shapes, card.call.image):
             yield BadValueError(place, f"torchport passes '{name}' itself", "Remove it from 'call'", key=name)

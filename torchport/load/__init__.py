@@ -97,7 +97,7 @@ def account_component(
 def check_init(card: Card, folder: Path) -> None:
     """Refuses a checkpoint whose pipeline is made with other arguments than the card's, or than upstream's defaults.
 
-    No value is as null or false.
+    No value is as null or false, and a component as null where the card leaves it out.
 
     Args:
         card: One with `call`.
@@ -107,7 +107,8 @@ def check_init(card: Card, folder: Path) -> None:
     init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
     index = checkpoint.read_json(file)
     values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
-    for name in sorted(values | set(card.call.init)):
+    left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
+    for name in sorted((values | set(card.call.init)) - left_out):
         if (index.get(name) or None) != (init.get(name) or None):
             fact = f"'{name}' is {index.get(name)!r}"
             remedy = (

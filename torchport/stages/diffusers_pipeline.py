@@ -432,8 +432,9 @@ class _Stages:
         return {"frames": frames.checked(*pixels)}
 
     def stacked(self, network: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
-        """Returns the outputs of a network that takes and returns lists as one tensor: `call` of the stage."""
-        return torch.stack(network(**inputs)[0])
+        """Returns the outputs of a network for lists, which it may return as a list, as one tensor: `call`."""
+        outputs = network(**inputs)[0]
+        return outputs if isinstance(outputs, torch.Tensor) else torch.stack(outputs)
 
     def decoded(
         self, vae: torch.nn.Module, settings: Settings, picked: str = "", **inputs: Any

@@ -36,6 +36,7 @@ class Loop:
         self.done = done
         self.number = 0
         self.real = type(scheduler).step.__get__(scheduler)
+        takes = inspect.signature(self.real).parameters
 
         @functools.wraps(self.real)  # upstream reads its signature
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +44,11 @@ class Loop:
                 self._check_timesteps()
                 self._check_batch(self.sample(args, kwargs))
             self.number += 1
-            return self.returned(args, kwargs)
+            if kwargs.get("return_dict") is False or "return_dict" not in takes:
+                return self.returned(args, kwargs)
+            from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
+            return SchedulerOutput(self.returned(args, {**kwargs, "return_dict": False})[0])
 
         scheduler.step = step
 

@@ -77,6 +77,7 @@ class ComponentStandIn(torch.nn.Module):
         """Returns the shape of an output, by that of latents or of an input; 1 for all dims if that does not say it."""
         config = getattr(vars(self)["component"], "config", {})
         taken, returned = config.get("in_channels"), config.get("out_channels")
+        returned = 2 * taken if taken and returned is None and config.get("learn_sigma") else returned
         if len(shape) < 2 or returned in (None, taken, shape[1]):
             return list(shape[1:])
         return [returned, *shape[2:]] if shape[1] == taken else [1] * (len(shape) - 1)

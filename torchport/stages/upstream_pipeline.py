@@ -111,7 +111,8 @@ class UpstreamPipeline:
         pipe.set_progress_bar_config(disable=True)
         if isinstance(vae, Decoding):
             vae.take_over(pipe)
-        values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
+        fields = {**vars(settings), "area": settings.height * settings.width}
+        values = {name: fields[setting] for name, setting in self.card.settings.items()}
         values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
         self._check_call(pipe, settings)
         constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}

@@ -21,7 +21,7 @@ from torchport.porting.derive.writing import card_of, embeddings_of, job_of, tex
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
-_FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext")
+_FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
 """Names of pipelines that begin with an image, though their argument for it may be None."""
 
 
@@ -95,6 +95,7 @@ def pieces(model: str, name: str) -> list[Piece]:
 
 def image_argument(cls: Any) -> str | None:
     """Returns the argument of a pipeline that takes the image which it begins with; None for one that needs none."""
-    parameter = inspect.signature(cls.__call__).parameters.get("image")
+    parameters = inspect.signature(cls.__call__).parameters
+    parameter = parameters.get("image", parameters.get("control_image"))
     has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
-    return "image" if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None
+    return parameter.name if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None

@@ -30,11 +30,12 @@ LARGEST = 100_000_000
 _STAND_FOR = {
     "PreTrainedModel": "transformers:Qwen3Model",
     "PreTrainedTokenizerBase": "transformers:GemmaTokenizer",
-    "Gemma2PreTrainedModel": "transformers:Gemma2Model",
     "KarrasDiffusionSchedulers": "diffusers:EulerDiscreteScheduler",
     "SchedulerMixin": "diffusers:FlowMatchEulerDiscreteScheduler",
 }
 """Annotations that are no class to build, with the class that upstream's published pipelines have."""
+_NEEDED_PARTS = ("transformer", "unet", "text_encoder", "tokenizer", "vae")
+"""Components that a run is not without, though a pipeline's constructor may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,8 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
     hints = typing.get_type_hints(cls.__init__)
     result = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
-        is_optional = parameter.default is None and parameter.name not in ("transformer", "unet", "text_encoder", "vae")
+        is_optional = parameter.default is None and parameter.name not in _NEEDED_PARTS
+        is_optional |= parameter.name in absent_parts(cls)
         classes = [each for each in _alternatives(hints.get(parameter.name, Any)) if isinstance(each, type)]
         if is_optional or (classes and all(each in (bool, int, float, str, type(None)) for each in classes)):
             continue
@@ -96,6 +98,14 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md")
         result.append(PipelinePart(parameter.name, built[0], _kind(built[0]), tuple(built[1:])))
     return [_with_tokenizer(part, result) for part in result]
+
+
+def absent_parts(cls: Any) -> dict[str, None]:
+    """Returns arguments of a pipeline's constructor without a default that may be None, as it says: with None."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    optional = getattr(cls, "_optional_components", ())
+    free = [each.name for each in parameters if each.default is each.empty and each.name in optional]
+    return {name: None for name in free if not name.startswith(_NEEDED_PARTS)}
 
 
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
@@ -119,8 +129,9 @@ def _alternatives(hint: Any) -> Sequence[Any]:
 
 
 def _built(cls: Any) -> Any:
-    path = _STAND_FOR.get(cls.__name__)
-    if path is None:
+    base = cls.__name__.removesuffix("PreTrainedModel")  # of a family's models, which is none itself
+    path = _STAND_FOR.get(cls.__name__, cls.__name__ if base == cls.__name__ else f"transformers:{base}Model")
+    if ":" not in path:
         return cls
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -224,7 +235,7 @@ def _encoder(cls: Any, width: int) -> dict[str, Any]:
     values = _encoder_numbers(arguments(cls), width) | _axes(cls.config_class, width)
     nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
-        if name.endswith("_config") and isinstance(nested, dict):
+        if (name.endswith("_config") or name in nested_classes) and isinstance(nested, dict):
             kept = {key: nested[key] for key in ("model_type",) if key in nested}
             numbers = _encoder_numbers([_plain(*each) for each in nested.items() if each[0][0] != "_"], width)
             values[name] = kept | numbers | _axes(nested_classes.get(name), width)
@@ -273,6 +284,8 @@ TEMPLATE = (
     "{% endfor %}"
 )
 """A chat's template of tiny tokenizers, for pipelines that ask for one."""
+LONGEST = 256
+"""Tokens of tiny tokenizers, for pipelines that ask for a length; most tokenizers have none."""
 
 
 class Configurations:
@@ -317,13 +330,13 @@ class Configurations:
         config = getattr(cls, "config_class", None)
         return cls(**values) if config is None else cls(config(**values))
 
-    def give_template(self) -> bool:
-        """Gives the tokenizers a chat's template; returns whether one of them had none."""
-        lacking = [name for name, spec in self.tokenizers.items() if spec and spec.chat_template is None]
+    def give(self, field: str, value: Any) -> bool:
+        """Gives the tokenizers something, such as a chat's template; returns whether one of them had none."""
+        lacking = [name for name, spec in self.tokenizers.items() if spec and getattr(spec, field) is None]
         for name in lacking:
             spec = self.tokenizers[name]
             assert spec is not None
-            self.tokenizers[name] = spec.model_copy(update={"chat_template": TEMPLATE})
+            self.tokenizers[name] = spec.model_copy(update={field: value})
         return bool(lacking)
 
     def choose(self, component: str, cls: Any) -> None:

@@ -7,10 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import re
 import textwrap
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,8 @@ import torch
 
 from torchport.errors import BadValueError
 from torchport.load.foreign import brief, reading, refusals
-from torchport.porting.derive.parts import HEAD_SIZE, HEADS, Configurations
+from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
+from torchport.porting.draft.model import shares
 from torchport.stages.replay import OTHER_LOOP
 
 NEGATIVE = "bad"
@@ -33,6 +36,7 @@ ARGUMENTS = {
     "steps": ("num_inference_steps",),
     "height": ("height",),
     "width": ("width",),
+    "area": ("max_area",),
 }
 """By field of a job, the names that pipelines have for the argument which takes it."""
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
@@ -66,6 +70,7 @@ class Observed:
     steps: int = 0  #: Calls of the scheduler's `step`.
     output: Any = None  #: What the pipeline returned first.
     finished: int = 0  #: Modules' calls that returned: how far the trial came.
+    line: int = 0  #: Of the pipeline's call, where it stopped.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +136,12 @@ class PipelineTrial:
         """
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            pipe = self.cls(**{name: self.configurations.built(name) for name in self.configurations.parts})
+            parts = {name: self.configurations.built(name) for name in self.configurations.parts}
+            pipe = self.cls(**parts, **absent_parts(self.cls))
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, Observed())
+            if hasattr(pipe, "scheduler"):
+                pipe.scheduler.step = _latents_at_last(pipe.scheduler.step)
             texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
             with reading(
                 BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
@@ -142,7 +150,8 @@ class PipelineTrial:
         first = observed.output
         are_tensors = isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor)
         if not are_tensors or first.shape != again.shape or not torch.allclose(first, again, atol=1e-4):
-            fact = f"'{self.cls.__name__}' makes another picture of its own embeddings than of the prompts they are of"
+            kept = "its own embeddings, and the latents of its last step alone,"
+            fact = f"'{self.cls.__name__}' makes another picture of {kept} than of the prompts"
             raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
@@ -164,13 +173,15 @@ class PipelineTrial:
         if divisor and int(divisor[1]) % (self.unit or 1 << 30):
             self.unit = math.lcm(int(divisor[1]), self.unit or 1)
             return self._tried()
-        if "chat_template" in str(stop.error) and self.configurations.give_template():
+        if "chat_template" in str(stop.error) and self.configurations.give("chat_template", TEMPLATE):
+            return self._tried()
+        if isinstance(stop.error, OverflowError) and self.configurations.give("model_max_length", LONGEST):
             return self._tried()
         for component, other in self._other_classes(stop):
             kept_part, kept_values = self.configurations.parts[component], self.configurations.values[component]
             self.configurations.choose(component, other)
             observed, later = self._tried()
-            if later is None or observed.finished > before.finished:
+            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
                 return observed, later
             self.configurations.parts[component], self.configurations.values[component] = kept_part, kept_values
         for component, changes in self._proposals(stop):
@@ -179,7 +190,7 @@ class PipelineTrial:
             kept = dict(self.configurations.values.get(component, {}))
             self.configurations.values.setdefault(component, {}).update(changes)
             observed, later = self._tried()
-            if later is None or observed.finished > before.finished:
+            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
                 self.configurations.mended.setdefault(component, []).extend(changes)
                 return observed, later
             self.configurations.values[component] = kept
@@ -195,13 +206,26 @@ class PipelineTrial:
         """Yields changes that may help: first what gives the module its size, then what others of its kind have."""
         if stop.component is not None and stop.wanted is not None:
             yield from ((stop.component, changes) for changes in self._resizing(stop))
+        yield from self._attributes(stop)
         parts = self.configurations.parts.items()
         if isinstance(stop.error, IndexError) and stop.component is None:  # it takes hidden states of many layers
             values = self.configurations.values
             yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
         networks = [name for name, part in parts if part.kind == "network"]
+        yield from self._as_the_message_says(str(stop.error), [stop.component] if stop.component else networks)
         for component in [stop.component] if stop.component else networks:
             yield from ((component, changes) for changes in self._variants(component))
+
+    def _attributes(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields what gives an encoder's configuration an attribute that only its parts have, with all of theirs."""
+        lacking = re.search(r"'\w+Config' object has no attribute '(\w+)'", str(stop.error))
+        if lacking and stop.component:
+            known = self.configurations.parts[stop.component].cls.config_class().to_dict()
+            for name, small in list(self.configurations.values[stop.component].items()):
+                if isinstance(small, dict) and lacking[1] in known[name]:
+                    values = {key: value for key, value in known[name].items() if key not in known} | small
+                    kinds = list(dict.fromkeys(values.get("layer_types") or [])) * LAYERS
+                    yield stop.component, values | {"layer_types": kinds[: values["num_hidden_layers"]] or None}
 
     def _resizing(self, stop: Stop) -> Iterator[dict[str, int]]:
         """Yields each change of one number that gives a module the size of its input."""
@@ -222,6 +246,18 @@ class PipelineTrial:
                 if resized == size:
                     yield {name: proposal}
 
+    def _as_the_message_says(self, message: str, components: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yields changes of one argument from a size that an error's message has, to another or in proportion to it."""
+        sizes = dict.fromkeys(int(size) for size in re.findall(r"\d+", message) if 1 < int(size) < 10_000)
+        for component in components:
+            for name, value in self.configurations.all_values(component).items():
+                others = [size for size in sizes if size != value]
+                if type(value) is int and value in sizes:
+                    yield from ((component, {name: size}) for size in others)
+                    yield from ((component, {name: value * value // size}) for size in others if size < value)
+                elif value is None and re.search(r"channels|_dim$", name):
+                    yield from ((component, {name: size}) for size in others)
+
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
         """Yields changes of one argument: a switch turned, a size of a head, a width as another component has it."""
         current = self.configurations.all_values(component)
@@ -231,19 +267,17 @@ class PipelineTrial:
                 yield {name: not value}
             elif value is None and name.startswith("use_"):
                 yield from ({name: is_on} for is_on in (False, True))
+            elif value is None and re.search(r"rope|axes", name):  # how the axes share a head's dims
+                yield from ({name: shares([1] * axes, size)} for size in (16, HEAD_SIZE) for axes in (2, 3))
             elif type(value) is int and re.search(r"head_dim|head_size", name):
                 yield from ({name: size} for size in (16, 32, 48) if size != value)
             elif type(value) is int and re.search(r"dim|channels|width|size", name):
                 yield from ({name: size} for size in sorted(sizes) if size != value)
 
     def _widths(self) -> set[int]:
-        values = self.configurations.values
-        found = [
-            part.get(name)
-            for component, part in values.items()
-            if self.configurations.parts[component].kind == "encoder"
-            for name in ("d_model", "hidden_size")
-        ]
+        values, parts = self.configurations.values, self.configurations.parts
+        encoders = [values[name] for name in values if parts[name].kind == "encoder"]
+        found = [encoder.get(name) for encoder in encoders for name in ("d_model", "hidden_size")]
         widths = [width for width in found if isinstance(width, int)]
         return {*widths, sum(widths)}
 
@@ -262,19 +296,20 @@ class PipelineTrial:
             parts: dict[str, Any] = {}
             for component in self.configurations.parts:
                 parts[component] = self.configurations.built(component)
+                observed.finished += 1
             component = None
-            pipe = self.cls(**parts)
+            pipe = self.cls(**parts, **absent_parts(self.cls))
             observed.finished += 1
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, observed)
             with _watched(pipe, parts, observed, running), torch.no_grad():
                 observed.output = pipe(**arguments, return_dict=False)[0]
                 _check_size(observed.output, arguments)
-        except kinds as error:
-            return observed, _stop(error, running, component)
         except BaseException as error:
-            if type(error) is not Exception:  # tokenizers raises the bare class
+            if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
                 raise
+            calls = [each.lineno or 0 for each in traceback.extract_tb(error.__traceback__) if each.name == "__call__"]
+            observed.line = calls[0] if calls else 0
             return observed, _stop(error, running, component)
         return observed, None
 
@@ -287,7 +322,7 @@ class PipelineTrial:
         observed.unit, observed.frames = self.unit, 1
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
         values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 2}
-        values |= {"height": self.unit * 2, "width": self.unit * 4}
+        values |= {"height": self.unit * 2, "width": self.unit * 4, "max_area": self.unit**2 * 8}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
         if frames is not None:
             observed.frames = values[frames] = 2 * int(temporal) + 1
@@ -316,6 +351,21 @@ def _check_size(
         raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
 
 
+def _latents_at_last(step: Any) -> Any:
+    """Returns a scheduler's `step` that returns NaN beside the latents the second time: a finished loop has no more."""
+    numbers = itertools.count()
+
+    @functools.wraps(step)  # upstream reads its signature
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        returned = step(*args, **kwargs)
+        if next(numbers) == 0 or not isinstance(returned, tuple):
+            return returned
+        latents, *others = returned
+        return (latents, *(each if each is None else each * math.nan for each in others))
+
+    return stepped
+
+
 def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of layers of an encoder, and of its parts, as large as published ones have them."""
     result: dict[str, Any] = {"num_hidden_layers": LAYERS} if "num_hidden_layers" in values else {}
@@ -327,7 +377,7 @@ def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """Returns arguments of a pipeline that are the same in all jobs: it makes the size that is asked for."""
-    return {name: False for name in ("use_resolution_binning",) if name in parameters}
+    return {name: False for name in ("use_resolution_binning", "_auto_resize") if name in parameters}
 
 
 def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
@@ -546,13 +596,14 @@ def _noting(component: str, observed: Observed) -> Any:
     return note
 
 
-def returned_names(function: Any) -> list[str]:
-    """Returns the names of the values that a function returns as a tuple, by its last `return`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+def embedding_names(cls: Any) -> list[str]:
+    """Returns the names of the values that `encode_prompt` returns as a tuple; one alone may have any name there."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.encode_prompt)))
     returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     last = returns[-1] if returns else ast.Constant(None)
     items = last.elts if isinstance(last, ast.Tuple) else [last]
-    return [_root(item) for item in items]
+    names, takes = [_root(item) for item in items], inspect.signature(cls.__call__).parameters
+    return ["prompt_embeds"] if len(names) == 1 and names[0] not in takes and "prompt_embeds" in takes else names
 
 
 def _root(node: ast.expr) -> str:

@@ -15,14 +15,15 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TorchportError
 from torchport.patch.declared import reading
 from torchport.patch.source import proposal
+from torchport.porting.derive.parts import absent_parts
 from torchport.porting.derive.trial import (
     ARGUMENTS,
     LoopCall,
     Observed,
     PipelineTrial,
     constants_of,
+    embedding_names,
     guidance_argument,
-    returned_names,
 )
 from torchport.porting.draft.model import flow
 from torchport.stages.replay import OTHER_LOOP
@@ -64,6 +65,7 @@ def card_of(
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
     call |= {"constants": constants} if constants else {}
+    call |= {"init": absent} if (absent := absent_parts(cls)) else {}
     call |= {} if trial.image is None else {"image": trial.image}
     components = trial.configurations.values
     card: dict[str, Any] = {
@@ -142,9 +144,9 @@ def _encoding(
     encode = {
         name: value
         for name, value in observed.encoding.items()
-        if name not in _PASSED and value is not None and name in known and value != known[name].default
+        if name not in (*_PASSED, "kwargs") and value is not None and name in known and value != known[name].default
     }
-    names = returned_names(cls.encode_prompt)
+    names = embedding_names(cls)
     embeddings: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
     for number, value in enumerate(observed.embeddings):
@@ -175,7 +177,7 @@ def _encoding(
 def embeddings_of(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     """Returns what `encode_prompt` returned, by the arguments that the pipeline has for it."""
     takes = inspect.signature(trial.cls.__call__).parameters
-    names = returned_names(trial.cls.encode_prompt) if observed.encodings else []
+    names = embedding_names(trial.cls) if observed.encodings else []
     values = dict(zip(names, observed.embeddings, strict=False))
     values |= {f"negative_{name}": value for name, value in zip(names, observed.negative, strict=False)}
     return {name: value for name, value in values.items() if name in takes and value is not None}
@@ -212,7 +214,7 @@ def _conditions(
     values = dict(zip(embeddings, observed.embeddings, strict=True))
     values |= {f"negative_{name}": value for name, value in zip(embeddings, observed.negative, strict=False)}
     pairs: dict[str, list[str]] = {}
-    for name in first[0].inputs.keys() & first[1].inputs.keys():
+    for name in sorted(first[0].inputs.keys() & first[1].inputs.keys()):
         tensor, other = (call.inputs[name] for call in first)
         if not isinstance(tensor, torch.Tensor) or not isinstance(other, torch.Tensor) or _same(tensor, other):
             continue
@@ -225,18 +227,12 @@ def _conditions(
 
 def _key_of(values: Mapping[str, Any], tensor: torch.Tensor) -> str | None:
     """Returns the embedding that a tensor is."""
-    for name, value in values.items():
-        if _same(value, tensor):
-            return name
-    return None
+    return next((name for name, value in values.items() if _same(value, tensor)), None)
 
 
 def _same(value: Any, tensor: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    if value.shape != tensor.shape:
-        return False
-    return torch.equal(value.to(tensor.dtype), tensor)
+    is_like = isinstance(value, torch.Tensor) and value.shape == tensor.shape
+    return is_like and torch.equal(value.to(tensor.dtype), tensor)
 
 
 def _settings(cls: Any) -> dict[str, str]:
