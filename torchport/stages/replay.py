@@ -43,6 +43,8 @@ class Loop:
                 self._check_timesteps()
                 self._check_batch(self.sample(args, kwargs))
             self.number += 1
+            if "generator" in inspect.signature(self.real).parameters:
+                kwargs.setdefault("generator", self.generator)  # most pipelines leave it to draw what no seed decides
             return self.returned(args, kwargs)
 
         scheduler.step = step
