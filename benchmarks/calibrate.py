@@ -2,6 +2,7 @@
 
     python benchmarks/calibrate.py [--jobs N]    # the table
     python benchmarks/calibrate.py --write       # and writes the factor into torchport/plan/calibration.yaml
+    python benchmarks/calibrate.py --page docs/performance.md    # and writes the table into that page
 
 Every modelled time is a model's. The factor is fitted to all of them together, never to one model, machine, mesh or
 kernel; how far each is off, and which pairs come out in the wrong order, is printed.
@@ -44,6 +45,8 @@ HEADER = """\
 # factor: a plan's step takes attention + (other + communication) / factor; least squares of log(model / measured).
 # spread_percent: the root mean square of these logarithms, as percent.
 """
+BEGIN, END = "<!-- Made by benchmarks/calibrate.py --page: begin -->", "<!-- end -->"
+"""The comments between which a page has the table."""
 RANGE = (0.05, 20.0)
 """Between which the factor is searched."""
 POINTS = 400
@@ -373,6 +376,30 @@ def lines(outcome: Outcome) -> list[str]:
     return text + [f"  misordered: {_times(pair.faster, by)} before {_times(pair.slower, by)}" for pair in wrong]
 
 
+def table(outcome: Outcome) -> str:
+    """Returns a calibration as a table of a page, with sources, and its summary."""
+    by, rows = (
+        outcome.calibration,
+        ["| model, machine, mesh | kernel | measured, s | model, s | off | source |", "|" + "---|" * 6],
+    )
+    for one in outcome.models:
+        step, seconds = one.step, one.model_s(by)
+        mesh = ", ".join(f"{axis}={size}" for axis, size in step.mesh.items())
+        what = f"{step.model}, {step.height}p{step.frames}f, {step.machine}, {mesh}"
+        off = f"{100 * (seconds / step.step_s - 1):+.0f} %"
+        rows.append(f"| {what} | {step.kernel} | {step.step_s:g} | {seconds:.2f} | {off} | {step.source} |")
+    return "\n".join(rows) + ("" if by is None else f"\n\nBy {by.date}: {_summary(by, outcome.models)}.")
+
+
+def write_page(file: Path, outcome: Outcome) -> None:
+    """Writes the table into a page, between the comments that mark its place."""
+    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        sys.exit(f"{file} has no place for the table: {BEGIN} ... {END}")
+    file.write_text(f"{before}{begin}\n\n{table(outcome)}\n\n{end}{after}", encoding="utf-8")
+
+
 def _summary(by: Calibration, models: Sequence[StepModel]) -> str:
     ratios: Mapping[str, float] = {one.step.name: one.model_s(by) / one.step.step_s for one in models}
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
@@ -393,9 +420,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, metavar="N", help="compilations at once [by processors and memory]")
     parser.add_argument("--write", action="store_true", help=f"write the factor into {step_time.CALIBRATION.name}")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the table into a page, between its two comments"
+    )
     arguments = parser.parse_args()
     outcome = calibrate(STEPS, arguments.jobs)
     print("\n".join(lines(outcome)))
+    if arguments.page is not None:
+        write_page(arguments.page, outcome)
     if arguments.write:
         if outcome.failed or outcome.calibration is None:  # a factor of a part would not be the one that is said
             sys.exit("No factor is written: mend the steps that are not modelled, or leave them out with a reason.")

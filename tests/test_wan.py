@@ -4,12 +4,13 @@
 """
 
 import dataclasses
+import functools
 import json
 
 import pytest
 import torch
 import yaml
-from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from fakes.artefacts import bits, difference, frames_of, latents_of, levels, same_frames, tensor_of, video_of
 from fakes.plants import plant
 from safetensors.torch import load_file
@@ -58,7 +59,7 @@ def request_of(root):
 def upstream(pack):
     """Upstream's own pipeline objects: the tiny checkpoints, read and called as its documentation says."""
 
-    def made(model, steps=3, **kwargs):
+    def made(model, steps=3, scheduler=None, **kwargs):
         card, _ = pack.card(model)
         height, width, guidance = SIZES[model]
         sizes = {"height": height, "width": width, "num_frames": 9, "num_inference_steps": steps}
@@ -66,7 +67,9 @@ def upstream(pack):
         with hushed(True):
             pipe = WanPipeline.from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
             pipe.set_progress_bar_config(disable=True)
-            return pipe(PROMPT, NEGATIVE, generator=torch.Generator().manual_seed(SEED), **sizes | scales | kwargs)
+            pipe.scheduler = scheduler or pipe.scheduler
+            seeded = {"generator": torch.Generator().manual_seed(SEED)}
+            return pipe(PROMPT, NEGATIVE, **seeded | sizes | scales | kwargs)
 
     return made
 
@@ -198,6 +201,19 @@ def test_guidance_1_is_upstreams_pipeline_too(request_of, upstream, tmp_path):
     run(request_of("wan", sets=("guidance_scale=1.0",), out=tmp_path, backend="original"))
     theirs = upstream("wan", output_type="latent", guidance_scale=1.0, negative_prompt_embeds=None).frames
     assert torch.equal(latents_of(tmp_path), theirs)
+
+
+@pytest.mark.parametrize("backend", ["original", "torchax"])
+def test_few_steps_with_a_scheduler_of_the_jobs_are_upstreams(request_of, upstream, tmp_path, backend):
+    request = request_of("wan_5b", out=tmp_path, backend=backend)
+    run(dataclasses.replace(request, config="configs/wan_5b_fast_demo.yaml"))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=0.967047, shift_terminal=0.522, stochastic_sampling=True)
+    generator = torch.Generator().manual_seed(SEED)
+    scheduler.step = functools.partial(scheduler.step, generator=generator)  # upstream gives it none
+    scales = {"guidance_scale": 1.0, "output_type": "latent", "generator": generator}
+    theirs = upstream("wan_5b", scheduler=scheduler, **scales).frames
+    assert scheduler.timesteps.tolist() == [1000, 757, 522]
+    assert difference(latents_of(tmp_path), theirs) <= (0 if backend == "original" else 1e-5)
 
 
 @MODELS

@@ -244,6 +244,9 @@ def test_a_calibration_reads_as_text(calibrate, published, plans):
         "factor 0.489 for everything but attention (least squares of 3), spread ±48 %; the worst is first, "
         "-37 % after the factor"
     )
+    (page := path.with_name("page.md")).write_text(f"{calibrate.BEGIN}\nold\n{calibrate.END}\n")
+    calibrate.write_page(page, calibrate.calibrate(path, 1))
+    assert "| splash | 8 | 5.04 | -37 % | S |" in page.read_text() and "old" not in page.read_text()
     text = calibrate.lines(calibrate.calibrate(published(step("short", 1.0, way("c"))), 1))
     assert text[1].endswith(" s   2.05, shorter than its attention alone")
     assert text[2].startswith("factor 20.000, the end of the range searched, for everything but attention (least ")

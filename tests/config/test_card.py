@@ -596,11 +596,12 @@ def test_a_jobs_call_does_not_set_what_is_set_elsewhere(pack, generic, name, sai
     assert text == f"--set call.{name}=1: {said}"
 
 
-def test_a_jobs_call_for_a_model_without_one_is_refused(pack, card):
-    text = refused(UnknownKeyError, lambda: job_with(pack, card, "call.use_dynamic_cfg=true"))
+@pytest.mark.parametrize("flag", ["call.use_dynamic_cfg=true", "scheduler.class=DDIMScheduler"])
+def test_a_jobs_call_and_scheduler_for_a_model_without_one_are_refused(pack, card, flag):
+    text, key = refused(UnknownKeyError, lambda: job_with(pack, card, flag)), flag.partition(".")[0]
     assert text == (
-        "--set call.use_dynamic_cfg=true: 'call' is for models with 'family: diffusers', and 'hunyuan' has "
-        "'diffusers/hunyuan_video15_stages'. Remove 'call'."
+        f"--set {flag}: '{key}' is for models with 'family: diffusers', and 'hunyuan' has "
+        f"'diffusers/hunyuan_video15_stages'. Remove '{key}'."
     )
 
 

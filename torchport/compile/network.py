@@ -39,6 +39,7 @@ from torchport.load import checkpoint, tiny
 from torchport.load.foreign import reading
 from torchport.progress import log
 from torchport.stages.family import Stage
+from torchport.stages.guiding import made
 from torchport.task import Task
 from torchport.task.family_file import builder
 
@@ -55,7 +56,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     for name in stage.parts:
         component, path = task.card.components[name], task.component_folder(folder, name)
         if component.dtype is None:
-            parts[name] = load.part(component.class_, path)
+            parts[name] = _light(task, name, path)
         elif load.is_built_here(component):
             parts[name] = load.fill(_built(task, name, folder), path, name, layout(task, name))
         else:
@@ -79,8 +80,15 @@ def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> 
     A loop changes its scheduler. So parts without weights are loaded again. Patches must be in place.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
-    new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
-    return {**parts, **new}
+    return {**parts, **{name: _light(task, name, task.component_folder(folder, name)) for name in light}}
+
+
+def _light(task: Task, name: str, folder: Path) -> Any:
+    """Returns a part without weights: the job's scheduler, or what the checkpoint has in a folder."""
+    if name == "scheduler" and task.settings.scheduler is not None:
+        place, chosen = task.job_document.place(["scheduler"]), task.settings.scheduler
+        return made(load.class_of(f"diffusers.schedulers:{chosen.get('class')}", place), chosen, place)
+    return load.part(task.card.components[name].class_, folder)
 
 
 def _prune(module: torch.nn.Module, stage: Stage) -> None:
@@ -198,8 +206,8 @@ def _without_weights(task: Task, component: str) -> Any:
     if not hasattr(cls, "from_config"):
         return cls()
     root = None if task.is_tiny else checkpoint.local(task.checkpoint)
-    if root is not None:
-        return load.part(entry.class_, task.component_folder(root, component))
+    if root is not None or (component == "scheduler" and task.settings.scheduler is not None):
+        return _light(task, component, task.component_folder(root or Path(), component))
     return cls.from_config(dict(recipe(task, component, None).config))
 
 

@@ -582,6 +582,9 @@ class Job(Frozen):
     """What combines the predictions with and without the prompt, if the pipeline takes a guider: a class of
     `diffusers.guiders` and its arguments, `{class: ClassifierFreeZeroStarGuidance, zero_init_steps: 1}`. Its scale is
     `guidance_scale`. By default the checkpoint's."""
+    scheduler: dict[str, Any] | None = None
+    """With `family: diffusers`, what takes the steps: a class of diffusers and its arguments, `{class:
+    FlowMatchEulerDiscreteScheduler, shift: 5.0}`, in place of the checkpoint's."""
     machine: str
     """The devices: `v6e:2x4` is a TPU slice of v6e chips, `cpu:8` is 8 virtual CPU devices."""
     mesh: dict[Axis, pydantic.PositiveInt] = {}
@@ -743,12 +746,13 @@ PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "r
 
 
 def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    if card.call is None:
+        for key in (key for key in ("call", "scheduler") if getattr(job, key)):
+            fact = f"'{key}' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
+            yield UnknownKeyError(document.place([key, *getattr(job, key)][:2]), fact, f"Remove '{key}'", key=key)
+        return
     for name in job.call:
         place = document.place(["call", name])
-        if card.call is None:
-            fact = f"'call' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
-            yield UnknownKeyError(place, fact, "Remove 'call'", key="call")
-            return
         if name in card.call.settings:
             field = card.call.settings[name].replace("area", "height' and 'width")
             fact = f"'{name}' gets the field '{field}'"

@@ -32,7 +32,7 @@ from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
-DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call", "scheduler")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
 
 ENCODER = ("encoder", "quant_conv")

@@ -63,6 +63,7 @@ class Settings:
         text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
         call: Arguments of the pipeline that the config sets.
         guider: The class of the guider that the config sets, under `class`, and its arguments; None: the checkpoint's.
+        scheduler: The same of the scheduler.
     """
 
     prompt: str
@@ -80,13 +81,14 @@ class Settings:
     text_bucket: int | None = None
     call: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     guider: Mapping[str, Any] | None = None
+    scheduler: Mapping[str, Any] | None = None
 
     def traced(self) -> Settings:
         """Returns the settings that a network is called with while it is traced: those its program may depend on.
 
         The others are blank, so that no program can depend on them unseen.
         """
-        return dataclasses.replace(self.shared(), steps=0, guider=None)
+        return dataclasses.replace(self.shared(), steps=0, guider=None, scheduler=None)
 
     def shared(self) -> Settings:
         """Returns the settings that a stage is loaded with: those in which all videos of one shape agree.

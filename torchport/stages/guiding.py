@@ -35,21 +35,21 @@ def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
     """
     if settings.guider is None:
         return checkpoints.new(**{SCALE: settings.guidance_scale})
-    name, arguments = _parts(settings.guider)
-    cls = _class_of(name, place)
-    known = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "enabled", SCALE)]
+    cls = _class_of(str(settings.guider["class"]), place)
+    return made(cls, settings.guider, place, **{SCALE: settings.guidance_scale})
+
+
+def made(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
+    """Returns an object of a class, of the arguments that a job has beside `class`; `guider` says what is refused."""
+    name, arguments = cls.__name__, {key: value for key, value in chosen.items() if key != "class"}
+    known = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "enabled", *given)]
     for key in arguments:
         if key not in known:
             raise UnknownKeyError(place, f"'{name}' takes no argument '{key}' here", nearest(key, known), key=key)
     for key, value, default in unlike_defaults(cls, arguments):
         raise BadValueError(place, f"'{key}' is {value!r}", f"It must be like its default, {default!r}", key=key)
     with reading(BadValueError, place, f"'{name}' cannot be made of its arguments", "Mend them"):
-        return cls(**arguments, **{SCALE: settings.guidance_scale})
-
-
-def _parts(guider: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the class's name and the arguments of a job's guider."""
-    return str(guider["class"]), {key: value for key, value in guider.items() if key != "class"}
+        return cls(**arguments, **given)
 
 
 def _class_of(name: str, place: str) -> Any:

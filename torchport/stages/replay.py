@@ -44,6 +44,8 @@ class Loop:
                 self._check_timesteps()
                 self._check_batch(self.sample(args, kwargs))
             self.number += 1
+            if "generator" in takes:
+                kwargs.setdefault("generator", self.generator)  # most pipelines leave it to draw what no seed decides
             if kwargs.get("return_dict") is False or "return_dict" not in takes:
                 return self.returned(args, kwargs)
             from diffusers.schedulers.scheduling_utils import SchedulerOutput

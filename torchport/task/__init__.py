@@ -171,7 +171,7 @@ class Task:
             identity["call"] = {**self.card.call.constants, **self.settings.call}
         if stage == "denoise_first":  # the same loop goes on
             identity |= {"steps": self.settings.steps, "guidance_scale": self.settings.guidance_scale}
-            identity["lora"] = self.loras
+            identity |= {"lora": self.loras, "scheduler": self.settings.scheduler}
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
 
     @functools.cached_property
@@ -475,4 +475,5 @@ def _settings(request: Request, card: Card, job: Job) -> families.Settings:
         image=request.image,
         call=job.call,
         guider=job.guider,
+        scheduler=job.scheduler,
     )

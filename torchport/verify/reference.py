@@ -37,7 +37,7 @@ MADE_BY = "torchport verify --capture DIR"
 BORDERS = ("values", "outer", "inner")
 """The fields of a call that are values at borders."""
 SETTINGS = ("prompt", "negative_prompt", "seed", "height", "width", "frames", "steps", "guidance_scale")
-OPTIONAL = ("vae_tiling", "variant", "call", "guider")
+OPTIONAL = ("vae_tiling", "variant", "call", "guider", "scheduler")
 """Settings in which a capture and a verification must agree."""
 PACKAGES = ("diffusers", "transformers")
 """Packages whose code is the original's: another version is another original."""
