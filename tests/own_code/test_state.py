@@ -340,13 +340,27 @@ def test_a_tensor_that_is_left_in_a_global_is_refused(x, session):
         LEFT.clear()
 
 
+def test_a_hook_that_a_call_registers_stays(x, session):
+    def gathers(m, x):
+        if not m.is_hooked:
+            m.part.register_forward_hook(lambda module, inputs, output: m.kept.append(output))
+            m.is_hooked = True
+        return m.part(x) * len(m.kept)
+
+    modules = [Module(gathers, is_hooked=False, kept=[], part=torch.nn.Softmax(-1)).eval() for _ in range(2)]
+    modules[1] = torchport.port(modules[1], strategy=RULES)
+    for n in range(3):
+        torch.testing.assert_close(*(module(x + n) for module in modules))
+    torch.testing.assert_close(*(module.kept for module in modules))
+
+
 def test_submodules_that_are_exchanged_in_a_call_are_refused(x, session):
     def exchanges(m, x):
         m.first, m.second = m.second, m.first
         return m.first(x)
 
     module = Module(exchanges, first=torch.nn.Identity(), second=torch.nn.Softmax(-1)).eval()
-    with pytest.raises(BadValueError, match="A call exchanges submodules or hooks of a 'Module'"):
+    with pytest.raises(BadValueError, match="A call exchanges submodules of a 'Module'"):
         torchport.port(module, strategy=RULES)(x)
     assert isinstance(module.first, torch.nn.Identity)
 

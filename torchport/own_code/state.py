@@ -179,8 +179,8 @@ class State:
         for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
             if [*old.items()] != [*new.items()]:
                 changed[number] = new
-                if old.get(_FIXED) != new.get(_FIXED):
-                    fact = f"A call exchanges submodules or hooks of a '{type(before.things[number]).__name__}'"
+                if old.get(_SUBMODULES) != new.get(_SUBMODULES):
+                    fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
         there = len(before.things)
         created = zip(map(graph.Blank.of, after.things[there:]), after.terms[there:], strict=True)
@@ -233,8 +233,8 @@ class State:
             for hook in (*thing._forward_pre_hooks.values(), *thing._forward_hooks.values())
             if not str(getattr(hook, "__module__", "")).startswith("torchport.")  # a trace has some of its own
         )
-        if thing._modules or hooks:
-            found[_FIXED] = (*thing._modules.values(), *hooks)
+        found.update({_SUBMODULES: tuple(thing._modules.values())} if thing._modules else {})
+        found.update({_HOOKS: hooks} if hooks else {})
         return found
 
     def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
@@ -359,8 +359,9 @@ class _Survey:
         return Reference("input", snapshot.firsts[[*snapshot.inputs].index(name)])
 
 
-_FIXED = ("fixed", "")
-"""A part of a submodule: its own submodules and hooks."""
+_SUBMODULES = ("submodules", "")
+_HOOKS = ("hooks", "")
+"""Of a submodule. A hook that a call registers, as those of transformers that gather hidden states, stays there."""
 
 
 def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
