@@ -419,6 +419,59 @@ def test_an_output_of_any_class_has_tensors_of_the_host(x, session):
     assert (first.rows, second.rows, third.rows) == (len(x), 2, len(x))
 
 
+def encoder(name):
+    """A small network of transformers, as pipelines of diffusers have it for their prompts."""
+    import transformers
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
+    grouped = {**sizes, **heads, "num_key_value_heads": 2}
+    t5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    rotary = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    configuration = {
+        "CLIPTextModel": lambda: transformers.CLIPTextConfig(**sizes, **heads, eos_token_id=2),
+        "T5EncoderModel": lambda: transformers.T5Config(**t5, feed_forward_proj="gated-gelu"),
+        "UMT5EncoderModel": lambda: transformers.UMT5Config(**t5, feed_forward_proj="gated-gelu"),
+        "LlamaModel": lambda: transformers.LlamaConfig(**grouped),
+        "Gemma2Model": lambda: transformers.Gemma2Config(**grouped, head_dim=8),
+        "Qwen3Model": lambda: transformers.Qwen3Config(**grouped, head_dim=8),
+        "Qwen2_5_VLForConditionalGeneration": lambda: transformers.Qwen2_5_VLConfig(
+            text_config={**grouped, "rope_parameters": rotary}, vision_config=vision, image_token_id=45
+        ),
+    }[name]()
+    torch.manual_seed(0)
+    return getattr(transformers, name)(configuration).eval()
+
+
+ENCODERS = [
+    ("CLIPTextModel", 12),
+    ("T5EncoderModel", 14),
+    ("UMT5EncoderModel", 14),
+    ("LlamaModel", 14),
+    ("Gemma2Model", 14),
+    ("Qwen3Model", 14),
+    ("Qwen2_5_VLForConditionalGeneration", 17),  # three of its vision tower
+]
+"""The class, and how many of its weights `tp` splits: q, k, v and out, and the feed-forward net, of two blocks."""
+
+
+@pytest.mark.parametrize(("name", "split"), ENCODERS)
+def test_a_text_encoder_of_transformers_computes_what_it_does_in_pytorch(name, split, session):
+    network = encoder(name)
+    ids, mask = torch.arange(24).reshape(2, 12) % 43 + 3, torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:], mask[1, 10:] = 0, 0
+    with torch.no_grad():
+        expected = network(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    ported = torchport.port(encoder(name), strategy="tp", mesh=MESH)
+    matrices = [each for key, each in ported.compiled.weights.items() if key.endswith("weight") and each.ndim == 2]
+    assert sum(not each.sharding.is_fully_replicated for each in matrices) == split
+    found = ported(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    assert type(found) is type(expected) and len(found.hidden_states) == len(expected.hidden_states) == 3
+    for state, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        assert (state - other)[mask.bool()].abs().max() <= 1e-5 * other.abs().max()
+
+
 def test_what_is_no_module_is_refused(session):
     with pytest.raises(BadValueError, match=r"^port: It is of the type function, and no torch\.nn\.Module\. Pass a"):
         torchport.port(close, strategy=RULES, mesh=MESH)

@@ -304,6 +304,17 @@ def test_a_list_that_is_a_default_is_kept(x, session):
         Appends.forward.__defaults__[0].clear()
 
 
+def test_a_large_table_of_whole_numbers_is_an_argument_of_64_bits(x, session):
+    def places(m, x):
+        table = torch.arange(400, device=x.device)[:, None] - torch.arange(400, device=x.device)
+        return x.sum() + table[x.long()]
+
+    ported = torchport.port(Module(places).eval(), strategy=RULES)
+    assert torch.equal(ported(x), places(None, x))
+    [program] = ported.compiled.programs.values()
+    assert [str(table.dtype) for tables in program.tables for table in tables] == ["int64"]
+
+
 def test_caches_of_transformers_are_arguments_and_outputs(session):
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'torchport[test]'")
     ids = torch.arange(6)[None]

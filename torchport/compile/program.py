@@ -387,7 +387,10 @@ class Compiled:
             with jax_cache.deliveries() as delivered:
                 program = lowered.compile()
             where = NamedSharding(self.mesh, PartitionSpec())
-            placed = [jax.make_array_from_callback(t.shape, where, lambda index, t=t: t[index]) for t in self._tables]
+            with engine.wide():
+                placed = [
+                    jax.make_array_from_callback(t.shape, where, lambda index, t=t: t[index]) for t in self._tables
+                ]
             return Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
 
     def _placed(self, name: str, value: Any) -> Any:
