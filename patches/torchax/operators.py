@@ -643,6 +643,20 @@ def angle(self):
     return engine.call_jax(lambda x: jnp.where(x == x, jnp.angle(x), x.real), self)
 
 
+def special_erfcx(self):
+    """Returns exp(x^2) erfc(x), also where the first is too large and the second too small for a number."""
+    import jax
+
+    return engine.call_jax(jax.scipy.special.erfcx, self)
+
+
+def special_log_ndtr(self):
+    """Returns the logarithm of the normal distribution's cumulative function, also far below 0."""
+    import jax
+
+    return engine.call_jax(jax.scipy.special.log_ndtr, self)
+
+
 def cdist(x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
     """Returns the distances of all pairs of rows."""
     from torchax.ops import jaten
