@@ -39,7 +39,6 @@ class Operands:
     residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
     #: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end where the
     #: input has them. Each of its rows and columns may be for several of the input's. The first column and the last are
-
     #: those of the sides. It is 0 outside the video, and so is the shift.
     scale: jax.Array | None = None
     shift: jax.Array | None = None  #: Like the scale.

@@ -458,7 +458,7 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
 
 
 def trips(conv: Conv) -> tuple[int, ...]:
-    """Returns how often the kernel's loops run, in the order of their starts: see `torchport.plan.tpu.cost.Trips`."""
+    """Returns how often each of the kernel's loops runs, by their order: see `torchport.plan.tpu.bundles.Trips`."""
     tiles = conv.width // conv.columns
     deep = (3,) if conv.channels > BLOCK else ()
     if conv.columns % 8 == 0 or not conv.carried:

@@ -106,7 +106,7 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         prepare = functools.partial(_serve, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
-        undos.append(hook.arm_before(name, prepare))
+        undos.append(hook.arm(name, prepare, "before"))
 
     def undo() -> None:
         for step in reversed(undos):

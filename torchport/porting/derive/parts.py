@@ -148,7 +148,7 @@ def _kind(cls: Any) -> Kind:
     return next((kind for kind, base in kinds.items() if issubclass(cls, base)), "other")
 
 
-def small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
+def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
     """Returns small numbers for the arguments of each component that has weights.
 
     The names of the arguments say what they are. Whether the components agree with one another shows in a trial.
@@ -159,7 +159,7 @@ def small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
         if part.kind == "encoder":
             result[part.name] = _encoder(part.cls, next(widths))
         elif part.kind == "network":
-            result[part.name] = network_numbers(part.cls)
+            result[part.name] = _network_numbers(part.cls)
     pooled = result.get("text_encoder_2", {}).get("projection_dim")
     for values in result.values():
         if pooled and "addition_embed_type_num_heads" in values:  # sizes, and a pooled text
@@ -196,7 +196,7 @@ _NEEDED = {
 """Small numbers of arguments whose class says none."""
 
 
-def network_numbers(cls: Any) -> dict[str, Any]:
+def _network_numbers(cls: Any) -> dict[str, Any]:
     """Returns small numbers for a network of diffusers."""
     known = {argument.name: argument.default for argument in arguments(cls)}
     values, lacking = tiny_arguments(arguments(cls))
@@ -262,7 +262,7 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
     return values | ({"pad_token_id": 0} if "pad_token_id" in names and "vocab_size" in names else {})
 
 
-def tokenizer_of(cls: Any) -> TinyTokenizer | None:
+def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
     """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
     try:
         blank = cls()
@@ -293,10 +293,10 @@ class Configurations:
 
     def __init__(self, parts: Sequence[PipelinePart]) -> None:
         self.parts = {part.name: part for part in parts}
-        self.values = small_numbers(parts)
+        self.values = _small_numbers(parts)
         #: Arguments that a trial has set, by component: those that agree with another component.
         self.mended: dict[str, list[str]] = {}
-        self.tokenizers = {part.name: tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
+        self.tokenizers = {part.name: _tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
 
     def built(self, component: str) -> Any:
         """Returns a component, with drawn weights."""
@@ -344,7 +344,7 @@ class Configurations:
         part = self.parts[component]
         others = tuple(other for other in part.others if other is not cls)
         self.parts[component] = dataclasses.replace(part, cls=cls, others=others)
-        self.values[component] = network_numbers(cls)
+        self.values[component] = _network_numbers(cls)
 
     def all_values(self, component: str) -> dict[str, Any]:
         """Returns the arguments of a component: its own values, and the class's defaults of the others."""
