@@ -119,7 +119,6 @@ class Decoding(Encoded):
         self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Refuses a weight."""
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:

@@ -162,7 +162,6 @@ class _Stages:
 
     @property
     def _image_stage(self) -> StageName | None:
-        """The stage that reads the image."""
         if self.card.image is None:
             return None
         return "encode" if "vae" in self.card.host else "encode_image"

@@ -224,7 +224,6 @@ class Finished(Loop):
 
     @property
     def is_done(self) -> bool:
-        """True."""
         return True
 
     @property

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torchport.kernels.convolution.by_xla import Operands
+from torchport.kernels.convolution.by_xla import Operands, activated
 
 LANES = 128
 ROWS = 256
@@ -315,7 +315,7 @@ class _Step:
             x = x * scaling[0] + scaling[1]
             x = x * jax.nn.sigmoid(x)
         if conv.normal:
-            x = _activated(x, self.ref["gains"][...], conv.inputs)
+            x = activated(x, self.ref["gains"][...], conv.inputs)
         if not conv.edges and not conv.rows:
             x = jnp.where(jnp.logical_or(self.row == 0, self.row == conv.height + 1), 0.0, x)
         if conv.led:
@@ -422,13 +422,6 @@ class _Step:
         missing = self.conv.block - self.ref["carry"].shape[-1]
         carry = [jnp.pad(self.ref["carry"][n, 0, here], ((0, 0), (0, missing))) for n in range(2)]
         return [jnp.where(self.is_first, mine, carried) for mine, carried in zip(start, carry, strict=True)]
-
-
-def _activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
-    """Returns SiLU of RMSNorm, as `torch.nn.functional.normalize` computes it."""
-    length = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-    x = x / jnp.maximum(length, 1e-12) * channels**0.5 * gains
-    return x * jax.nn.sigmoid(x)
 
 
 def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:

@@ -312,7 +312,7 @@ class Configurations:
             return tiny.tokenizer(part.cls, tokenizer, part.name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            built = self.of_class(part.name, self.values.get(part.name, {}))
+            built = self._of_class(part.name, self.values.get(part.name, {}))
         if isinstance(built, torch.nn.Module):
             tiny.randomise(built, 0, part.name, 1.0)
             built.eval()
@@ -321,10 +321,10 @@ class Configurations:
     def on_meta(self, component: str, changes: Mapping[str, Any]) -> torch.nn.Module:
         """Returns a component without storage, with other numbers."""
         with torch.device("meta"):
-            module: torch.nn.Module = self.of_class(component, {**self.values[component], **changes})
+            module: torch.nn.Module = self._of_class(component, {**self.values[component], **changes})
         return module
 
-    def of_class(self, component: str, values: Mapping[str, Any]) -> Any:
+    def _of_class(self, component: str, values: Mapping[str, Any]) -> Any:
         """Returns an object of a component's class."""
         cls = self.parts[component].cls
         config = getattr(cls, "config_class", None)
