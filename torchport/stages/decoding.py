@@ -93,9 +93,7 @@ class Decoding(Encoded):
     Args:
         vae: For its configuration and its buffers.
         dtype: What the pipeline is told that it has.
-        loop: The pipeline's.
         tensors: What `denoise` kept of an image.
-        name: The pipeline's.
         place: Where the card names its call, for errors.
 
     Attributes:

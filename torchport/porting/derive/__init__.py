@@ -83,12 +83,7 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
 
 
 def pieces(model: str, name: str) -> list[Piece]:
-    """Returns the files of a derived card, to be written into a pack and edited there.
-
-    Args:
-        model: `diffusers:Class`.
-        name: What the card calls the model.
-    """
+    """Returns the files of a derived card, to be written into a pack and edited there."""
     card, job = derived_card(model, name)
     return [
         Piece(f"configs/models/{name}.yaml", card, mode="new"),

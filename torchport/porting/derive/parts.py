@@ -78,12 +78,7 @@ def pipeline_class(name: str) -> Any:
 
 
 def parts_of(cls: Any, place: str) -> list[PipelinePart]:
-    """Returns the components that a pipeline cannot be without, in the order of its constructor.
-
-    Args:
-        cls: The pipeline.
-        place: What errors name.
-    """
+    """Returns the components that a pipeline cannot be without, in the order of its constructor."""
     hints = typing.get_type_hints(cls.__init__)
     result = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:

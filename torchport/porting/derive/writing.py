@@ -38,13 +38,7 @@ def card_of(
     observed: Observed,
     model: str,
 ) -> dict[str, Any]:
-    """Returns a card as YAML's data.
-
-    Args:
-        trial: Of the pipeline.
-        observed: What it did.
-        model: The model's name.
-    """
+    """Returns a card as YAML's data."""
     cls, parts = trial.cls, trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls)
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
