@@ -12,20 +12,6 @@ As many `>` as loops surround it, `LB` where a loop's body begins, and the regio
 backwards closes a loop, one forwards skips what a predicate rules out (`pl.when`), and the bundles in a branch's delay
 slots run either way. `*-final_hlo-static-per-bundle-utilization.txt` has, for each bundle, how many of the core's slots
 it fills. Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; their form is documented nowhere.
-
-What one call of a kernel costs is all bundles that it runs, first, last and ragged tiles included (`executed`). A
-schedule says how many bundles each loop's body has, not how often it runs. The kernel knows that before it runs. The
-rule, from the kernel inwards:
-
-* The n-th loop that begins in it runs as often as `Trips.loops` says for the n-th. A loop whose number of
-  passes is known to be one when it is compiled is none to the compiler, and is left out on both sides.
-* Loops without matrix work that have under `OVERHEAD` bundles, or stand under a predicate with none either, are the
-  compiler's: they start a copy in pieces. They count once.
-* What a predicate can rule out counts as if it ran, except a region without matrix work beside the one that has it,
-  where `Trips.once_in` says that it is for the first or the last of so many steps.
-
-So the count is rather too high than too low. It leaves out waiting for memory and for the matrix units, and XLA's
-passes around the kernel.
 """
 
 from __future__ import annotations
@@ -304,7 +290,21 @@ def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
 
 
 def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> int:
-    """Returns the bundles that one core runs in a call, or how many of a slot they take."""
+    """Returns the bundles that one core runs in a call, first, last and ragged tiles included, or how many of a slot.
+
+    A schedule says how many bundles each loop's body has, not how often it runs. The kernel knows that before it runs.
+    The rule, from the kernel inwards:
+
+    * The n-th loop that begins in it runs as often as `Trips.loops` says for the n-th. A loop whose number of passes is
+      known to be one when it is compiled is none to the compiler, and is left out on both sides.
+    * Loops without matrix work that have under `OVERHEAD` bundles, or stand under a predicate with none either, are the
+      compiler's: they start a copy in pieces. They count once.
+    * What a predicate can rule out counts as if it ran, except a region without matrix work beside the one that has it,
+      where `Trips.once_in` says that it is for the first or the last of so many steps.
+
+    So the count is rather too high than too low. It leaves out waiting for memory and for the matrix units, and XLA's
+    passes around the kernel.
+    """
     loops = _loops(kernel)
     if len(loops) != len(trips.loops):
         raise TopologyError(
