@@ -219,7 +219,7 @@ def attention(
         q_BHSD: Queries [B, H, S, D].
         k_BHTD: Keys [B, H, T, D].
         v_BHTD: Values [B, H, T, D].
-        lengths: Integers [B], 0 to T: keys and values from there on are ignored.
+        lengths: Integers [B], 0 to T: keys and values from there on are ignored, and may be NaN.
         query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
             is self-attention; pass the number of queries where that is a coincidence.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
