@@ -7,9 +7,9 @@ Without the chip, candidates are compiled for it and ranked by their instruction
 whole call at the job's length. With it, by time. What overflows VMEM, does not fit instruction memory or waits for HBM
 is dropped, and the reason is printed.
 
-The bundles of a whole call are counted by the rule of `torchport.plan.tpu.cost`. The count can promise too much: on v5p
-and tpu7x the compiler issues products faster than the matrix units take them (v5p, head size 128: 256 products of 16
-bundles for each unit in 3923 bundles), and the core will wait. Where the products of a steady step alone take longer
+The bundles of a whole call are counted by the rule of `torchport.plan.tpu.bundles`. The count can promise too much: on
+v5p and tpu7x the compiler issues products faster than the matrix units take them (v5p, head size 128: 256 products of
+16 bundles for each unit in 3923 bundles), and the core will wait. Where the products of a steady step alone take longer
 than its bundles (`least`), they count instead. It leaves out waiting for memory, of which `dma_share` says how much
 room there is, and XLA's passes over q, k and v around the kernel.
 
@@ -44,8 +44,7 @@ from torchport.files import folder
 from torchport.kernels.attention import splash, tiles, transposed
 from torchport.kernels.attention.int8 import EXPONENT
 from torchport.kernels.attention.tiles import LANES, TAIL, KernelName, SplashTile, Tile, up
-from torchport.plan.tpu.bundles import MATMUL, KernelBundles, Region, compile_kernel
-from torchport.plan.tpu.cost import Trips, executed
+from torchport.plan.tpu.bundles import MATMUL, KernelBundles, Region, Trips, compile_kernel, executed
 from torchport.progress import size_text, track
 from torchport.task import Request, Task, accept
 from torchport.task.devices import visible_devices

@@ -20,8 +20,7 @@ from fakes.bundles import GRID, GRID_MATMUL, INNER, bundles_of, dump, kernel, lo
 from torchport.config.machine import TPU_CHIPS, parse_machine
 from torchport.errors import UnknownNameError
 from torchport.kernels.attention.tiles import SplashTile, Tile
-from torchport.plan.tpu.bundles import Region, compile_kernel, read
-from torchport.plan.tpu.cost import Trips, executed
+from torchport.plan.tpu.bundles import Region, Trips, compile_kernel, executed, read
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

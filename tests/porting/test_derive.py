@@ -14,7 +14,7 @@ from torchport.config.card import Card
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, UnknownNameError
 from torchport.porting import derive
-from torchport.porting.derive import derived, parts
+from torchport.porting.derive import parts
 from torchport.porting.derive import trial as trials
 from torchport.porting.derive.trial import Observed, PipelineTrial
 
@@ -105,14 +105,14 @@ def test_a_card_is_derived_once_and_again_by_other_code(texts, tmp_path, monkeyp
     texts("WanPipeline")
     monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
     asked = []
-    monkeypatch.setattr(derived, "derived_card", lambda model: asked.append(model) or texts.made["WanPipeline"])
+    monkeypatch.setattr(derive, "derived_card", lambda model: asked.append(model) or texts.made["WanPipeline"])
     for _ in range(2):
         derive.ensure("diffusers:WanPipeline")
     derive.ensure("wan")
     assert asked == ["diffusers:WanPipeline"]
     assert find_pack().card("diffusers:WanPipeline")[0].pipeline == "diffusers:WanPipeline"
     assert find_pack().job("configs/diffusers:WanPipeline_demo.yaml")[0].checkpoint == "tiny"
-    monkeypatch.setattr(derived, "_code", lambda: "other")
+    monkeypatch.setattr(derive, "_code", lambda: "other")
     derive.ensure("diffusers:WanPipeline")
     assert len(asked) == 2
 
@@ -122,9 +122,9 @@ def test_a_card_is_derived_once_and_again_by_other_code(texts, tmp_path, monkeyp
 def test_a_damaged_file_of_a_derived_card_is_derived_again(tmp_path, monkeypatch, caplog, file, damage):
     model = "diffusers:WanPipeline"
     monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
-    monkeypatch.setattr(derived, "derived_card", lambda model: ("card: 1\n", "job: 1\n"))
+    monkeypatch.setattr(derive, "derived_card", lambda model: ("card: 1\n", "job: 1\n"))
     derive.ensure(model)
-    path = derived.derived_folder() / file.format(model)
+    path = derive.derived_folder() / file.format(model)
     before = path.read_bytes()
     path.write_bytes(damage(before))
     caplog.clear()  # of the first deriving, if a test before left the log at INFO
@@ -202,7 +202,7 @@ def test_a_pipeline_says_what_it_takes_and_what_may_be_none():
     absent = {"safety_checker": None, "feature_extractor": None}
     assert parts.absent_parts(classes["StableDiffusion"]) == absent
     assert not absent.keys() & {part.name for part in parts.parts_of(classes["StableDiffusion"], "here")}
-    assert derived.image_argument(classes["FluxControl"]) == "control_image"
+    assert derive.image_argument(classes["FluxControl"]) == "control_image"
     assert trials.embedding_names(parts.pipeline_class("diffusers:ErnieImagePipeline")) == ["prompt_embeds"]
 
 

@@ -50,7 +50,7 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether every byte of the latents and frames of A and B is the same."""
-        return self.b.same_latents and self.b.same_frames
+        return self.b.same_frames and all(latents.same for latents in self.b.latents)
 
     @property
     def other_video(self) -> list[Difference]:

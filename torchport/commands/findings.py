@@ -133,17 +133,20 @@ def as_sarif(report: Report) -> str:
     ids = sorted({finding.id for finding in report.findings})
     here = Path.cwd()
     root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
-    results = [
-        {
-            "ruleId": finding.id,
-            "ruleIndex": ids.index(finding.id),
-            "level": _LEVELS.get(finding.step, "error"),
-            "message": {"text": printable(finding.text)},
-            "locations": [{"physicalLocation": _location(finding.place, root)}],
-            "partialFingerprints": {"torchport/v1": _fingerprint(finding, root)},
-        }
-        for finding in report.findings
-    ]
+    results = []
+    for finding in report.findings:
+        file, line = _file_and_line(finding.place)
+        location = {"artifactLocation": {"uri": _uri(file, root)}, "region": {"startLine": max(line, 1)}}
+        results.append(
+            {
+                "ruleId": finding.id,
+                "ruleIndex": ids.index(finding.id),
+                "level": _LEVELS.get(finding.step, "error"),
+                "message": {"text": printable(finding.text)},
+                "locations": [{"physicalLocation": location}],
+                "partialFingerprints": {"torchport/v1": _fingerprint(finding, root)},
+            }
+        )
     driver = {"name": "torchport", "version": __version__, "rules": [_rule(id) for id in ids]}
     run = {"tool": {"driver": driver}, "results": results}
     schema = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -168,11 +171,6 @@ def _rule_of(id: str, name: str, title: str, page: str) -> dict[str, Any]:
         "help": {"text": f"{page}\n\nSee: torchport explain {id}"},
         "defaultConfiguration": {"level": "error"},
     }
-
-
-def _location(place: str, root: Path) -> dict[str, Any]:
-    file, line = _file_and_line(place)
-    return {"artifactLocation": {"uri": _uri(file, root)}, "region": {"startLine": max(line, 1)}}
 
 
 def _uri(file: str, root: Path) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,8 @@ def command(**given: Any) -> None:
     terminal.log_to_stderr()
     flags = ScanFlags(**given)
     form = flags.form()
-    writers = _formats_of(flags.everything)
+    kinds = {"text": text, "json": as_json, "sarif": sarif}
+    writers = {name: functools.partial(writer, everything=flags.everything) for name, writer in kinds.items()}
     if flags.file is not None:
         findings.check_report_file(flags.file, writers)
     report = scan(flags.codebase, flags.entries, find_pack(flags.paths).folders)
@@ -142,11 +142,6 @@ def _as_finding(finding: ScanFinding) -> findings.Finding:
     text = f"{finding.text}. {finding.meaning.do}{covered if finding.meaning.in_code else ''}"
     place = f"{finding.file}:{finding.line}" if finding.line else finding.file
     return findings.Finding(finding.rule, place, text, finding.target, finding.verdict)
-
-
-def _formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
-    writers = {"text": text, "json": as_json, "sarif": sarif}
-    return {name: functools.partial(writer, everything=everything) for name, writer in writers.items()}
 
 
 def exit_code(report: ScanReport) -> int:

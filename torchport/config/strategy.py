@@ -144,7 +144,7 @@ class SharedStrategy(Frozen):
     vae: NetworkRules
 
 
-class SharedTable(Frozen):
+class _SharedTable(Frozen):
     """`strategies.yaml`."""
 
     strategies: dict[str, SharedStrategy]
@@ -152,7 +152,7 @@ class SharedTable(Frozen):
 
 @functools.cache
 def shared_strategies() -> dict[str, SharedStrategy]:
-    table = validated(SharedTable, read_document(FILE, FILE.name)).strategies
+    table = validated(_SharedTable, read_document(FILE, FILE.name)).strategies
     for rules in (rules for strategy in table.values() for rules in (strategy.network, strategy.vae)):
         every: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]
         for rule in every:

@@ -56,7 +56,7 @@ class FlagSet(Frozen):
         return VARIABLES[self.platform]
 
 
-class FlagTable(Frozen):
+class _FlagTable(Frozen):
     """`xla_flags.yaml`."""
 
     sets: dict[str, FlagSet]
@@ -64,7 +64,7 @@ class FlagTable(Frozen):
 
 @functools.cache
 def sets() -> dict[str, FlagSet]:
-    return validated(FlagTable, read_document(FILE, FILE.name)).sets
+    return validated(_FlagTable, read_document(FILE, FILE.name)).sets
 
 
 def set_of(name: str, machine: Machine) -> FlagSet:

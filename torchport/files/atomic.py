@@ -40,7 +40,9 @@ def writing(file: Path) -> Iterator[Path]:
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
         # mkstemp makes files that only their owner may read; artefacts are shared.
-        temporary.chmod(0o666 & ~_umask())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
         temporary.replace(file)
         # Without this a power cut may undo the renaming, and with it the order of two files.
         _flush_folder(file.parent)
@@ -59,12 +61,6 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _unwritable(file: Path, error: OSError) -> OutputError:

@@ -63,7 +63,7 @@ class _Source:
     values: Mapping[str, Any]
 
 
-class Adapter:
+class _Adapter:
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
         self._file = file
         self._component = component
@@ -406,7 +406,7 @@ class _Reader:
         self.stream: Any = safe_open(str(self.file), framework="pt")
         self.prefixes = (*PREFIXES, f"{component}.")
         metadata = self.stream.metadata() or {}  # type: ignore[no-untyped-call]
-        self.adapter = Adapter(self.file, component, metadata, list(self.entries))
+        self.adapter = _Adapter(self.file, component, metadata, list(self.entries))
 
     def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, Addition]]:
         name_of_layer: dict[str, str] = {}

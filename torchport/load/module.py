@@ -268,7 +268,6 @@ def tensors(
     Args:
         module: Built without storage; its dtypes are those that the tensors are cast to.
         what: What the progress bar calls it.
-        layout: How its tensors lie there.
     """
     state = module.state_dict()
     stored = account(module, folder, layout)
@@ -285,7 +284,6 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
 
     Args:
         module: Built without storage.
-        layout: How its tensors lie there.
     """
     state, stored = module.state_dict(), layout.stored(folder)
     missing = sorted(set(state) - set(stored))

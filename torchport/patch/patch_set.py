@@ -94,7 +94,7 @@ class _PatchSet:
                     record.change = None
 
         package = record.entry.lifetime.while_importing or ""
-        self.disarm.append(hook.arm_window(package, window))
+        self.disarm.append(hook.arm(package, window, "windows"))
 
     def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
         """Applies a module's patches when it has been executed. A failure takes the whole set back."""

@@ -31,7 +31,7 @@ from torchport.plan.figures import (
     StepTime,
     Underestimate,
 )
-from torchport.plan.tpu import cost, hlo
+from torchport.plan.tpu import bundles, hlo
 from torchport.shard import grid
 from torchport.task import Task
 
@@ -177,7 +177,7 @@ def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
 ) -> ProgramTime:
     calls = [_attention(task, call) for call in compiled.calls]
-    passes = {call.kernel: cost.pass_seconds(call, task.machine) for call in compiled.passes}
+    passes = {call.kernel: bundles.pass_seconds(call, task.machine) for call in compiled.passes}
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
 
 

@@ -172,11 +172,6 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
     return _publish(key, make) if first() else _receive(key)
 
 
-def tensors_from_first(make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Returns, on every process, the tensors that the first one makes, bit for bit; see `from_first`."""
-    return dict(pair_from_first(lambda: (None, make()))[1])
-
-
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:

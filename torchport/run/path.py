@@ -171,7 +171,7 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
         gc.freeze()
         try:
             yield stage_at_hand
-            stage_at_hand.unload()
+            stage_at_hand.parts, stage_at_hand.call = {}, None
             gc.collect()  # the network's weights are in circles of references; the next one needs their room
         finally:
             gc.unfreeze()
@@ -189,12 +189,9 @@ class StageAtHand:
         self.stage = stage
         self.ledger = ledger
         self.is_loading = False
-        self._parts: dict[str, Any] = {}
-        self._call: Any = None
+        self.parts: dict[str, Any] = {}
+        self.call: Any = None
         self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
-
-    def unload(self) -> None:
-        self._parts, self._call = {}, None
 
     def carry(self, journey: Journey) -> None:
         """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""
@@ -203,7 +200,7 @@ class StageAtHand:
         ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
         # Stages in PyTorch run in one process alone: another machine might round differently.
         run = functools.partial(self._outputs, journey, ledger, inputs, lap)  # load, shard, compile, run
-        outputs = run() if stage.network is not None else hosts.tensors_from_first(run)
+        outputs = run() if stage.network is not None else dict(hosts.pair_from_first(lambda: (None, run()))[1])
         journey.write(stage, outputs, ledger)  # save
         lap("save")
 
@@ -252,17 +249,17 @@ class StageAtHand:
     def _parts_of_run(self) -> dict[str, Any]:
         task, folder = self.common.task, self.common.weights.folder
         if self._loaded is not None:
-            return network.afresh(task, self.stage, self._parts, folder)
-        self._parts = network.loaded(task, self.stage, folder)
-        return self._parts
+            return network.afresh(task, self.stage, self.parts, folder)
+        self.parts = network.loaded(task, self.stage, folder)
+        return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
         if self._loaded is None:
-            self._call = self._placed(parts, ledger)
+            self.call = self._placed(parts, ledger)
             self._loaded = ledger.trace()
-        if isinstance(self._call, compile.Compiled):
-            self._call.begin(ledger)
-        return self._call
+        if isinstance(self.call, compile.Compiled):
+            self.call.begin(ledger)
+        return self.call
 
     def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
         common, stage = self.common, self.stage

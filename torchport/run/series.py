@@ -408,14 +408,11 @@ def _is_everywhere(error: TorchportError) -> bool:
 
 
 def lines(videos: Sequence[Video]) -> list[str]:
-    rows = [(f"{video.name:5}", f"{video.state:9}", _seconds(video), _about(video)) for video in videos]
+    times = [f"{video.seconds:8.1f} s" if video.seconds else "" for video in videos]
+    rows = [(f"{v.name:5}", f"{v.state:9}", f"{time:10}", _about(v)) for v, time in zip(videos, times, strict=True)]
     states = [video.state for video in videos]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     return [*table(rows, left=4), f"{len(videos)} videos: {counts}"]
-
-
-def _seconds(video: Video) -> str:
-    return f"{video.seconds:8.1f} s" if video.seconds else " " * 10
 
 
 def _about(video: Video) -> str:

@@ -13,8 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from torchport.source import parsing
-from torchport.source.bindings import DEFINITIONS, at_import, last_bindings
-from torchport.source.flow import taken
+from torchport.source.bindings import DEFINITIONS, at_import, last_bindings, taken
 from torchport.source.modules import SourceFile, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

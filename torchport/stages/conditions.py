@@ -18,7 +18,6 @@ class Conditions:
 
     Args:
         embeddings: By input of the network, what it is in the first call and in the second.
-        network: The network's name.
         place: Where the card names these inputs, for errors.
 
     Attributes:

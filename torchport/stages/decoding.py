@@ -93,9 +93,7 @@ class Decoding(Encoded):
     Args:
         vae: For its configuration and its buffers.
         dtype: What the pipeline is told that it has.
-        loop: The pipeline's.
         tensors: What `denoise` kept of an image.
-        name: The pipeline's.
         place: Where the card names its call, for errors.
 
     Attributes:
@@ -119,7 +117,6 @@ class Decoding(Encoded):
         self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Refuses a weight."""
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:

@@ -162,7 +162,6 @@ class _Stages:
 
     @property
     def _image_stage(self) -> StageName | None:
-        """The stage that reads the image."""
         if self.card.image is None:
             return None
         return "encode" if "vae" in self.card.host else "encode_image"
@@ -197,8 +196,6 @@ class _Stages:
         """Returns what the VAE's `encode` returns to upstream's code before its first step, by `image.MOMENTS`.
 
         Args:
-            parts: As `encode_image` has them.
-            settings: As `encode_image` has them.
             embeddings: Of the prompts, or like them.
             call: The VAE as a network; None: it encodes on the host.
             is_read: Whether the image is the one that was named; otherwise it is blank.
@@ -317,12 +314,8 @@ class _Stages:
         """Returns the latents that upstream's loop ends with; see `denoise` for what it refuses.
 
         Args:
-            parts: As `denoise` has them.
             calls: The stage's network, by its name.
-            settings: As `denoise` has them.
-            replay: The loop.
             noise: To begin with; None: it is drawn.
-            **inputs: As `denoise` has them.
         """
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
         # They may have been encoded for another dtype of the network's. Masks stay what they are.
@@ -356,9 +349,6 @@ class _Stages:
         """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`.
 
         Args:
-            parts: As `denoise` has them.
-            settings: As `denoise` has them.
-            embeddings: Of the prompts.
             image: What a stage kept of the image.
             stage: That stage.
         """

@@ -339,7 +339,6 @@ class CallModule(torch.nn.Module):
         self.progress = progress
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what the call returns."""
         next(self.progress, None)
         output: torch.Tensor = self.call(**{self.name: tensor})
         return output

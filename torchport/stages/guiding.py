@@ -31,7 +31,6 @@ def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
     Args:
         checkpoints: The one that the checkpoint has.
         settings: The job's guider and guidance scale.
-        place: Where the job has it, for errors.
     """
     if settings.guider is None:
         return checkpoints.new(**{SCALE: settings.guidance_scale})
@@ -92,8 +91,6 @@ def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
 
     Args:
         guider: It has taken no step.
-        steps: How many steps the loop takes.
-        place: Where the job has it, for errors.
 
     Raises:
         BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.

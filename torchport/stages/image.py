@@ -92,7 +92,6 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     """Returns mean and log of the variance of what a VAE encodes; it may be traced.
 
     Args:
-        vae: The VAE.
         place: Where the card names the pipeline's call, for errors.
         **inputs: Of its `encode`.
     """
@@ -112,7 +111,6 @@ class Encoded(_VaeStandIn):
     Args:
         vae: The VAE; without storage if it is not to decode.
         dtype: What the pipeline is told that it has.
-        loop: The pipeline's.
         tensors: What `encode` kept, or what `denoise` kept, by name.
         stage: Which stage kept them.
     """

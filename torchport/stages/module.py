@@ -22,27 +22,14 @@ WITH_VARIANTS = {"task": "the function of a variant's name that returns what its
 
 
 def file_of(pack: Pack, card: Card, place: str) -> Path:
-    """Returns the file of a card's family: in a pack, or torchport's own for `family: diffusers`.
-
-    Args:
-        pack: The packs that the card lies in.
-        card: The model card.
-        place: Where the card names it, for the error.
-    """
+    """Returns the file of a card's family: in a pack, or torchport's own for `family: diffusers`."""
     if card.family == GENERIC:
         return Path(__file__).with_name("diffusers_pipeline.py")
     return pack.family_file(card, place)
 
 
 def check_complete(file: str, names: Collection[str], place: str, variants: bool) -> None:
-    """Refuses a family that lacks a name.
-
-    Args:
-        file: Its file, for the error.
-        names: The names that its file has.
-        place: Where the card names it.
-        variants: Whether it has VARIANTS.
-    """
+    """Refuses a family that lacks a name."""
     needed = {**NAMES, **(WITH_VARIANTS if variants else {})}
     missing = [name for name in needed if name not in names]
     if missing:

@@ -69,7 +69,6 @@ def _formats(start: bytes) -> Iterator[str]:
 
 
 def _in_rgb(picture: Any, place: str) -> Any:
-    """Returns a picture in RGB."""
     from PIL import Image
 
     mode = picture.mode

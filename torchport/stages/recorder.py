@@ -167,8 +167,6 @@ def network_calls(
         stage: It has a network, and says what its inputs are like (`Stage.like`).
         parts: The stage's, without storage.
         module: What is compiled of the network; it is moved to meta.
-        how: How it is called.
-        settings: What the stage makes.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.
     """

@@ -121,7 +121,6 @@ class Replay(Loop):
     hold. That is saved after each step.
 
     Args:
-        scheduler: The pipeline's.
         generator: Of the seed.
         steps: Progress, saving, and where to go on.
         name: The pipeline's, for errors.
@@ -212,7 +211,6 @@ class Finished(Loop):
     Code of upstream's after the loop draws what it would have drawn in the process that took the steps.
 
     Args:
-        scheduler: The pipeline's.
         latents: What the last step returned.
         state: Of the seed's generator after the last step; None if the artefact lacks it.
     """
@@ -226,7 +224,6 @@ class Finished(Loop):
 
     @property
     def is_done(self) -> bool:
-        """True."""
         return True
 
     @property

@@ -47,10 +47,6 @@ class UpstreamPipeline:
 
         It gets the arguments of torchport's among these that it takes: `prompt`, `negative_prompt`,
         `do_classifier_free_guidance`, `device` and `dtype`; and all of the card's.
-
-        Args:
-            encoders: Text encoders and tokenizers, by name.
-            settings: The prompts, and whether there is guidance.
         """
         pipe = self._built(encoders)
         self._check_call(pipe, settings)

@@ -475,13 +475,13 @@ class Cell(NamedTuple):
     shade: float  #: Its opacity, 0 to 1.
 
 
-class Heat(NamedTuple):
+class _Heat(NamedTuple):
     columns: list[str]
     #: A block's name and cells; None where it was not measured in a step.
     rows: list[tuple[str, list[Cell | None]]]
 
 
-def _heat_of(units: Sequence[Unit]) -> Heat:
+def _heat_of(units: Sequence[Unit]) -> _Heat:
     """Returns the ratios of networks and blocks in each call of each step; modules are in the table."""
     outer = sorted((u for u in units if u.kind in ("network", "block")), key=lambda u: (u.network, u.depth))
     calls = sorted({(unit.step, unit.call) for unit in outer})
@@ -490,7 +490,7 @@ def _heat_of(units: Sequence[Unit]) -> Heat:
         (f"{network}.{path}" if path else network, [_cell(by_place.get((network, path, *call))) for call in calls])
         for network, path in dict.fromkeys((unit.network, unit.path) for unit in outer)
     ]
-    return Heat([f"step {step}" + (f", call {call}" if call else "") for step, call in calls], rows)
+    return _Heat([f"step {step}" + (f", call {call}" if call else "") for step, call in calls], rows)
 
 
 def _cell(unit: Unit | None) -> Cell | None:

@@ -266,10 +266,6 @@ class Distance:
     unkept: str
 
     @property
-    def same_latents(self) -> bool:
-        return all(latents.same for latents in self.latents)
-
-    @property
     def warning(self) -> str:
         """A warning, where frames differ and latents do not, or the other way round; "" where there is none."""
         if self.latents[-1].same and not self.same_frames:

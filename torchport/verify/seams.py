@@ -420,7 +420,9 @@ def value_seams(
         other = _without_padding(shorter, longer, _masks(name, shorter, ours), stage)
         where = _worst(expected, other)
         words = _words(expected, where), _words(other, where)
-        yield Seam(f"{name}{suffix}", stage, step, *words, _distance(expected, other), _allowed(expected))
+        # The distance that roundings of the original's dtype may make.
+        allowed = ROUNDINGS * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+        yield Seam(f"{name}{suffix}", stage, step, *words, _distance(expected, other), allowed)
 
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
@@ -542,11 +544,6 @@ def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
     a, b = a.nan_to_num(posinf=0.0, neginf=0.0), b.nan_to_num(posinf=0.0, neginf=0.0)
     greatest = float(b.abs().max())
     return float((a - b).abs().max()) / greatest if greatest else math.inf
-
-
-def _allowed(x: torch.Tensor) -> float:
-    """Returns the distance that roundings of the original's dtype may make."""
-    return ROUNDINGS * torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
 
 
 def _worst(first: torch.Tensor, other: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from torchport.kernels.attention.dispatch import Pass
 from torchport.kernels.convolution import by_xla, kernel
 from torchport.kernels.convolution.by_xla import ConvolutionRequest, Operands
 from torchport.kernels.convolution.kernel import Conv
-from torchport.plan.tpu import absent, cost
+from torchport.plan.tpu import absent, bundles
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
 BOUNDS = {1: 2e-2, 2: 2e-5, 3: 1e-6}
@@ -129,7 +129,7 @@ def test_the_compiler_makes_the_loops_that_are_counted(conv):
         kernel.moved(conv),
     )
     machine = parse_machine("v6e:2x4", "a test")
-    seconds = cost.pass_seconds(call, machine)
+    seconds = bundles.pass_seconds(call, machine)
     products = len(conv.products) * 2 * 9 * conv.taps * conv.inputs * conv.outputs
     least = products * conv.height * conv.width * conv.frames / machine.require_tpu().flops
     assert least < seconds < 6 * least

@@ -9,7 +9,7 @@ from torchport.config.machine import parse_machine
 from torchport.kernels.attention.dispatch import Pass
 from torchport.kernels.convolution import moments
 from torchport.kernels.convolution.moments import Sums
-from torchport.plan.tpu import absent, cost
+from torchport.plan.tpu import absent, bundles
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
 SUMMED = jax.jit(moments.summed, static_argnums=0, static_argnames="interpret")
@@ -48,6 +48,6 @@ def test_its_loops_run_as_often_as_a_plan_counts(sizes):
         moments.sums_moved(call),
     )
     machine = parse_machine("v6e:2x4", "here")
-    seconds = cost.pass_seconds(one, machine)
+    seconds = bundles.pass_seconds(one, machine)
     chip = machine.require_tpu()
     assert call.height * 20 / chip.clock < seconds < 3 * moments.sums_moved(call) / chip.bandwidth

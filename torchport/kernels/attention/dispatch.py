@@ -107,11 +107,6 @@ def _check_window(window: Any) -> None:
         raise AttentionError("attention", f"window is {window!r}", remedy)
 
 
-def _check_bound(bound: Any) -> None:
-    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
-        raise AttentionError("attention", f"bound is {bound!r}", "It must be a positive number, or the name of one")
-
-
 def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
     """Refuses tensors that do not belong together, and a window that is none."""
     _check_window(window)
@@ -224,7 +219,7 @@ def attention(
         q_BHSD: Queries [B, H, S, D].
         k_BHTD: Keys [B, H, T, D].
         v_BHTD: Values [B, H, T, D].
-        lengths: Integers [B], 0 to T: keys and values from there on are ignored.
+        lengths: Integers [B], 0 to T: keys and values from there on are ignored, and may be NaN.
         query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
             is self-attention; pass the number of queries where that is a coincidence.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
@@ -262,7 +257,8 @@ def attention(
 def score_bound(bound: float | str | None, factor: float) -> float | None:
     """Returns the bound of scores: `factor` times the bound of |q . k|, which may be a name in the context."""
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
-    _check_bound(limit)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+        raise AttentionError("attention", f"bound is {limit!r}", "It must be a positive number, or the name of one")
     return None if limit is None else limit * abs(factor)
 
 

@@ -178,7 +178,7 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + mask) v, computed in float32 a block at a time.
 
-    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+    `dispatch.attention` has the other arguments, and says what is returned.
 
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
@@ -186,9 +186,6 @@ def attention(
             at a time, but it is held in memory whole, so it must be small.
         block_q: Queries of a block, at most.
         block_kv: Keys of a block, at most. A block of scores has B * H * block_q * block_kv float32.
-
-    Returns:
-        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
     """
     queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
     block_q, block_kv = min(block_q, queries), min(block_kv, keys)

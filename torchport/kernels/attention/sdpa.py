@@ -71,7 +71,7 @@ def scaled_dot_product_attention(
     q, k, v = _same_size(q, k, v)
     if attn_mask is None:
         output = attention(q, k, v, scale=scale, causal=is_causal)
-    elif _over_keys(attn_mask):
+    elif attn_mask.dtype == jnp.bool_ and (attn_mask.ndim < 2 or attn_mask.shape[-2] == 1):
         output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
         output = attention(q, k, v, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
@@ -95,10 +95,6 @@ def _same_size(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax
 
 def _four(x: jax.Array) -> jax.Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def _over_keys(mask: jax.Array) -> bool:
-    return bool(mask.dtype == jnp.bool_) and (mask.ndim < 2 or mask.shape[-2] == 1)
 
 
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:

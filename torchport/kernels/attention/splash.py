@@ -112,7 +112,7 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by JAX's Splash Attention kernel, padding masked exactly.
 
-    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+    `dispatch.attention` has the other arguments, and says what is returned.
 
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
@@ -122,9 +122,6 @@ def attention(
         block_kv_compute: Keys that are computed at once; a multiple of 128.
         padding: How padded keys are hidden: by a further feature, or by segment ids, which is for matrix units 128 wide
             (v5e, v5p) with a head size of 128 or a multiple.
-
-    Returns:
-        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
     """
     batch, heads, queries, _ = q_BHSD.shape
     keys, size = v_BHTD.shape[2:]

@@ -39,14 +39,11 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by cuDNN or by XLA.
 
-    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+    `dispatch.attention` has the other arguments, and says what is returned.
 
     Args:
         q_BHSD: Queries [B, H, S, D]; bfloat16 or float32 for `xla`, bfloat16 or float16 for `cudnn`.
         implementation: `cudnn` or `xla`; `xla` needs memory for B * H * S * T scores.
-
-    Returns:
-        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
     """
     queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
     left, right = limits(causal, window)

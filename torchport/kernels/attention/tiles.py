@@ -111,10 +111,6 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
     """Returns the tile if it fits into VMEM.
 
     Args:
-        head_size: D, as padded.
-        heads: g, heads that share a tile.
-        itemsize: Bytes of an element of q, k and v.
-        bounded: Whether there is a bound.
         vmem: Bytes of VMEM that a core has.
     """
     needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)

@@ -38,7 +38,7 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the first `lengths` keys of each sample.
 
-    `dispatch.attention` has the other arguments. Keys and values beyond a sample's length may be NaN.
+    `dispatch.attention` has the other arguments.
 
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.

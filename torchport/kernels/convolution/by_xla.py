@@ -39,7 +39,6 @@ class Operands:
     residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
     #: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end where the
     #: input has them. Each of its rows and columns may be for several of the input's. The first column and the last are
-
     #: those of the sides. It is 0 outside the video, and so is the shift.
     scale: jax.Array | None = None
     shift: jax.Array | None = None  #: Like the scale.
@@ -71,7 +70,7 @@ def convolved(
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
     x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)
-    x = x if operands.gains is None else activated(x, operands.gains)
+    x = x if operands.gains is None else activated(x, operands.gains, x.shape[-1])
     if operands.scale is not None and operands.shift is not None:
         x = _scaled(x, operands.scale, operands.shift, rows)
     x = x.transpose(2, 0, 1, 3)
@@ -124,9 +123,13 @@ def _spread(x: jax.Array, times: int, rows: bool) -> jax.Array:
     return x[cut] if rows else x
 
 
-def activated(x: jax.Array, gains: jax.Array) -> jax.Array:
-    """Returns SiLU of RMSNorm over the last dim, as `torch.nn.functional.normalize` computes it, of x's dtype."""
+def activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
+    """Returns SiLU of RMSNorm over the last dim, as `torch.nn.functional.normalize` computes it, of x's dtype.
+
+    Args:
+        channels: How many of the last dim are no padding, which is 0.
+    """
     wide = x.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
-    wide = wide / jnp.maximum(length, 1e-12) * x.shape[-1] ** 0.5 * gains.astype(jnp.float32)
+    wide = wide / jnp.maximum(length, 1e-12) * channels**0.5 * gains.astype(jnp.float32)
     return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)

@@ -1,28 +1,64 @@
 """A video decoder's parts for patches: functions of torch tensors, traced into JAX, and computed in PyTorch otherwise.
 
 In PyTorch the whole video is computed at once, and there is no padding: what upstream computes.
+
+Traced, a decoder runs on chunks of time, one after the other, as one loop of the program. What each leaves to the next
+are values. The same function runs on every chunk, so that it is compiled once. A convolution in it takes what it left
+of the chunk before, and leaves what the next one needs. `Tape` brings these, in the order of the calls.
+
+Shapes: B batch, C channels, T frames, H rows, W columns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
+from jax import lax
 from torch.nn import functional
 
 from torchport import engine
 from torchport.kernels.convolution import canvas
 from torchport.kernels.convolution.canvas import Canvas
 
-if TYPE_CHECKING:
-    from torchport.kernels.convolution.chunks import Tape
-
 Layer = Callable[[torch.Tensor], torch.Tensor]
 """What makes a video of a video."""
+
+
+class Tape:
+    """What the calls of one chunk leave to the next.
+
+    Args:
+        values: What they left before, in the order of the calls; None: this is the first chunk, and nothing is known.
+        number: The chunk's, from 0.
+    """
+
+    def __init__(self, values: list[Any] | None, number: Any, count: int) -> None:
+        self.values = values
+        self.number = number
+        self.count = count
+        self.left: list[Any] = []
+
+    @property
+    def first(self) -> Any:
+        return self.number == 0
+
+    def take(self) -> Any:
+        """Returns what this call left before; None if there is nothing."""
+        return None if self.values is None else self.values[len(self.left)]
+
+    def leave(self, value: Any) -> None:
+        self.left.append(value)
+
+
+_TAPE: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
 
 
 @contextlib.contextmanager
@@ -47,12 +83,10 @@ def spread(
         with canvas.using(form):
             yield torch.cat([latents_BCTHW[:, :, :lead], latents_BCTHW], 2), form
         return
-    import jax
-
     from torchport.kernels.convolution import forms
 
-    multiple = multiple if forms.uses_kernel() else 1
-    multiple = forms.pair_multiple(frames) if paired else multiple
+    most = forms.PAIRED if paired else multiple
+    multiple = most if forms.uses_kernel() else min(most, frames + frames % 2) if paired else 1
     form = canvas.of_latents(frames, height, width, multiple=multiple, paired=paired)
     first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
     last = latents_BCTHW[:, :, -1:].expand(-1, -1, form.tail, -1, -1)
@@ -88,11 +122,8 @@ def _lead(x_BCTHW: torch.Tensor) -> Any:
 
 
 def _tape(x: torch.Tensor) -> Tape | None:
-    if not engine.is_traced(x):
-        return None
-    from torchport.kernels.convolution import chunks
-
-    return chunks.current()
+    """Returns the tape of the chunk that is being traced; None: the whole video is, or nothing."""
+    return _TAPE.get() if engine.is_traced(x) else None
 
 
 def conv3d(
@@ -245,9 +276,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the batch of each frame, [T], and which frames count in each of the batches, [batches, T]."""
-    from torchport.kernels.convolution import chunks
-
-    frames, form, tape = x_BCTHW.shape[2], canvas.current(), chunks.current()
+    frames, form, tape = x_BCTHW.shape[2], canvas.current(), _TAPE.get()
     total = frames if tape is None else frames * tape.count
     device, times = x_BCTHW.device, total // form.frames
     first = torch.tensor(True).to(device) if tape is None else tape.first
@@ -273,11 +302,45 @@ def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor
     frames = x_BCTHW.shape[2]
     if not engine.is_traced(x_BCTHW) or frames <= most:
         return step(x_BCTHW)
-    from torchport.kernels.convolution import chunks
-
     size = math.gcd(most, frames)
-    video: torch.Tensor = engine.call_jax(functools.partial(chunks.scanned, step, size), x_BCTHW)
+    video: torch.Tensor = engine.call_jax(functools.partial(_scanned, step, size), x_BCTHW)
     return video
+
+
+def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Array:
+    """Returns what a function makes of chunks of so many frames, put together.
+
+    Args:
+        step: Takes a tensor of the engine, [B, C, size, H, W], and returns one.
+        x_BCTHW: T a multiple of it.
+    """
+    batch, channels, frames, height, width = x_BCTHW.shape
+    count = frames // size
+
+    def run(values: list[Any] | None, number: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
+        def chunk(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
+            tape = Tape(values, number, count)
+            token = _TAPE.set(tape)
+            try:
+                out = step(x)
+            finally:
+                _TAPE.reset(token)
+            return out, tape.left
+
+        made: tuple[Any, list[Any]] = engine.call_torch(chunk, values, number, x)
+        return made
+
+    chunks = jnp.moveaxis(x_BCTHW.reshape(batch, channels, count, size, height, width), 2, 0)
+    left = jax.eval_shape(functools.partial(run, None), jnp.int32(0), chunks[0])[1]
+    start = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in left]
+
+    def body(values: list[Any], item: tuple[jax.Array, jax.Array]) -> tuple[list[Any], jax.Array]:
+        out, values = run(values, item[0], item[1])
+        return values, out
+
+    _, outs = lax.scan(body, start, (jnp.arange(count, dtype=jnp.int32), chunks))
+    joined = jnp.moveaxis(outs, 0, 2)
+    return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -298,14 +361,14 @@ def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torc
 def frame_attention(
     q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor, *, causal: bool = True
 ) -> torch.Tensor:
-    """Returns attention of each latent position to all of its own frame, with one head.
+    """Returns attention of each latent position to its own frame, and if it is causal to all earlier ones; one head.
 
-    Scores are computed for a frame of queries at a time.
+    All keys are brought to every device, and each computes its own queries, a frame at a time. So the scores of a frame
+    are all that is held of the (T H W) x (T H W) there are.
     """
     if engine.is_traced(q_BCTHW):
-        from torchport.kernels.convolution import frame_attention as form
-
-        out: torch.Tensor = engine.call_kernel(functools.partial(form.attention, causal), q_BCTHW, k_BCTHW, v_BCTHW)
+        run = functools.partial(_frame_attention, causal)
+        out: torch.Tensor = engine.call_kernel(run, q_BCTHW, k_BCTHW, v_BCTHW)
         return out
     frames = q_BCTHW.shape[2]
     q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]
@@ -315,3 +378,49 @@ def frame_attention(
         for n, some in enumerate(seen)
     ]
     return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape)
+
+
+def _frame_attention(causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array) -> jax.Array:
+    """Returns attention for latents on the canvas that is set, [B, C, T, H, W]; padding takes no part."""
+    form = canvas.current()
+    if jax.sharding.get_abstract_mesh().empty:
+        return _local_attention(form, causal, q_BCTHW, k_BCTHW, v_BCTHW)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        for axes, dim in ((form.rows, 3), (form.columns, 4)):
+            k, v = (lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x for x in (k, v))
+        return _local_attention(form, causal, q, k, v)
+
+    out: jax.Array = jax.shard_map(local, in_specs=(form.spec,) * 3, out_specs=form.spec, check_vma=False)(
+        q_BCTHW, k_BCTHW, v_BCTHW
+    )
+    return out
+
+
+def _local_attention(
+    form: Canvas, causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array
+) -> jax.Array:
+    """Returns attention of some queries to all keys; all are [B, C, T, h, w]."""
+    batch, channels, frames, height, width = k_BCTHW.shape
+    rows, columns, lead = form.valid_rows(height), form.valid_columns(width), form.lead
+    k_BCTS, v_BCTS = (x[..., :rows, :columns].reshape(batch, channels, frames, -1) for x in (k_BCTHW, v_BCTHW))
+    q = jnp.moveaxis(q_BCTHW.reshape(*q_BCTHW.shape[:3], -1), 2, 0)
+    k, v = (x.reshape(batch, channels, -1) for x in (k_BCTS, v_BCTS))
+    frame_of_key = jnp.repeat(jnp.arange(frames), rows * columns)
+
+    def sample(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+        # Frames of padding are the first frame once more.
+        seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(item[0], lead))
+        return _attended(item[1], k, v, seen)
+
+    if causal:
+        out = lax.map(sample, (jnp.arange(frames), q))
+    else:
+        out = lax.map(lambda item: _attended(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
+    return jnp.moveaxis(out, 0, 2).reshape(q_BCTHW.shape)
+
+
+def _attended(q_BCS: jax.Array, k_BCT: jax.Array, v_BCT: jax.Array, seen_T: jax.Array | None = None) -> jax.Array:
+    scores = jnp.einsum("bcs,bct->bst", q_BCS * q_BCS.shape[1] ** -0.5, k_BCT, preferred_element_type=jnp.float32)
+    scores = scores if seen_T is None else jnp.where(seen_T, scores, -jnp.inf)
+    return jnp.einsum("bst,bct->bcs", jax.nn.softmax(scores, axis=-1).astype(v_BCT.dtype), v_BCT)

@@ -34,11 +34,6 @@ def uses_kernel() -> bool:
     return platform()[0] == "tpu" or dispatch.current().interpret
 
 
-def pair_multiple(frames: int) -> int:
-    """Returns of what the number of latent frames, decoded in pairs, should be a multiple: those of one chunk."""
-    return PAIRED if uses_kernel() else min(PAIRED, frames + frames % 2)
-
-
 def convolved(
     request: ConvolutionRequest,
     x_BCTHW: jax.Array,

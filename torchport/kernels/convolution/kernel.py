@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torchport.kernels.convolution.by_xla import Operands
+from torchport.kernels.convolution.by_xla import Operands, activated
 
 LANES = 128
 ROWS = 256
@@ -315,7 +315,7 @@ class _Step:
             x = x * scaling[0] + scaling[1]
             x = x * jax.nn.sigmoid(x)
         if conv.normal:
-            x = _activated(x, self.ref["gains"][...], conv.inputs)
+            x = activated(x, self.ref["gains"][...], conv.inputs)
         if not conv.edges and not conv.rows:
             x = jnp.where(jnp.logical_or(self.row == 0, self.row == conv.height + 1), 0.0, x)
         if conv.led:
@@ -424,13 +424,6 @@ class _Step:
         return [jnp.where(self.is_first, mine, carried) for mine, carried in zip(start, carry, strict=True)]
 
 
-def _activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
-    """Returns SiLU of RMSNorm, as `torch.nn.functional.normalize` computes it."""
-    length = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-    x = x / jnp.maximum(length, 1e-12) * channels**0.5 * gains
-    return x * jax.nn.sigmoid(x)
-
-
 def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """Returns a kernel and its operands' shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
     conv = Conv(**sizes)
@@ -458,7 +451,7 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
 
 
 def trips(conv: Conv) -> tuple[int, ...]:
-    """Returns how often the kernel's loops run, in the order of their starts: see `torchport.plan.tpu.cost.Trips`."""
+    """Returns how often each of the kernel's loops runs, by their order: see `torchport.plan.tpu.bundles.Trips`."""
     tiles = conv.width // conv.columns
     deep = (3,) if conv.channels > BLOCK else ()
     if conv.columns % 8 == 0 or not conv.carried:

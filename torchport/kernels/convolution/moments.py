@@ -187,7 +187,7 @@ def sums_alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStr
 
 
 def sums_trips(sums: Sums) -> tuple[int, ...]:
-    """Returns how often the kernel's loops run: see `torchport.plan.tpu.cost.Trips`."""
+    """Returns how often the kernel's loops run: see `torchport.plan.tpu.bundles.Trips`."""
     return (sums.height, sums.width // sums.columns_at_once)
 
 

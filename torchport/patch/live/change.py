@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import linecache
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -96,7 +98,7 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     held = held_elsewhere(slot)
     check_scope(entry, slot)
     if entry.kind == "replace" and is_dispatching(slot.raw):  # it goes on dispatching, and whoever holds it holds this
-        slot, held = Default.of_slot(slot), False
+        slot, held = Default(slot.raw, slot.name, slot.raw.registry[object], True, slot.path), False
     placed = _stand_in(entry, slot, loaded, calls)
     placed.held = held
     try:
@@ -162,7 +164,10 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     _check_globals(entry, function, edit)
     filename = _filename(entry, old.co_filename)
     new = rewrite.code(entry, edit.part, old, filename)
-    rewrite.remember(filename, edit.text, old.co_filename)
+    # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. The lines that it shares with its
+    # home are those of the home: a module may have a thousand such texts.
+    pairs = zip(io.StringIO(edit.text).readlines(), linecache.getlines(old.co_filename), strict=False)
+    linecache.cache[filename] = (len(edit.text), None, [was if was == line else line for line, was in pairs], filename)
     put, _ = counting(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new

@@ -227,7 +227,8 @@ class Referrers:
         """Finds the owners of the referrers, and theirs: a cell is a tuple's, and that a function's."""
         lists = [referrers, self._first]
         for _ in range(3):
-            frontier = [r for r in referrers if isinstance(r, _OWNED) and self._is_unknown(r, lists)]
+            known = self._modules | self._owners.keys()
+            frontier = [r for r in referrers if isinstance(r, _OWNED) and id(r) not in known and r is not lists]
             if not frontier:
                 return
             for referrer in frontier:
@@ -239,9 +240,6 @@ class Referrers:
                 if id(owner) not in internal:
                     for key in {id(thing) for thing in gc.get_referents(owner)} & self._owners.keys():
                         self._owners[key].append(owner)
-
-    def _is_unknown(self, referrer: Any, lists: list[Any]) -> bool:
-        return id(referrer) not in self._modules and id(referrer) not in self._owners and referrer is not lists
 
     def holders(self, thing: Any) -> tuple[list[Holder], int]:
         """Returns an object's holders, module globals aside, and how many references were seen in all."""

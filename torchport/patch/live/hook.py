@@ -13,9 +13,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, Literal
 
 from torchport.patch.live.registry import Callback, Window, registry
+
+When = Literal["before", "after", "windows"]
+"""The registry's tables of what is awaited."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -111,10 +114,17 @@ def _place_finder() -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def _add(table: dict[str, list[Any]], key: str, item: Any) -> Callable[[], None]:
-    table.setdefault(key, []).append(item)
+def arm(name: str, item: Callback | Window, when: When = "after") -> Callable[[], None]:
+    """Runs a callback each time that a module is about to be executed, or has been. Returns what disarms it.
+
+    Args:
+        name: The module's, or that of the package of `windows`.
+        item: The callback, or the context of `windows`, which is open while any module of the package executes.
+    """
+    table: dict[str, list[Any]] = getattr(registry, when)
+    table.setdefault(name, []).append(item)
     _place_finder()
-    return functools.partial(_remove, table, key, item)
+    return functools.partial(_remove, table, name, item)
 
 
 def _remove(table: dict[str, list[Any]], key: str, item: Any) -> None:
@@ -123,18 +133,3 @@ def _remove(table: dict[str, list[Any]], key: str, item: Any) -> None:
     if not table.get(key):
         table.pop(key, None)
     _place_finder()
-
-
-def arm(module: str, callback: Callback) -> Callable[[], None]:
-    """Runs a callback each time that a module has been executed. Returns what disarms it."""
-    return _add(registry.after, module, callback)
-
-
-def arm_window(package: str, window: Window) -> Callable[[], None]:
-    """Holds a context open while any module of a package executes. Returns what disarms it."""
-    return _add(registry.windows, package, window)
-
-
-def arm_before(module: str, callback: Callback) -> Callable[[], None]:
-    """Runs a callback each time that a module is about to be executed. Returns what disarms it."""
-    return _add(registry.before, module, callback)

@@ -66,7 +66,7 @@ def _name(caller: types.FrameType) -> str:
     return f"what is called there, in {caller.f_globals.get('__name__')}" if name == "<module>" else name
 
 
-class Server:
+class _Server:
     """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set.
 
     Attributes:
@@ -100,13 +100,13 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         if name in sys.modules:
             _check_was_served(entry, sys.modules[name])
             calls.count += 1
-        server = registry.servers.setdefault(name, Server())
+        server = registry.servers.setdefault(name, _Server())
         server.stubs[entry.stub.package] = (Stub(entry.stub.package, entry, keep), calls)
         undos.append(functools.partial(server.stubs.pop, entry.stub.package, None))
         prepare = functools.partial(_serve, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
-        undos.append(hook.arm_before(name, prepare))
+        undos.append(hook.arm(name, prepare, "before"))
 
     def undo() -> None:
         for step in reversed(undos):
@@ -115,7 +115,7 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
     return undo
 
 
-def _serve(server: Server, undos: list[Callable[[], None]], module: types.ModuleType) -> None:
+def _serve(server: _Server, undos: list[Callable[[], None]], module: types.ModuleType) -> None:
     """Gives a module builtins of its own, with the server's `__import__`, if another stub has not done so."""
     before = module.__dict__.get("__builtins__", builtins.__dict__)
     whole = vars(before) if isinstance(before, types.ModuleType) else before

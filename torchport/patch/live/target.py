@@ -59,12 +59,10 @@ class Slot:
 
 
 class Default(Slot):
-    """The function of a `functools.singledispatch` that takes what none of the registered ones does."""
+    """The function of a `functools.singledispatch` that takes what none of the registered ones does.
 
-    @classmethod
-    def of_slot(cls, slot: Slot) -> Default:
-        """Returns the place of the default in a slot's function, which is the holder."""
-        return cls(slot.raw, slot.name, slot.raw.registry[object], True, slot.path)
+    The holder is the function that dispatches.
+    """
 
     def put(self, value: Any) -> None:
         self.holder.register(object, value)

@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from torchport.source.flow import Chain, blocks
+from torchport.source.bindings import Chain, blocks
 from torchport.source.parameters import Function
 
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")

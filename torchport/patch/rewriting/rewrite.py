@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import io
 import linecache
 import re
 import types
@@ -21,7 +20,7 @@ from typing import Any
 from torchport.errors import ConflictError, RewriteError, SignatureError
 from torchport.patch.declared.entry import Entry, Rewrite
 from torchport.patch.rewriting.pattern import PatternError, Run, runs, statements
-from torchport.source.flow import arguments, binds, in_scope, names_bound, read_after, reads
+from torchport.source.bindings import arguments, binds, in_scope, names_bound, read_after, reads
 from torchport.source.parameters import Function
 
 _RESERVED = "__torchport_"
@@ -317,12 +316,3 @@ def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
             bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
             inner = ast.FunctionDef(name=scope.name, args=bare, body=[*binds, inner], decorator_list=[])
     return inner
-
-
-def remember(filename: str, text: str, home: str) -> None:
-    """Lets tracebacks and `inspect.getsource` show a text under a filename that is on no disk.
-
-    The lines that it shares with its home are those of the home: a module may have a thousand such texts.
-    """
-    pairs = zip(io.StringIO(text).readlines(), linecache.getlines(home), strict=False)
-    linecache.cache[filename] = (len(text), None, [old if old == new else new for new, old in pairs], filename)

@@ -251,7 +251,9 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
         now = current_row(entry)
         if now is None:
             continue
-        now = _seen(_with_callees_of(now, current.get(entry.target)), entry, revision)
+        earlier = current.get(entry.target)  # a row has the callees of all the entries of one target
+        relied = {**(_flat(earlier) if earlier else {}), **_flat(now)}
+        now = _seen(now.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
         current[entry.target] = now
         old = before[entry.target].rows if entry.target in before else []
         after[entry.target] = Locked(target=entry.target, rows=_rows(old, now))
@@ -288,12 +290,6 @@ def _says_more(now: LockRow, row: LockRow) -> bool:
     if row.commit is None:
         return now.commit is not None and "unknown" in row.versions.values()
     return row.dirty and now.commit is not None and not now.dirty
-
-
-def _with_callees_of(now: LockRow, earlier: LockRow | None) -> LockRow:
-    """Returns a row that has the callees of all the entries of one target."""
-    relied = {**(_flat(earlier) if earlier else {}), **_flat(now)}
-    return now.model_copy(update={"relies_on": _by_module(relied)})
 
 
 def _yaml(locked: Iterable[Locked]) -> str:

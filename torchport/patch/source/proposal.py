@@ -20,8 +20,16 @@ from torchport.patch.declared.entry import Entry, mistake
 from torchport.patch.rewriting import rewrite
 from torchport.patch.rewriting.pattern import runs, statements
 from torchport.source import parsing
-from torchport.source.bindings import definitions
-from torchport.source.flow import Chain, arguments, blocks, exposed, inner_blocks, names_bound, read_after
+from torchport.source.bindings import (
+    Chain,
+    arguments,
+    blocks,
+    definitions,
+    exposed,
+    inner_blocks,
+    names_bound,
+    read_after,
+)
 from torchport.source.modules import SourceFile
 from torchport.source.parameters import Function
 

@@ -561,6 +561,7 @@ class _HloReader:
         if missing:
             raise self.refusal(f"%{name} uses %{missing[0]}, which is not before it in its computation")
         arrays = tuple((dtype, sides) for dtype, sides, _ in shapes)
+        fused = self.computations[calls[0]].instructions.values() if opcode == "fusion" else ()
         return Instruction(
             name,
             opcode,
@@ -578,7 +579,7 @@ class _HloReader:
             index=attributes.get("index") or attributes.get("direction") or "",
             trips=int(trips[1]) if trips else None,
             flops=self.flops(name, opcode, [arrays, *(before[operand].shapes for operand in operands)], attributes)
-            + self.fused_flops(opcode, calls),
+            + sum(instruction.flops for instruction in fused),
         )
 
     def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
@@ -590,11 +591,6 @@ class _HloReader:
             return _convolution_flops(output, left, right, attributes)
         except (ValueError, KeyError, IndexError):
             raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
-
-    def fused_flops(self, opcode: str, calls: tuple[str, ...]) -> int:
-        """Returns the bfloat16 operations of the convolutions in a fusion; else 0."""
-        inside = self.computations[calls[0]].instructions.values() if opcode == "fusion" else ()
-        return sum(instruction.flops for instruction in inside)
 
     def close(self, text: str, start: int) -> int:
         """Returns where the bracket that opens at `start` has been closed."""

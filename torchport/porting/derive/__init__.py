@@ -1,5 +1,99 @@
-"""A model card that is derived from a pipeline of diffusers: it is tried with tiny weights."""
+"""A model card that is derived from a pipeline of diffusers: it is tried with tiny weights.
 
-from torchport.porting.derive.derived import derived_card, ensure, pieces
+It is written once for each pipeline and set of versions, into a pack of the cache folder.
+"""
 
-__all__ = ["derived_card", "ensure", "pieces"]
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from torchport.compile.in_force import hushed
+from torchport.config import parse_document, validated
+from torchport.config.card import Card, Job
+from torchport.config.pack import DERIVED, derived_folder
+from torchport.files import atomic, cache
+from torchport.load import tiny
+from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
+from torchport.porting.derive.trial import PipelineTrial
+from torchport.porting.derive.writing import card_of, embeddings_of, job_of, text_of
+from torchport.porting.draft.home import Piece
+from torchport.progress import log
+
+_FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
+"""Names of pipelines that begin with an image, though their argument for it may be None."""
+
+
+def ensure(model: str) -> None:
+    """Derives the card of a pipeline, `diffusers:Class`, if it is not there yet; other names are left alone."""
+    if not model.startswith(DERIVED):
+        return
+    folder = derived_folder()
+    file = folder / "configs" / "models" / f"{model}.yaml"
+    demo = folder / "configs" / f"{model}_demo.yaml"
+    try:
+        stamp, _, text = file.read_bytes().partition(b"\n")
+        if stamp == _stamp(text, demo.read_bytes()):
+            return
+    except OSError:  # one of the two is not there, or cannot be read
+        stamp = b""
+    # Of another version of this code they are as they were; otherwise the checksum says that they are not.
+    damaged = ", again, since its file is damaged" if stamp.startswith(f"# {_code()} ".encode()) else ""
+    log.info("derive a card for %s%s: upstream's code runs with tiny weights ...", model, damaged)
+    card, job = derived_card(model)
+    cache.make(file.parent)
+    atomic.write_text(demo, job)
+    atomic.write_text(file, f"{_stamp(card.encode(), job.encode()).decode()}\n{card}")
+
+
+def _stamp(card: bytes, job: bytes) -> bytes:
+    """Returns the first line of a card's file: the code that derived it, and the checksum of card and job."""
+    checksum = hashlib.sha256(card + b"\0" + job).hexdigest()
+    return f"# {_code()} {checksum}".encode()
+
+
+@functools.cache
+def _code() -> str:
+    """Returns a hash of the code that derives: a card of another one is made again."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(str(tiny.__file__))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
+    """Returns the text of a pipeline's card, and of the job of its demo.
+
+    Args:
+        model: `diffusers:Class`.
+        name: What the card calls the model; by default the same.
+    """
+    with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
+        cls, place = pipeline_class(model), f"--model {model}"
+        trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
+        observed = trial.observed()
+        trial.check_replay(observed, embeddings_of(trial, observed))
+    data = card_of(trial, observed, name or model)
+    card, job = text_of(data), text_of(job_of(data, observed))
+    validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))
+    validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
+    return card, job
+
+
+def pieces(model: str, name: str) -> list[Piece]:
+    """Returns the files of a derived card, to be written into a pack and edited there."""
+    card, job = derived_card(model, name)
+    return [
+        Piece(f"configs/models/{name}.yaml", card, mode="new"),
+        Piece(f"configs/{name}_demo.yaml", job, mode="new"),
+    ]
+
+
+def image_argument(cls: Any) -> str | None:
+    """Returns the argument of a pipeline that takes the image which it begins with; None for one that needs none."""
+    parameters = inspect.signature(cls.__call__).parameters
+    parameter = parameters.get("image", parameters.get("control_image"))
+    has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
+    return parameter.name if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None

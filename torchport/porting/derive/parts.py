@@ -78,12 +78,7 @@ def pipeline_class(name: str) -> Any:
 
 
 def parts_of(cls: Any, place: str) -> list[PipelinePart]:
-    """Returns the components that a pipeline cannot be without, in the order of its constructor.
-
-    Args:
-        cls: The pipeline.
-        place: What errors name.
-    """
+    """Returns the components that a pipeline cannot be without, in the order of its constructor."""
     hints = typing.get_type_hints(cls.__init__)
     result = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
@@ -148,7 +143,7 @@ def _kind(cls: Any) -> Kind:
     return next((kind for kind, base in kinds.items() if issubclass(cls, base)), "other")
 
 
-def small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
+def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
     """Returns small numbers for the arguments of each component that has weights.
 
     The names of the arguments say what they are. Whether the components agree with one another shows in a trial.
@@ -159,7 +154,7 @@ def small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
         if part.kind == "encoder":
             result[part.name] = _encoder(part.cls, next(widths))
         elif part.kind == "network":
-            result[part.name] = network_numbers(part.cls)
+            result[part.name] = _network_numbers(part.cls)
     pooled = result.get("text_encoder_2", {}).get("projection_dim")
     for values in result.values():
         if pooled and "addition_embed_type_num_heads" in values:  # sizes, and a pooled text
@@ -196,7 +191,7 @@ _NEEDED = {
 """Small numbers of arguments whose class says none."""
 
 
-def network_numbers(cls: Any) -> dict[str, Any]:
+def _network_numbers(cls: Any) -> dict[str, Any]:
     """Returns small numbers for a network of diffusers."""
     known = {argument.name: argument.default for argument in arguments(cls)}
     values, lacking = tiny_arguments(arguments(cls))
@@ -262,7 +257,7 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
     return values | ({"pad_token_id": 0} if "pad_token_id" in names and "vocab_size" in names else {})
 
 
-def tokenizer_of(cls: Any) -> TinyTokenizer | None:
+def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
     """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
     try:
         blank = cls()
@@ -293,10 +288,10 @@ class Configurations:
 
     def __init__(self, parts: Sequence[PipelinePart]) -> None:
         self.parts = {part.name: part for part in parts}
-        self.values = small_numbers(parts)
+        self.values = _small_numbers(parts)
         #: Arguments that a trial has set, by component: those that agree with another component.
         self.mended: dict[str, list[str]] = {}
-        self.tokenizers = {part.name: tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
+        self.tokenizers = {part.name: _tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
 
     def built(self, component: str) -> Any:
         """Returns a component, with drawn weights."""
@@ -312,7 +307,7 @@ class Configurations:
             return tiny.tokenizer(part.cls, tokenizer, part.name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            built = self.of_class(part.name, self.values.get(part.name, {}))
+            built = self._of_class(part.name, self.values.get(part.name, {}))
         if isinstance(built, torch.nn.Module):
             tiny.randomise(built, 0, part.name, 1.0)
             built.eval()
@@ -321,10 +316,10 @@ class Configurations:
     def on_meta(self, component: str, changes: Mapping[str, Any]) -> torch.nn.Module:
         """Returns a component without storage, with other numbers."""
         with torch.device("meta"):
-            module: torch.nn.Module = self.of_class(component, {**self.values[component], **changes})
+            module: torch.nn.Module = self._of_class(component, {**self.values[component], **changes})
         return module
 
-    def of_class(self, component: str, values: Mapping[str, Any]) -> Any:
+    def _of_class(self, component: str, values: Mapping[str, Any]) -> Any:
         """Returns an object of a component's class."""
         cls = self.parts[component].cls
         config = getattr(cls, "config_class", None)
@@ -344,7 +339,7 @@ class Configurations:
         part = self.parts[component]
         others = tuple(other for other in part.others if other is not cls)
         self.parts[component] = dataclasses.replace(part, cls=cls, others=others)
-        self.values[component] = network_numbers(cls)
+        self.values[component] = _network_numbers(cls)
 
     def all_values(self, component: str) -> dict[str, Any]:
         """Returns the arguments of a component: its own values, and the class's defaults of the others."""

@@ -38,15 +38,10 @@ def card_of(
     observed: Observed,
     model: str,
 ) -> dict[str, Any]:
-    """Returns a card as YAML's data.
-
-    Args:
-        trial: Of the pipeline.
-        observed: What it did.
-        model: The model's name.
-    """
+    """Returns a card as YAML's data."""
     cls, parts = trial.cls, trial.configurations.parts
-    networks = list(dict.fromkeys(call.network for call in observed.calls if _is_loops(trial, call)))
+    called = dict.fromkeys(call.network for call in observed.calls)
+    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
         fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
@@ -123,11 +118,6 @@ def job_of(card: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
         "checkpoint": "tiny",
         "dtypes": dtypes,
     }
-
-
-def _is_loops(trial: PipelineTrial, call: LoopCall) -> bool:
-    """Whether a call is of the loop's network, and not of an encoder or the VAE."""
-    return trial.configurations.parts[call.network].kind == "network" and call.network != "vae"
 
 
 def _encoding(
@@ -218,16 +208,11 @@ def _conditions(
         tensor, other = (call.inputs[name] for call in first)
         if not isinstance(tensor, torch.Tensor) or not isinstance(other, torch.Tensor) or _same(tensor, other):
             continue
-        found = [_key_of(values, each) for each in (tensor, other)]
+        found = [next((key for key, value in values.items() if _same(value, each)), None) for each in (tensor, other)]
         if None in found or tensor.shape != other.shape:
             return {}
         pairs[name] = [str(key) for key in found]
     return {"conditions": pairs} if pairs else {}
-
-
-def _key_of(values: Mapping[str, Any], tensor: torch.Tensor) -> str | None:
-    """Returns the embedding that a tensor is."""
-    return next((name for name, value in values.items() if _same(value, tensor)), None)
 
 
 def _same(value: Any, tensor: torch.Tensor) -> bool:

@@ -234,7 +234,10 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
     fields = {**_common(wish, name), "op": f"{wish.files}.py:{name}"}
     text = lowering(name, given, wish.target)
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file)
-    return Draft(fields, text, _lowering_test(trial, wish.target.replace(":", ".")), trial, left)
+    operator = wish.target.replace(":", ".")
+    body = _LOWERING.format(name=trial.name, operator=operator)
+    test = trial.text(f"{operator} as '{trial.id}' lowers it, and as torch computes it.", _OF_LOWERING, body)
+    return Draft(fields, text, test, trial, left)
 
 
 def _of_torch(wish: PatchDraftRequest) -> str:
@@ -293,7 +296,10 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
     }
     left = ["Nothing in Python: a stub raises when it is called"]
     left += ["In the entry: why"] if wish.why == WHY else []
-    return Draft(fields, "", _stub_test(trial, wish.importers[0], package), trial, left)
+    module = wish.importers[0]
+    body = _STUB.format(module_name=module.replace(".", "_"), module=module, package=package)
+    test = trial.text(f"{module} is imported where {package} is not installed.", _OF_STUB, body)
+    return Draft(fields, "", test, trial, left)
 
 
 _HEAD = '''"""{title}
@@ -422,16 +428,6 @@ def _call(target: Target) -> str:
     if target.is_async:
         return f"asyncio.run({call})"
     return f"list({call})" if target.is_generator else call
-
-
-def _lowering_test(trial: Trial, operator: str) -> str:
-    body = _LOWERING.format(name=trial.name, operator=operator)
-    return trial.text(f"{operator} as '{trial.id}' lowers it, and as torch computes it.", _OF_LOWERING, body)
-
-
-def _stub_test(trial: Trial, module: str, package: str) -> str:
-    body = _STUB.format(module_name=module.replace(".", "_"), module=module, package=package)
-    return trial.text(f"{module} is imported where {package} is not installed.", _OF_STUB, body)
 
 
 @dataclasses.dataclass(frozen=True)

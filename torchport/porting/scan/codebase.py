@@ -22,7 +22,7 @@ from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.finding import BY_KIND
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
-from torchport.source.flow import taken
+from torchport.source.bindings import taken
 from torchport.source.modules import imported_from
 from torchport.source.parameters import STARRED, parameters
 
@@ -288,34 +288,34 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def ancestry(self, kind: Class) -> frozenset[Class]:
-        return frozenset(self.lineage(kind))
+        return frozenset(self._lineage(kind))
 
-    def lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
+    def _lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
         """Yields a class and those above it, as far as the codebase has them."""
         yield kind
         for base in self.bases(kind):
             above = self.definition(base)
             if isinstance(above, Class) and above.dotted not in seen:
-                yield from self.lineage(above, seen | {kind.dotted})
+                yield from self._lineage(above, seen | {kind.dotted})
 
     def method(self, kind: Class, name: str, inherited: bool = False) -> CodeUnit | None:
         """Returns the first method of a name in a class or above it; only above it if it is inherited."""
         if not inherited:
             return self.methods(kind).get(name)
-        above = list(self.lineage(kind))[1:]
+        above = list(self._lineage(kind))[1:]
         return next((unit for base in above if (unit := self.methods(base).get(name)) is not None), None)
 
     @functools.cache  # noqa: B019
     def methods(self, kind: Class) -> dict[str, CodeUnit]:
         result: dict[str, CodeUnit] = {}
-        for above in self.lineage(kind):
+        for above in self._lineage(kind):
             for unit in above.module.methods.get(above.name, ()):
                 result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
     def is_network(self, kind: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
-        bases = [base for above in self.lineage(kind) for base in self.bases(above)]
+        bases = [base for above in self._lineage(kind) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
     @functools.cached_property

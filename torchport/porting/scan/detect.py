@@ -240,15 +240,11 @@ def _factory(context: FunctionContext, event: Event, node: ast.Call, name: str) 
     device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
     if device is None and any(keyword.arg is None for keyword in node.keywords):
         return  # in a dictionary that is unpacked
-    if device is None or _is_host(device):
+    inner = device.args[0] if isinstance(device, ast.Call) and device.args else device
+    if device is None or (isinstance(inner, ast.Constant) and inner.value in ("cpu", None)):
         yield context.site("host-tensor", event, name)
     elif isinstance(device, ast.Name) and context.unit.defaults.get(device.id) == ("const", None):
         yield context.site("host-tensor", event, name, if_none=device.id)
-
-
-def _is_host(device: ast.expr) -> bool:
-    inner = device.args[0] if isinstance(device, ast.Call) and device.args else device
-    return isinstance(inner, ast.Constant) and inner.value in ("cpu", None)
 
 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
@@ -313,8 +309,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _withs(context: FunctionContext, event: Event) -> Iterator[Site]:
-    called = event.node.func if isinstance(event.node, ast.Call) else event.node
-    name = context.full(called)
+    name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
     if name in _AUTOCAST:
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
@@ -322,13 +317,9 @@ def _withs(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
-    called = event.node.func if isinstance(event.node, ast.Call) else event.node
-    name = context.full(called)
-    if name in _AUTOCAST:
-        yield context.site("autocast", event, AUTOCAST)
-    elif name in _BACKENDS:
-        yield context.site("attention-backend", event, name)
-    elif name in _COMPILES:
+    yield from _withs(context, event)
+    name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
+    if name in _COMPILES:
         yield context.site("compile", event, name)
     elif is_kernel(name):
         yield context.site("kernel", event, name)

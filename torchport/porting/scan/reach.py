@@ -342,14 +342,10 @@ def _same(value: Any, other: Any) -> bool:
 def _given(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
     names = unit.parameters
     method = unit.owner is not None and bound and not unit.is_static
-    result = {name: _UNKNOWN if call.starred else _default(unit, name) for name in names}
+    defaults = {} if call.starred else {name: term[1] for name, term in unit.defaults.items() if term is not None}
+    result = {name: defaults.get(name, _UNKNOWN) for name in names}
     result |= zip(names[int(method) :], map(values.value, call.arguments), strict=False)
     return result | {name: values.value(term) for name, term in call.keywords if name in result}
-
-
-def _default(unit: CodeUnit, name: str) -> Any:
-    term = unit.defaults.get(name)
-    return _UNKNOWN if term is None else term[1]
 
 
 def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dict[str, Any]:
@@ -371,17 +367,14 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
     mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:
         methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
-    methods += [unit for unit in mine if "classmethod" in unit.decorators and _makes_itself(unit)]
+    makers = [unit for unit in mine if "classmethod" in unit.decorators]
+    methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
     classes, init = [kind], codebase.method(kind, "__init__")
     for name in _annotated(codebase, init) if init is not None else ():
         known = codebase.definition(name)
         if isinstance(known, Class):
             classes += [known, *codebase.subclasses[known.dotted]]
     return methods, classes
-
-
-def _makes_itself(unit: CodeUnit) -> bool:
-    return any(call.chain == (unit.first,) for call in unit.facts.calls)
 
 
 def _annotated(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:

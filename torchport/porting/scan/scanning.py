@@ -59,8 +59,11 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         found = _read(codebase)
         with waiting("scan: what runs"):
             report = _scan(path, codebase, entries, folders, found)
-    findings = sorted([*report.findings, *(_of_unread(path, file) for file in codebase.unread)], key=_place)
-    return dataclasses.replace(report, findings=tuple(findings))
+    left_out = [
+        ScanFinding(file.rule, _named(path, file.path), file.line, "", file.why, reach="unknown")
+        for file in codebase.unread
+    ]
+    return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left_out], key=_place)))
 
 
 def _place(finding: ScanFinding) -> tuple[str, int, str]:
@@ -373,10 +376,6 @@ def _covered(known: Sequence[tuple[Site, Reach]], cover: _Coverage) -> Iterator[
 
 def _named(root: Path, below: str) -> str:
     return folder.as_named(root if folder.has_file(root) else root / below)
-
-
-def _of_unread(root: Path, unread: Unread) -> ScanFinding:
-    return ScanFinding(unread.rule, _named(root, unread.path), unread.line, "", unread.why, reach="unknown")
 
 
 _GENERIC = ("torch", "torchax")

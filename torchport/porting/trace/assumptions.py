@@ -215,7 +215,7 @@ class Anything(types.ModuleType):
         return (type(self.__name__.rpartition(".")[2], (), {}),)
 
 
-class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds what nobody finds, for upstream's own unguarded imports alone, and notes it."""
 
     def __init__(self, notes: Notes) -> None:
@@ -323,7 +323,7 @@ def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: An
 @contextlib.contextmanager
 def assumed(notes: Notes) -> Iterator[None]:
     """Lets upstream find what it looks for, while the context lasts; each is noted."""
-    finder, before = AbsentPackages(notes), []
+    finder, before = _AbsentPackages(notes), []
     for home, answers in _ANSWERS.items():
         module = importlib.import_module(home)
         for name, answer in answers.items():

@@ -86,10 +86,6 @@ class Notes:
             if made is not None and made not in self.stoppers[key].fact:
                 self.stoppers[key].fact += f" (the tensor is made at {made})"
 
-    def record_refusal(self, error: TorchportError, assumed: str) -> None:
-        stopper = Stopper(error.id, self.stage, error.place, error.fact, error.remedy, [], 0, "", assumed)
-        self.stoppers.setdefault((error.id, error.place), stopper)
-
     @contextlib.contextmanager
     def of_another_job(self) -> Iterator[None]:
         """Forgets what is noted while the context lasts: it is another job's."""

@@ -108,7 +108,8 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
         except TorchportError as error:
             if not notes.stoppers:  # else an assumption may have led to it
                 raise
-            notes.record_refusal(error, ends)
+            stopper = Stopper(error.id, stage.name, error.place, error.fact, error.remedy, [], 0, "", ends)
+            notes.stoppers.setdefault((error.id, error.place), stopper)
         else:
             if raised.error is not None:
                 notes.record(raised.error, ends)
