@@ -111,7 +111,11 @@ def inner(value: Any) -> Sequence[Any] | None:
     return None
 
 
-def is_node(value: Any, *, is_long: bool = False) -> bool:
+def is_node(
+    value: Any,
+    *,
+    is_long: bool = False,
+) -> bool:
     """Returns whether a value is a thing that can be changed, and that a model's code may change.
 
     Args:
@@ -284,7 +288,9 @@ def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
     if isinstance(term, Opaque):
         return term.value
     kind, value = term
-    return float.fromhex(value) if kind is float else complex(value) if kind is complex else value
+    if kind is float:
+        return float.fromhex(value)
+    return complex(value) if kind is complex else value
 
 
 def _whole(kind: type, values: list[Any]) -> Any:
@@ -295,7 +301,9 @@ def _whole(kind: type, values: list[Any]) -> Any:
         return kind(*values)
     if hasattr(kind, "_make"):
         return kind._make(values)
-    return kind(values) if kind.__module__ in ("builtins", "torch.return_types") else tuple.__new__(kind, values)
+    if kind.__module__ in ("builtins", "torch.return_types"):
+        return kind(values)
+    return tuple.__new__(kind, values)
 
 
 def holder_of_traced() -> str:

@@ -64,7 +64,8 @@ class Snapshot:
         kinds = tuple(Opaque(thing if isinstance(thing, identical) else type(thing)) for thing in self.things)
         inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
         terms = tuple(tuple(each.items()) for each in self.terms)
-        return self.root, kinds, terms, inputs, tuple(self.firsts), self.marks
+        firsts = tuple(self.firsts)
+        return self.root, kinds, terms, inputs, firsts, self.marks
 
     def memory(self, but: torch.Tensor | None = None) -> set[int]:
         """Returns where tensors lie in the host's memory, without one of them."""
@@ -107,7 +108,11 @@ class State:
         place: Its name, for errors.
     """
 
-    def __init__(self, module: torch.nn.Module, place: str) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        place: str,
+    ) -> None:
         self.module = module
         self.place = place
         self._owned = {
@@ -122,7 +127,11 @@ class State:
         """Returns a number for what a call finds: two of one number make the same program."""
         return self._numbers.setdefault(snapshot.key(), len(self._numbers))
 
-    def before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
+    def before(
+        self,
+        arguments: Mapping[str, Any],
+        unnamed: Sequence[str],
+    ) -> Snapshot:
         """Returns what a call finds.
 
         Args:
@@ -136,7 +145,12 @@ class State:
         root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
         return survey.finish(tuple(zip(arguments, root, strict=True)))
 
-    def after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
+    def after(
+        self,
+        before: Snapshot,
+        traced: Mapping[int, Reference],
+        returned: Any,
+    ) -> Snapshot:
         """Returns what a call leaves that found `before`.
 
         Args:
@@ -148,7 +162,11 @@ class State:
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
-    def entered(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    def entered(
+        self,
+        before: Snapshot,
+        traced: Sequence[Any],
+    ) -> Iterator[dict[str, Any]]:
         """Puts traced tensors in the place of the inputs; takes back what changes in the context.
 
         Returns:
@@ -173,7 +191,12 @@ class State:
             for table, value in tables:
                 _write(table, value)
 
-    def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
+    def effects(
+        self,
+        before: Snapshot,
+        after: Snapshot,
+        traced: Sequence[Any],
+    ) -> Effects:
         """Returns what a call does, of what it found and left."""
         changed = {}
         for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
@@ -189,7 +212,12 @@ class State:
         tables = {n: t.clone() for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}
         return Effects(after.root, changed, [*created], written, tables, len(after.outputs))
 
-    def leave(self, effects: Effects, found: Snapshot, outputs: Sequence[torch.Tensor]) -> Any:
+    def leave(
+        self,
+        effects: Effects,
+        found: Snapshot,
+        outputs: Sequence[torch.Tensor],
+    ) -> Any:
         """Leaves what a call does in the things that it found; returns what it returns."""
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
@@ -208,14 +236,24 @@ class State:
                 _write(found.tables[number], value)
         return make(effects.returned, values)
 
-    def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
+    def _note(
+        self,
+        thing: Any,
+        terms: Mapping[Part, Any],
+        values: Mapping[str, Sequence[Any]],
+    ) -> None:
         for part, term in terms.items():
             tensors = [make(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
             self._made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
                 self._kept.add((Opaque(thing), part))
 
-    def is_kept(self, tensor: torch.Tensor, thing: Any, part: Part) -> bool:
+    def is_kept(
+        self,
+        tensor: torch.Tensor,
+        thing: Any,
+        part: Part,
+    ) -> bool:
         """Returns whether a tensor of the module's depends on the inputs of earlier calls, or stands for such a one."""
         return tensor in self._made or (Opaque(thing), part) in self._kept
 
@@ -237,7 +275,11 @@ class State:
         found.update({_HOOKS: hooks} if hooks else {})
         return found
 
-    def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
+    def fill(
+        self,
+        thing: Any,
+        new: Mapping[Part, Any],
+    ) -> None:
         """Gives a node other parts."""
         if not self._is_submodule(thing):
             graph.fill(thing, new)
@@ -264,7 +306,12 @@ class _Survey:
         traced: What stands for inputs, by identity; None: a call is about to begin.
     """
 
-    def __init__(self, state: State, snapshot: Snapshot, traced: Mapping[int, Reference] | None) -> None:
+    def __init__(
+        self,
+        state: State,
+        snapshot: Snapshot,
+        traced: Mapping[int, Reference] | None,
+    ) -> None:
         self.state = state
         self.snapshot = snapshot
         self.traced = traced
@@ -273,7 +320,9 @@ class _Survey:
         self.tensors.update(traced or {})
         self.waiting: collections.deque[int] = collections.deque()
         count = len(snapshot.things)
-        snapshot.parts, snapshot.terms, snapshot.paths = [{}] * count, [{}] * count, [None] * count
+        snapshot.parts = [{}] * count
+        snapshot.terms = [{}] * count
+        snapshot.paths = [None] * count
 
     def finish(self, root: Any) -> Snapshot:
         """Walks through all that waits, and then through what was known from the start."""
@@ -291,7 +340,13 @@ class _Survey:
         snapshot.root, snapshot.marks = root, tuple(map(_mark, snapshot.tables))
         return snapshot
 
-    def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
+    def term(
+        self,
+        value: Any,
+        path: tuple[str, ...] | None,
+        thing: Any = None,
+        part: Part = ("", ""),
+    ) -> Any:
         """Returns a value as a term.
 
         Args:
@@ -321,7 +376,11 @@ class _Survey:
             raise BadValueError(self.state.place, fact, remedy, name=name)
         return Opaque(value)
 
-    def _node(self, thing: Any, path: tuple[str, ...] | None) -> Reference:
+    def _node(
+        self,
+        thing: Any,
+        path: tuple[str, ...] | None,
+    ) -> Reference:
         snapshot = self.snapshot
         number = self.numbers[id(thing)] = len(snapshot.things)
         snapshot.things.append(thing)
@@ -331,7 +390,13 @@ class _Survey:
         self.waiting.append(number)
         return Reference("thing", number)
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
+    def _tensor(
+        self,
+        tensor: torch.Tensor,
+        path: tuple[str, ...] | None,
+        thing: Any,
+        part: Part,
+    ) -> Any:
         snapshot = self.snapshot
         if self.traced is not None:
             tensor = tensor if id(tensor) in self.tensors else engine.on_host(tensor)
@@ -347,7 +412,11 @@ class _Survey:
             snapshot.tables.append(tensor)
         return self.tensors[id(tensor)]
 
-    def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
+    def _argument(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+    ) -> Reference:
         snapshot = self.snapshot
         while snapshot.inputs.get(name, tensor) is not tensor:
             name += "'"
