@@ -21,6 +21,7 @@ import numpy
 import torch
 
 from torchport import engine
+from torchport.patch.live import holders
 
 SMALL = 2**16
 """Bytes of the largest array of numpy that is a node."""
@@ -240,7 +241,7 @@ class Blank(NamedTuple):
     model: Any
 
     @classmethod
-    def of(cls, thing: Any) -> Blank:
+    def describe(cls, thing: Any) -> Blank:
         """Returns how things are made that are like another, without its parts."""
         if isinstance(thing, numpy.ndarray):
             return cls(type(thing), thing.copy())
@@ -313,6 +314,7 @@ def holder_of_traced() -> str:
     """
     if not engine.alive():
         return ""
+    holders.thaw()
     gc.collect()  # who is only waiting to be collected holds nothing
     named = reversed([*sys.modules.items()])  # `__main__` has a second name where processes were started
     modules = {id(vars(module)): name for name, module in named if hasattr(module, "__dict__")}

@@ -183,8 +183,8 @@ class State:
             yield {name: make(term, values) for name, term in before.root}
         finally:
             for thing, parts in zip(before.things, before.parts, strict=True):
-                now = self.parts(thing)
-                if [*now] != [*parts] or any(now[part] is not parts[part] for part in parts):
+                left = self.parts(thing)
+                if [*left] != [*parts] or any(left[part] is not parts[part] for part in parts):
                     self.fill(thing, parts)
             for part, old in submodules:
                 part._modules.update(old)
@@ -206,7 +206,7 @@ class State:
                     fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
         there = len(before.things)
-        created = zip(map(graph.Blank.of, after.things[there:]), after.terms[there:], strict=True)
+        created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
         written = [number for number in {*before.firsts} if engine.was_written(traced[number])]
         same = dict(enumerate(before.marks))
         tables = {n: t.clone() for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}
@@ -222,8 +222,12 @@ class State:
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
         new = [value.clone() for number, value in effects.tables.items() if number >= len(found.tables)]
-        inputs, tables = [*found.inputs.values()], [*found.tables, *new]
-        values = {"thing": things, "input": inputs, "output": outputs, "table": tables}
+        values = {
+            "thing": things,
+            "input": [*found.inputs.values()],
+            "output": outputs,
+            "table": [*found.tables, *new],
+        }
         for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
             self.fill(thing, {part: make(term, values) for part, term in terms.items()})
             self._note(thing, terms, values)
