@@ -249,7 +249,6 @@ class Blank(NamedTuple):
         return cls(type(thing), getattr(thing, "default_factory", maximum))
 
     def new(self) -> Any:
-        """Returns a new thing."""
         if self.type is types.CellType:
             return types.CellType()
         if self.type is numpy.ndarray:
@@ -268,7 +267,6 @@ _HEAP_TYPE = 1 << 9
 
 
 def walk(term: Any) -> Iterator[Any]:
-    """Returns a term and those in it."""
     yield term
     if isinstance(term, Whole):
         for each in term.terms:
