@@ -1,7 +1,9 @@
 """What a ported module keeps from call to call, and what it leaves in its arguments: as PyTorch's forward does."""
 
 import collections
+import concurrent.futures
 import copy
+import pickle
 
 import pytest
 import torch
@@ -334,6 +336,19 @@ def test_caches_of_transformers_are_arguments_and_outputs(session):
         after = [n(ids[:, step:][:, :1], cache=c) for n, c in zip((eager, ported), caches, strict=True)]
         torch.testing.assert_close(*(each.last_hidden_state for each in after))
     assert caches[1].get_seq_length() == 6 and after[1].past_key_values is caches[1]
+
+
+def test_several_threads_call_one_port_and_none_copies_it(x, session):
+    ported = torchport.port(Module(lambda m, x: x * 2).eval(), strategy=RULES)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(
+            pool.map(lambda n: torch.equal(ported(torch.ones(n % 4 + 1, 3)), torch.full((n % 4 + 1, 3), 2.0)), range(8))
+        )
+    for act in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(BadValueError, match="can be neither copied nor pickled"):
+            act(ported)
+    with pytest.raises(BadValueError, match=r"'args\.1' is of the type list_iterator, and becomes no constant"):
+        ported(x, iter([1]))
 
 
 LEFT = []

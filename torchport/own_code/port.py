@@ -6,6 +6,7 @@ import contextvars
 import dataclasses
 import inspect
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,6 +156,7 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
     return shard.make_mesh(sizes, there[:count])
 
 
+_lock = threading.RLock()  # a trace replaces parts of the module, and changes PyTorch for the process
 _found: contextvars.ContextVar[state.Snapshot] = contextvars.ContextVar("found")
 """What the call finds that is traced now."""
 
@@ -215,6 +217,10 @@ class Ported(torch.nn.Module):
             raise BadValueError(self.compiled.network.name, f"'{name}' is on the devices", remedy, name=name)
         setattr(original, name, value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        fact = "A ported module is on the devices, and can be neither copied nor pickled"
+        raise BadValueError(self.compiled.network.name, fact, "Copy the module before port")
+
     def train(self, mode: bool = True) -> Ported:
         """Refuses training.
 
@@ -235,7 +241,10 @@ class Ported(torch.nn.Module):
             StaleTraceError: It is compiled outside of its patches.
             BadValueError: An argument that is neither tensors nor a constant.
         """
-        bound = self.signature.bind(*args, **kwargs).arguments
+        with _lock:
+            return self._called(self.signature.bind(*args, **kwargs).arguments)
+
+    def _called(self, bound: dict[str, Any]) -> Any:
         for name, parameter in self.signature.parameters.items():
             if isinstance(parameter.default, list | dict):  # a call may leave something in it
                 bound.setdefault(name, parameter.default)

@@ -373,7 +373,8 @@ class _Survey:
         is_code = isinstance(value, types.FunctionType | torch.nn.Module)
         if graph.is_node(value, is_long=path is not None) and not (is_code and self.traced is not None):
             return self._node(value, None if is_code else path)
-        if path is not None and not graph.is_hashable(value):
+        is_known = graph.is_hashable(value) and not isinstance(value, Iterator)
+        if path is not None and not is_known:
             name = ".".join(path)
             fact = f"'{name}' is of the type {type(value).__name__}, and becomes no constant of a program"
             remedy = "Pass tensors, in tuples, lists, dicts and objects, and constants"

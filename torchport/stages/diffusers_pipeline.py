@@ -311,12 +311,7 @@ class _Stages:
         noise: torch.Tensor | None = None,
         **inputs: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Returns the latents that upstream's loop ends with; see `denoise` for what it refuses.
-
-        Args:
-            calls: The stage's network, by its name.
-            noise: To begin with; None: it is drawn.
-        """
+        """Returns the latents that upstream's loop ends with; see `denoise`. It draws noise where none is given."""
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
         # They may have been encoded for another dtype of the network's. Masks stay what they are.
         embeddings = {n: v.to(self._dtype(n, settings)) if v.is_floating_point() else v for n, v in inputs.items()}
@@ -346,12 +341,7 @@ class _Stages:
         image: Mapping[str, torch.Tensor],
         stage: str,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`.
-
-        Args:
-            image: What a stage kept of the image.
-            stage: That stage.
-        """
+        """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`."""
         loop = First(copy.deepcopy(parts["scheduler"]))
         vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, image, stage)
         return self._sample_of_first_step(parts, settings, embeddings, loop, vae), vae.drawn
