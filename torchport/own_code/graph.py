@@ -33,7 +33,7 @@ _COUNTS = {"_parameters", "_buffers", "_modules", "training"}
 _LIBRARIES = {"torch", "torchax", "jax", "numpy", "torchport", *sys.stdlib_module_names} - {"types", "collections"}
 """Packages whose objects are no model's: a logger knows all others. `types` has SimpleNamespace."""
 _CONSTANTS = {bool, int, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}
-_CONTAINERS = list, dict, set, collections.deque
+_ITEMS = list, dict, set, collections.deque
 
 STEPS = 500
 """How many holders of holders of a tensor are looked at. An exact answer would look at all objects of the process."""
@@ -129,7 +129,7 @@ def is_node(
     if isinstance(value, numpy.ndarray):
         return kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= SMALL
     library = is_of_library(kind.__module__)
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, _ITEMS):
         return (kind.__module__ == "builtins" or not library) and (is_long or len(value) <= LONG)
     if isinstance(value, types.FunctionType):
         has_parts = value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
@@ -235,7 +235,7 @@ def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
 
 
 class Blank(NamedTuple):
-    """How a thing is made that a call makes."""
+    """How things are made that calls make."""
 
     type: type
     model: Any
