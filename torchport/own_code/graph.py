@@ -1,8 +1,7 @@
 """Python's objects as a graph: how those that can be changed are read, filled and made.
 
-A thing that can be changed is a node: a list, a dict, an object with attributes, a closure's cell. A node has parts,
-each with a value. A value is said by a term, which holds no things: a constant, a tensor's number, a node's number. So
-what one call did to some things can be done to others that are alike.
+A thing that can be changed is a node, which has parts, such as the items of a list. A term says a part's value without
+any thing in it, so that what one call did to some things can be done to others that are alike.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import torch
 from torchport import engine
 from torchport.patch.live import holders
 
-SMALL = 2**16
-"""Bytes of the largest array of numpy that is a node."""
+SMALL = 2**16  # bytes of an array of numpy
 LONG = 10_000
 """Items of the longest container that is looked through; a longer one, such as a tokenizer's words, is opaque."""
 INTERNAL = frozenset(vars(torch.nn.Module()))
@@ -35,8 +33,8 @@ _LIBRARIES = {"torch", "torchax", "jax", "numpy", "torchport", *sys.stdlib_modul
 _CONSTANTS = {bool, int, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}
 _ITEMS = list, dict, set, collections.deque
 
-STEPS = 500
-"""How many holders of holders of a tensor are looked at. An exact answer would look at all objects of the process."""
+LEVELS = 6  # of holders of a tensor's holders
+MOST = 100  # of them, at each level
 _CARRIERS = {"builtins", "functools", "collections", "types"}
 
 Part = tuple[str, Any]
@@ -316,30 +314,33 @@ def holder_of_traced() -> str:
     gc.collect()  # who is only waiting to be collected holds nothing
     named = reversed([*sys.modules.items()])  # `__main__` has a second name where processes were started
     modules = {id(vars(module)): name for name, module in named if hasattr(module, "__dict__")}
-    waiting: list[Any] = engine.alive()
-    known = {id(waiting), id(modules)}
-    number = 0
-    while number < min(len(waiting), STEPS):  # no comprehension: its cells would be holders
-        thing = waiting[number]
-        number += 1
-        for referrer in gc.get_referrers(thing):
-            if id(referrer) in known or isinstance(referrer, types.FrameType):
-                continue
-            known.add(id(referrer))
-            name = modules.get(id(referrer))
-            if name is not None:
-                if not is_of_library(name):
-                    return f"'{_name(referrer, thing)}' of the module '{name}'"
-            elif isinstance(referrer, type):
-                if not is_of_library(referrer.__module__):
-                    return f"the class '{referrer.__qualname__}'"
-            elif engine.is_traced(referrer) or not is_of_library(type(referrer).__module__, but=_CARRIERS):
-                waiting.append(referrer)
+    things: list[Any] = engine.alive()
+    known = {id(modules)}
+    for _ in range(LEVELS):
+        known.update(map(id, (things, *things)))
+        referrers = [r for r in gc.get_referrers(*things) if id(r) not in known]
+        for referrer in referrers:
+            name = modules.get(id(referrer), "")
+            if name and not is_of_library(name):
+                return f"'{_name(referrer, things)}' of the module '{name}'"
+            if isinstance(referrer, type) and not is_of_library(referrer.__module__):
+                return f"the class '{referrer.__qualname__}'"
+        things = [r for r in referrers if id(r) not in modules and _carries(r)]
+        things = things[:MOST]
+        if not things:
+            break
     return ""
 
 
-def _name(attributes: dict[str, Any], thing: Any) -> str:
+def _carries(thing: Any) -> bool:
+    """Returns whether what holds a thing holds what is in it, in a model's eyes."""
+    if isinstance(thing, types.FrameType | type):
+        return False
+    return engine.is_traced(thing) or not is_of_library(type(thing).__module__, but=_CARRIERS)
+
+
+def _name(attributes: dict[str, Any], things: Sequence[Any]) -> str:
     for name, value in attributes.items():
-        if value is thing:
+        if any(value is thing for thing in things):
             return name
     return ""

@@ -37,8 +37,7 @@ class Snapshot:
     Attributes:
         root: The terms of the arguments, by parameter; after a call, of what it returns.
         things: The nodes, by number.
-        parts: What each of them has.
-        terms: The same as terms.
+        parts: What each of them has; `terms` has the same as terms.
         paths: The names that lead to each from the arguments; None: from the module, or through a function.
         inputs: The tensors that are inputs, with their names.
         firsts: Of each input, the number of the first one that is the same tensor.
@@ -135,8 +134,7 @@ class State:
         """Returns what a call finds.
 
         Args:
-            arguments: By parameter.
-            unnamed: Parameters whose names are no part of a tensor's name: `kwargs`.
+            unnamed: Those parameters whose names are no part of a tensor's name: `kwargs`.
         """
         submodules = [*self.module.modules()]
         self._submodules = frozenset(map(id, submodules))
@@ -154,9 +152,7 @@ class State:
         """Returns what a call leaves that found `before`.
 
         Args:
-            before: Its things have the same numbers.
             traced: What stands for its inputs, by identity.
-            returned: What the call returns.
         """
         survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
@@ -258,7 +254,7 @@ class State:
         thing: Any,
         part: Part,
     ) -> bool:
-        """Returns whether a tensor of the module's depends on the inputs of earlier calls, or stands for such a one."""
+        """Returns whether a tensor depends on inputs of earlier calls."""
         return tensor in self._made or (Opaque(thing), part) in self._kept
 
     def parts(self, thing: Any) -> dict[Part, Any]:
@@ -275,8 +271,10 @@ class State:
             for hook in (*thing._forward_pre_hooks.values(), *thing._forward_hooks.values())
             if not str(getattr(hook, "__module__", "")).startswith("torchport.")  # a trace has some of its own
         )
-        found.update({_SUBMODULES: tuple(thing._modules.values())} if thing._modules else {})
-        found.update({_HOOKS: hooks} if hooks else {})
+        if thing._modules:
+            found[_SUBMODULES] = (*thing._modules.values(),)
+        if hooks:
+            found[_HOOKS] = hooks
         return found
 
     def fill(
@@ -461,8 +459,10 @@ def is_read_only(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
     is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    return is_plain and tensor.nbytes <= SMALL and not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and tensor.nbytes <= SMALL
 
 
 def _mark(tensor: torch.Tensor) -> Any:
