@@ -116,7 +116,7 @@ def test_calls_of_other_forms_and_shapes_are_programs_of_their_own(block, x, ses
     ported = torchport.port(block, strategy=RULES, mesh=MESH)
     results = [ported(x), ported(x=twice), ported(longer), ported(x, 3.0)]
     assert all(close(ours["sample"], theirs) for ours, theirs in zip(results, expected, strict=True))
-    assert len(ported.compiled.programs) == 3
+    assert len(ported.compiled.programs) == 4  # hooks and decorators see which arguments are keywords
 
 
 def test_nested_inputs_are_named_by_their_path_and_may_be_left_out_later(block, x, session):
@@ -248,8 +248,8 @@ def test_inputs_that_do_not_fit_are_refused(block, x, session):
         ported(x, also=x)
     with pytest.raises(MeshError, match=r"dp=2 does not divide dim 0 of 'x' \[3, 8\], an input of Block"):
         ported(x[:3])
-    with pytest.raises(BadValueError, match=r"Block: 'scale' is of the type bytearray, and becomes no constant"):
-        ported(x, bytearray(b"2"))
+    with pytest.raises(BadValueError, match=r"Block: 'scale' is of the type dict_keys, and becomes no constant"):
+        ported(x, {}.keys())
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         ported()
 
@@ -525,7 +525,7 @@ def test_the_line_is_the_callers_where_no_code_of_the_module_runs(session):
         ported(torch.ones(4, 7))
     assert re.search(r"test_port\.py:\d+: test_the_line_is_the_callers\S* raises \w+Error: ", str(caught.value))
     assert "It is your own code: mend it there" in str(caught.value)
-    with pytest.raises(ForeignError, match=r"test_port\.py:\d+: test_the_line_is_the_callers\S* raises \w+Error: "):
+    with pytest.raises(BadValueError, match=r"Linear: 'input' has the layout torch\.sparse_coo\. Pass it as to_dense"):
         ported(torch.ones(4, 8).to_sparse())
     with pytest.raises(TypeError, match="missing a required argument: 'input'"):  # as PyTorch's own
         ported()
@@ -542,8 +542,8 @@ def test_the_code_of_a_script_is_named_as_that_of_a_package(tmp_path, session):
     )
     with pytest.raises(TracedValueError, match=r"script\.py:4: Net\.forward asks for the value of a tensor.* your own"):
         runpy.run_path(str(file), {"REPLICATED": REPLICATED}, "__main__")
-    file.write_text(file.read_text().replace("x * float(x.sum())", "x").replace("ones(2)", "ones(2).to_sparse()"))
-    with pytest.raises(ForeignError, match=r"script\.py:5: The script raises RuntimeError: "):
+    file.write_text(file.read_text().replace("Net()", "torch.nn.Softmax(7)"))
+    with pytest.raises(ForeignError, match=r"script\.py:5: The script raises ValueError: "):
         runpy.run_path(str(file), {"REPLICATED": REPLICATED}, "__main__")
 
 

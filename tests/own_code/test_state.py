@@ -1,10 +1,15 @@
 """What a ported module keeps from call to call, and what it leaves in its arguments: as PyTorch's forward does."""
 
+import argparse
 import collections
 import concurrent.futures
+import contextvars
 import copy
 import pickle
+import queue
+import threading
 
+import numpy
 import pytest
 import torch
 
@@ -166,6 +171,48 @@ def calls(m, x):
     return m.call(x)
 
 
+class Name(str):
+    """A text with attributes."""
+
+
+class Pair(tuple):
+    """A tuple with attributes."""
+
+
+def adds_to_objects(m, x):
+    for one in m.objects:
+        one.n += 1
+        x = x * one.n
+    m.sums |= {x}
+    return sum(m.sums)
+
+
+def in_arrays(m, x):
+    m.bytes[0] += 1
+    m.table["n"][0] += 1
+    m.objects[0].n += 1
+    return x * m.bytes[0] * int(m.table["n"][0]) * m.objects[0].n
+
+
+def in_made_values(m, x):
+    m.made = Name("a"), Pair((1, 2))
+    for made in m.made:
+        made.kept = x * len(made)
+    return x, m.made, x.device
+
+
+def writes_a_table(m, x):
+    m.table[:, m.n] = x.sum(1)
+    m.n += 1
+    return m.table * 1
+
+
+def queues(m, x):
+    m.line.put(x * 2)
+    m.settings.n = m.line.qsize()
+    return x * m.settings.n
+
+
 CASES = {
     "a ring that is written to": (rotates, {"ring": None, "start": 0}, 3),
     "a counter": (counts, {"n": 0}, 4),
@@ -183,8 +230,22 @@ CASES = {
     "a dict and a counter": (in_items, {"items": Items(), "words": collections.Counter()}, 4),
     "a list in itself": (in_a_circle, {"circle": ([],)}, 4),
     "a set and an object that go and come": (to_and_fro, {"seen": set(), "made": None}, 2),
+    "objects in a set": (adds_to_objects, {"objects": {Slots()}, "sums": set()}, 4),
+    "objects as keys": (adds_to_objects, {"objects": {Slots(): 1}, "sums": set()}, 4),
+    "arrays": (
+        in_arrays,
+        {
+            "bytes": bytearray(b"a"),
+            "table": numpy.array([(1, 2.0)], dtype=[("n", "i4"), ("x", "f4")]),
+            "objects": numpy.array([Slots()], dtype=object),
+        },
+        4,
+    ),
+    "a tensor of the host that is written to": (writes_a_table, {"table": torch.zeros(2, 4), "n": 0}, 4),
+    "a queue and a namespace": (queues, {"line": queue.Queue, "settings": argparse.Namespace()}, 4),
     "a number of the host": (lambda m, x: x * m.steps.add_(1), {"steps": torch.zeros(())}, 4),
 }
+MADE = closure, queue.Queue
 CASES["a list in itself"][1]["circle"][0].append(CASES["a list in itself"][1]["circle"])
 
 
@@ -192,9 +253,7 @@ CASES["a list in itself"][1]["circle"][0].append(CASES["a list in itself"][1]["c
 def test_each_call_finds_and_leaves_the_attributes_that_pytorchs_would(case, x, session):
     act, attributes, programs = CASES[case]
     eager, ported = (
-        Module(
-            act, **{name: value() if value is closure else copy.deepcopy(value) for name, value in attributes.items()}
-        )
+        Module(act, **{n: v() if any(v is made for made in MADE) else copy.deepcopy(v) for n, v in attributes.items()})
         for _ in range(2)
     )
     ported = torchport.port(ported.eval(), strategy=RULES)
@@ -351,19 +410,128 @@ def test_several_threads_call_one_port_and_none_copies_it(x, session):
         ported(x, iter([1]))
 
 
-LEFT = []
+LEFT, OWN, VARIABLE, QUEUE = [], threading.local(), contextvars.ContextVar("left"), queue.Queue()
 
 
-def test_a_tensor_that_is_left_in_a_global_is_refused(x, session):
-    ported = torchport.port(Module(lambda m, x: LEFT.append(x * 2) or x).eval(), strategy=RULES)
+@pytest.mark.parametrize(
+    ("leave", "holder"),
+    [
+        (lambda m, x: LEFT.append(x), r"'LEFT' of the module '.*test_state'"),
+        (lambda m, x: LEFT.append(x * 2), r"'LEFT' of the module '.*test_state'"),
+        (lambda m, x: setattr(OWN, "left", x * 2), "a dict"),
+        (lambda m, x: VARIABLE.set(x * 2), "a hamt_bitmap_node"),
+        (lambda m, x: QUEUE.put(x * 2), r"'QUEUE' of the module '.*test_state'"),
+        (lambda m, x: setattr(Slots, "left", x), "the class 'Slots'"),
+    ],
+    ids=["an input", "a list", "a thread", "a context", "a queue", "a class"],
+)
+def test_a_tensor_that_is_left_in_a_global_is_refused(leave, holder, x, session):
+    ported = torchport.port(Module(lambda m, x: (leave(m, x), x)[1]).eval(), strategy=RULES)
     try:
         for _ in range(2):
-            with pytest.raises(
-                BadValueError, match=r"It leaves a tensor in 'LEFT' of the module '.*test_state', where"
-            ):
+            with pytest.raises(BadValueError, match=f"It leaves a tensor in {holder}, where"):
                 ported(x)
     finally:
         LEFT.clear()
+        vars(OWN).clear()
+        VARIABLE.set(None)
+        QUEUE.queue.clear()
+        vars(Slots).get("left", None) is not None and delattr(Slots, "left")
+
+
+def test_values_that_a_call_makes_are_whole(x, session):
+    module = Module(in_made_values).eval()
+    ported = torchport.port(Module(in_made_values).eval(), strategy=RULES)
+    for number in range(2):
+        for each in (module, ported):
+            _, (name, pair), device = each(x + number)
+            assert (type(name), name, type(pair), pair, device.type) == (Name, "a", Pair, (1, 2), "cpu")
+            assert torch.equal(name.kept, x + number) and torch.equal(pair.kept, 2 * (x + number))
+            assert each.made[0] is name
+    assert len(ported.compiled.programs) == 2
+
+
+def test_views_among_what_a_call_returns_and_finds_share_memory(x, session):
+    ported = torchport.port(Module(lambda m, x: (x[1:], (y := x * 2), y[0], y.t())).eval(), strategy=RULES)
+    part, whole, row, turned = ported(x)
+    assert part.data_ptr() == x[1:].data_ptr() and row.data_ptr() == turned.data_ptr() == whole.data_ptr()
+    whole.zero_()
+    assert not row.any() and turned.shape == (3, 2) and torch.equal(part, x[1:])
+
+
+def test_data_of_a_tensor_is_exchanged(x, session):
+    def act(m, x):
+        m.total.data = m.total + x
+        y = x * 1
+        y.data = m.total * 2
+        x.data = y
+        y.add_(1)
+        return x + y.data
+
+    modules = [Module(act, total=torch.zeros(2, 3)) for _ in range(2)]
+    modules[1] = torchport.port(modules[1].eval(), strategy=RULES)
+    for number in range(3):
+        given = [x + number, x + number]
+        assert torch.equal(*(module(one) for module, one in zip(modules, given, strict=True))), number
+        assert torch.equal(*given) and torch.equal(*(module.total for module in modules))
+    shorter = torchport.port(Module(lambda m, x: setattr(x, "data", x[:1]) or x).eval(), strategy=RULES)
+    with pytest.raises(OperatorError, match="gives a tensor the memory of another one"):
+        shorter(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: norm.running_mean.add_(1),
+        lambda norm: setattr(norm, "running_mean", torch.ones(3)),
+        lambda norm: setattr(norm, "weight", torch.nn.Parameter(torch.ones(3))),
+        lambda norm: torch.nn.init.ones_(norm.weight),
+    ],
+)
+def test_a_weight_that_is_set_outside_of_the_port_is_refused(change, x, session):
+    norm = torch.nn.BatchNorm1d(3)
+    module = Module(lambda m, x: m.part(x), part=norm).eval()
+    ported = torchport.port(module, strategy={**RULES, "weights": RULES["inputs"]})
+    ported(x)
+    change(norm)
+    with pytest.raises(BadValueError, match=r"'\w+' is on the devices\. Set it before port, or port the module"):
+        ported(x)
+    with pytest.raises(BadValueError, match="A part of the module is ported already"):
+        torchport.port(Module(None, part=ported).eval(), strategy=RULES)
+
+
+class Keywords(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_pre_hook(lambda m, a, k: (a, {**k, "n": k.get("n", 1) + len(a)}), with_kwargs=True)
+
+    def forward(self, x, n=1):
+        return x * n
+
+
+def test_hooks_see_which_arguments_are_keywords(x, session):
+    ported = torchport.port(Keywords().eval(), strategy=RULES)
+    assert torch.equal(ported(x), x * 2) and torch.equal(ported(x=x), x) and torch.equal(ported(x, n=3), x * 4)
+
+
+def test_functions_of_one_code_share_a_program(x, session):
+    ported = torchport.port(Module(lambda m, x, act: act(x)).eval(), strategy=RULES)
+    factors = [2, 2, 3]
+    assert [torch.equal(ported(x, lambda y, n=n: n * y), n * x) for n in factors] == [True] * 3
+    assert [torch.equal(ported(x, (lambda k: lambda y: k * y)(n)), n * x) for n in factors] == [True] * 3
+    assert len(ported.compiled.programs) == 4
+
+
+@pytest.mark.parametrize("made", [lambda: iter([1, 2]), lambda: (n for n in (1, 2))], ids=["iterator", "generator"])
+def test_an_iterator_that_a_call_would_advance_is_refused(made, x, session):
+    ported = torchport.port(Module(lambda m, x: x * next(m.items), items=made()).eval(), strategy=RULES)
+    with pytest.raises(
+        BadValueError, match=r"'items' of a Module is a .*, of which a program would take the same item"
+    ):
+        ported(x)
+    ported = torchport.port(Module(lambda m, x: iter([x])).eval(), strategy=RULES)
+    with pytest.raises(BadValueError, match="What it returns is a list_iterator, of which"):
+        ported(x)
 
 
 def test_a_hook_that_a_call_registers_stays(x, session):

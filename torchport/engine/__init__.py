@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
-from torchport.engine.tracked import alive, freeze, laid, narrow, on_host, spoil, was_written
+from torchport.engine.tracked import alive, freeze, laid, narrow, on_host, spoil, views, was_written
 from torchport.engine.verdicts import DiffersError, Operators, watching
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "operators",
     "spoil",
     "table_versions",
+    "views",
     "was_written",
     "watching",
     "wide",

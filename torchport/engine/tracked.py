@@ -61,6 +61,7 @@ def prepare(environment: Any) -> None:
         delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
     Tensor._elem = property(_value, _set_value)
     Tensor.numpy, Tensor.tolist, Tensor.__deepcopy__ = _numpy, _list, _copy
+    Tensor.data = property(torch.Tensor.detach, _set_data)
 
 
 def _value(tensor: Any) -> Any:
@@ -92,6 +93,17 @@ def _list(tensor: Any) -> Any:
 
 def _copy(tensor: Any, known: dict[int, Any]) -> Any:
     return known.setdefault(id(tensor), tensor.clone())
+
+
+def _set_data(tensor: Any, value: torch.Tensor) -> None:
+    """Gives a tensor the memory of another one."""
+    dispatch = tensor._env.dispatch
+    value, whose = dispatch._known(value), dispatch._memory(tensor).whose
+    if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
+        how = f"gives {whose or 'a tensor'} the memory of another one"
+        raise DiffersError("Tensor.data", how, "Write the values with copy_()")
+    dispatch._rebind(tensor, value)
+    tensor._memory.written = True
 
 
 def _array(host: torch.Tensor) -> Any:
@@ -234,8 +246,9 @@ class Dispatch:
     def shadow(self, tensor: Any) -> torch.Tensor:
         """Returns what PyTorch has in the place of a traced tensor."""
         shadow: torch.Tensor | None = tensor.__dict__.get("_shadow")
-        if shadow is None:
+        if shadow is None:  # of an input or a weight
             shadow = tensor._shadow = _empty(tensor._elem)
+            self.made.append(weakref.ref(tensor))
         return shadow
 
     def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
@@ -538,13 +551,18 @@ class Dispatch:
         new = self(other, types, args, kwargs)
         if "_memory" not in new.__dict__:
             raise DiffersError(operator_name(function), "gives a tensor another size, which is no view of its memory")
-        memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
         with _plain():
             function(*args, **kwargs)
-        tensor._array, tensor._shadow = new.__dict__.get("_array"), new._shadow
-        tensor._memory, tensor._path = new._memory, new._path
-        tensor._memory.add(tensor, tensor._path)
+        self._rebind(tensor, new)
         return tensor
+
+    def _rebind(self, tensor: Any, new: Any) -> None:
+        """Gives a tensor the memory and the values of another one."""
+        memory, other = self._memory(tensor), self._memory(new)
+        memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
+        tensor._array, tensor._shadow = new.__dict__.get("_array"), new._shadow
+        tensor._memory, tensor._path = other, new._path
+        other.add(tensor, new._path)
 
 
 def _empty(array: Any) -> torch.Tensor:
@@ -568,11 +586,49 @@ def on_host(value: Any) -> Any:
 
 
 def alive() -> list[Any]:
-    """Returns those tensors of the last trace that somebody still holds, and that depend on inputs of the network."""
+    """Returns those tensors of the last trace that somebody still holds, and that depend on inputs of the network.
+
+    The trace must be over: they do not know any more what shares their memory, which holds tensors, too.
+    """
     from torchax import default_env
 
-    found = [tensor for reference in default_env().dispatch.made if (tensor := reference()) is not None]
+    made = default_env().dispatch.made
+    for reference in made:
+        if (tensor := reference()) is not None and not is_known(tensor):
+            for name in ("_memory", "_path", "_cast"):
+                vars(tensor).pop(name, None)
+    tensor = None
+    found = [tensor for reference in made if (tensor := reference()) is not None]
     return [tensor for tensor in found if not is_known(tensor)]
+
+
+def views(tensors: Sequence[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int, tuple[Any, ...]]]:
+    """Returns which tensors of a trace lie in the memory of another one, and where.
+
+    Args:
+        tensors: Outputs.
+        bases: Inputs, each of which is the whole of its memory.
+
+    Returns:
+        By number of the output: of which `input`, or earlier or later `output`, it is a part, by kind and number, and
+        the size, the strides and the offset of the part. A part of a part that is no output stands alone.
+    """
+    whole: dict[int, tuple[str, int, Any]] = {}
+    for number, tensor in enumerate(tensors):
+        memory = tensor._env.dispatch.shadow(tensor).untyped_storage()
+        if tensor._shadow.is_contiguous() and tensor._shadow.nbytes == memory.nbytes():
+            whole.setdefault(memory._cdata, ("output", number, tensor))
+    for number, tensor in enumerate(bases):
+        memory = tensor._env.dispatch.shadow(tensor).untyped_storage()
+        if not tensor.__dict__.get("_path"):
+            whole[memory._cdata] = "input", number, tensor
+    found = {}
+    for number, tensor in enumerate(tensors):
+        shadow = tensor._shadow
+        kind, base, other = whole.get(shadow.untyped_storage()._cdata, ("", 0, tensor))
+        if other is not tensor and shadow.dtype == other.dtype and not (shadow.is_conj() or shadow.is_neg()):
+            found[number] = kind, base, (shadow.shape, shadow.stride(), shadow.storage_offset())
+    return found
 
 
 def narrow(tensor: Any) -> Any:

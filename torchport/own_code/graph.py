@@ -6,13 +6,17 @@ any thing in it, so that what one call did to some things can be done to others 
 
 from __future__ import annotations
 
+import array
 import collections
+import contextlib
+import copy
 import dataclasses
 import enum
 import functools
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,10 +32,18 @@ LONG = 10_000
 INTERNAL = frozenset(vars(torch.nn.Module()))
 _COUNTS = {"_parameters", "_buffers", "_modules", "training"}
 """Internal attributes of a module that count where it is no submodule, such as one in a plain list."""
-_LIBRARIES = {"torch", "torchax", "jax", "numpy", "torchport", *sys.stdlib_module_names} - {"types", "collections"}
-"""Packages whose objects are no model's: a logger knows all others. `types` has SimpleNamespace."""
+_FOLLOWED = {"types", "collections", "argparse", "queue", "weakref"}
+"""Packages of Python's own whose objects hold what is a model's. `types` has SimpleNamespace."""
+_LIBRARIES = {"torch", "torchax", "jax", "numpy", "torchport", *sys.stdlib_module_names} - _FOLLOWED
+"""Packages whose objects are no model's: a logger knows all others."""
 _CONSTANTS = {bool, int, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}
 _ITEMS = list, dict, set, collections.deque
+_BYTES = bytearray, array.array
+_VALUES = int, float, complex, str, bytes, frozenset
+"""Of a subclass of these, such as an enum of texts, an object has a value that it was made with."""
+_BASES = {object, dict, collections.OrderedDict, collections.defaultdict, types.SimpleNamespace, *_ITEMS, *_VALUES}
+ITERATORS = {"builtins", "itertools"}
+"""Where the types are of iterators that a call advances; a file is no such iterator."""
 
 LEVELS = 6  # of holders of a tensor's holders
 MOST = 100  # of them, at each level
@@ -57,10 +69,11 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A value that cannot be changed and holds others, such as a tuple."""
+    """A value that cannot be changed and holds others, such as a tuple; `attributes` are those of a subclass."""
 
     type: type
     terms: tuple[Any, ...]
+    attributes: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +104,7 @@ def constant(value: Any) -> tuple[type, Any] | None:
     """Returns a constant as a term, which is its type and what it is known by; None for another value."""
     kind = type(value)
     if kind in _CONSTANTS:
-        return kind, value
+        return kind, torch.device("cpu") if kind is torch.device and value.type == "jax" else value
     if kind is float:
         return kind, value.hex()  # 0.0 is not -0.0, and NaN is NaN
     return (kind, repr(value)) if kind is complex else None
@@ -101,6 +114,8 @@ def inner(value: Any) -> Sequence[Any] | None:
     """Returns what a value holds that cannot be changed itself; None for another value."""
     if isinstance(value, tuple):
         return value
+    if type(value) is frozenset and not is_simple(value):
+        return (*value,)
     if isinstance(value, slice):
         return value.start, value.stop, value.step
     if type(value) is functools.partial:
@@ -108,6 +123,13 @@ def inner(value: Any) -> Sequence[Any] | None:
     if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
         return value.__func__, value.__self__
     return None
+
+
+def is_simple(value: Any) -> bool:
+    """Returns whether nothing can be changed that is in a key, or a set, or a tuple of such."""
+    if isinstance(value, tuple | frozenset | set):
+        return {*map(type, value)} <= _CONSTANTS or all(map(is_simple, value))
+    return not (isinstance(value, torch.Tensor) or is_node(value) or inner(value))
 
 
 def is_node(
@@ -125,16 +147,19 @@ def is_node(
     if kind is types.CellType:
         return True
     if isinstance(value, numpy.ndarray):
-        return kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= SMALL
+        is_plain = value.dtype == object or not value.dtype.hasobject
+        return is_plain and not isinstance(value, numpy.memmap) and value.nbytes <= SMALL
+    if isinstance(value, _BYTES):
+        return len(value) <= SMALL
     library = is_of_library(kind.__module__)
     if isinstance(value, _ITEMS):
         return (kind.__module__ == "builtins" or not library) and (is_long or len(value) <= LONG)
     if isinstance(value, types.FunctionType):
-        has_parts = value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
-        return bool(has_parts) and not is_of_library(value.__module__)
+        return not is_of_library(value.__module__)
     if isinstance(value, torch.nn.Module):
         return not isinstance(value, torch.jit.ScriptModule)
-    if isinstance(value, type | types.ModuleType | torch.Tensor | enum.Enum) or library:
+    opaque = type, types.ModuleType, torch.Tensor, enum.Enum, weakref.ref
+    if isinstance(value, opaque) or library or _base(kind) not in _BASES:
         return False
     return hasattr(value, "__dict__") or bool(_slots(kind))
 
@@ -148,6 +173,11 @@ def is_of_library(module: Any, but: Collection[str] = ()) -> bool:
     """
     package = str(module).partition(".")[0]
     return package in _LIBRARIES and package not in but
+
+
+def _base(kind: Any) -> Any:
+    """Returns the first class that no Python code has defined, of a class's."""
+    return next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
 
 
 @functools.cache
@@ -165,11 +195,18 @@ def parts(thing: Any) -> dict[Part, Any]:
         except ValueError:  # nothing is bound to its name yet
             return {}
     if isinstance(thing, numpy.ndarray):
-        return {("array", ""): (str(thing.dtype), thing.shape, thing.tobytes())}
-    if isinstance(thing, list | collections.deque):
+        data = numpy.asarray(thing)
+        found["array", ""] = data.dtype, data.shape, (*data.flat,) if data.dtype.hasobject else data.tobytes()
+    elif isinstance(thing, _BYTES):
+        found["bytes", ""] = getattr(thing, "typecode", ""), bytes(thing)
+    elif isinstance(thing, _VALUES):
+        found["value", ""] = _base(type(thing))(thing)
+    elif isinstance(thing, list | collections.deque):
         found = {("item", number): value for number, value in enumerate(thing)}
     elif isinstance(thing, dict):
-        found = {("item", key): value for key, value in dict.items(thing)}
+        items = dict.items(thing)
+        is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(is_simple(key) for key, _ in items)
+        found = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
     elif isinstance(thing, set):
         found = {("set", ""): frozenset(thing)}
     elif isinstance(thing, types.FunctionType):
@@ -179,12 +216,16 @@ def parts(thing: Any) -> dict[Part, Any]:
     for name, value in getattr(thing, "__dict__", {}).items():
         if name not in hidden:
             found["attribute", name] = value
+    return found | slots(thing)
+
+
+def slots(thing: Any) -> dict[Part, Any]:
+    """Returns what the slots of a node have that something is bound to."""
+    found: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
-        try:
+        with contextlib.suppress(AttributeError):  # nothing is bound to it
             found["slot", name] = slot.__get__(thing)
-        except AttributeError:  # nothing is bound to it
-            continue
     return found
 
 
@@ -196,9 +237,12 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
             thing.cell_contents = value
         return
     if isinstance(thing, numpy.ndarray):
-        dtype, shape, data = new["array", ""]
-        thing[...] = numpy.frombuffer(data, dtype).reshape(shape)
-        return
+        dtype, shape, values = new["array", ""]
+        data = numpy.fromiter(values, dtype) if dtype.hasobject else numpy.frombuffer(values, dtype)
+        numpy.asarray(thing)[...] = data.reshape(shape)
+    elif isinstance(thing, _BYTES):
+        code, values = new["bytes", ""]
+        thing[:] = array.array(code, values) if code else values
     items = {part[1]: value for part, value in new.items() if part[0] == "item"}
     if isinstance(thing, list):
         list.__setitem__(thing, slice(None), [*items.values()])
@@ -209,18 +253,24 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
         # Not its own methods: a subclass may do more.
         base = collections.OrderedDict if isinstance(thing, collections.OrderedDict) else dict
         base.clear(thing)
-        for key, value in items.items():
+        for key, value in (*items.items(), *new.get(("pairs", ""), ())):
             base.__setitem__(thing, key, value)
     elif isinstance(thing, set):
         set.clear(thing)
         set.update(thing, new["set", ""])
     if hasattr(thing, "__dict__"):
         _set_attributes(thing, {name: value for (kind, name), value in new.items() if kind == "attribute"})
+    fill_slots(thing, new)
+
+
+def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
+    """Gives a node other slots."""
+    bound = slots(thing)
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
         if ("slot", name) in new:
             slot.__set__(thing, new["slot", name])
-        elif ("slot", name) in parts(thing):
+        elif ("slot", name) in bound:
             slot.__delete__(thing)
 
 
@@ -241,18 +291,20 @@ class Blank(NamedTuple):
     @classmethod
     def describe(cls, thing: Any) -> Blank:
         """Returns how things are made that are like another, without its parts."""
-        if isinstance(thing, numpy.ndarray):
-            return cls(type(thing), thing.copy())
+        if isinstance(thing, (numpy.ndarray, *_BYTES)):
+            return cls(type(thing), copy.copy(thing))
+        if isinstance(thing, _VALUES):
+            return cls(type(thing), _base(type(thing))(thing))
         maximum = thing.maxlen if isinstance(thing, collections.deque) else None
         return cls(type(thing), getattr(thing, "default_factory", maximum))
 
     def new(self) -> Any:
         if self.type is types.CellType:
             return types.CellType()
-        if self.type is numpy.ndarray:
-            return self.model.copy()
-        base: Any = next(each for each in self.type.__mro__ if not each.__flags__ & _HEAP_TYPE)
-        thing = base.__new__(self.type)
+        if isinstance(self.model, (numpy.ndarray, *_BYTES)):
+            return copy.copy(self.model)
+        base = _base(self.type)
+        thing = base.__new__(self.type, *((self.model,) if base in _VALUES else ()))
         if isinstance(thing, collections.deque):
             collections.deque.__init__(thing, (), self.model)
         elif isinstance(thing, collections.defaultdict):
@@ -267,7 +319,7 @@ _HEAP_TYPE = 1 << 9
 def walk(term: Any) -> Iterator[Any]:
     yield term
     if isinstance(term, Whole):
-        for each in term.terms:
+        for each in (*term.terms, *(value for _, value in term.attributes)):
             yield from walk(each)
 
 
@@ -281,7 +333,9 @@ def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
     if isinstance(term, Reference):
         return values[term.kind][term.number]
     if isinstance(term, Whole):
-        return _whole(term.type, [make(each, values) for each in term.terms])
+        whole = _whole(term.type, [make(each, values) for each in term.terms])
+        vars(whole).update((n, make(each, values)) for n, each in term.attributes) if term.attributes else None
+        return whole
     if isinstance(term, Opaque):
         return term.value
     kind, value = term
@@ -304,18 +358,20 @@ def _whole(kind: type, values: list[Any]) -> Any:
 
 
 def holder_of_traced() -> str:
-    """Returns the global or the class of a model's that holds a tensor of the last trace; empty if there is none.
+    """Returns who holds a tensor of the last trace, in words; empty if nobody does.
 
-    Caches of JAX's hold some, too, and do no harm: nobody reads them.
+    It is the global or the class of a model's, if one is found, or what holds the tensor itself.
     """
     if not engine.alive():
         return ""
     holders.thaw()
     gc.collect()  # who is only waiting to be collected holds nothing
+    things: list[Any] = engine.alive()
+    if not things:
+        return ""
     named = reversed([*sys.modules.items()])  # `__main__` has a second name where processes were started
     modules = {id(vars(module)): name for name, module in named if hasattr(module, "__dict__")}
-    things: list[Any] = engine.alive()
-    known = {id(modules)}
+    known, first = {id(modules)}, ""
     for _ in range(LEVELS):
         known.update(map(id, (things, *things)))
         referrers = [r for r in gc.get_referrers(*things) if id(r) not in known]
@@ -326,10 +382,11 @@ def holder_of_traced() -> str:
             if isinstance(referrer, type) and not is_of_library(referrer.__module__):
                 return f"the class '{referrer.__qualname__}'"
         things = [r for r in referrers if id(r) not in modules and _carries(r)]
+        first = first or next((f"a {type(each).__name__}" for each in things), "")
         things = things[:MOST]
         if not things:
             break
-    return ""
+    return first or "something"
 
 
 def _carries(thing: Any) -> bool:

@@ -19,7 +19,7 @@ from torchport.compile import failure, network, rules
 from torchport.config import Document, Frozen, validated
 from torchport.config.card import Card, Implementation
 from torchport.config.strategy import Axis, Rule
-from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
+from torchport.errors import BadValueError, HostTensorError, MeshError, UnknownNameError, nearest
 from torchport.own_code import graph, state
 from torchport.own_code.applied import Session, sessions
 from torchport.task.devices import hush_libtpu
@@ -71,6 +71,8 @@ def port(
     session = sessions[-1]
     if session.backend == "original":
         return module
+    if any(isinstance(each, Ported) for each in module.modules()):
+        raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if module.training:
         raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
     written = _rules(module, session, strategy or session.choice.strategy, component, inputs)
@@ -188,12 +190,12 @@ class Ported(torch.nn.Module):
         self.session = session
         self.signature = inspect.signature(module.forward)
         self._effects: dict[Any, state.Effects] = {}
-        self._state = state.State(module, written.name)
         self._memory = {
             name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
         }
         trace = session.ledger.trace()
         self.compiled = network.ported(module, written, mesh, how=self._traced, trace=trace, attention=attention)
+        self._state = state.State(module, written.name)
         self.training = False
         vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
 
@@ -213,8 +215,7 @@ class Ported(torch.nn.Module):
             super().__setattr__(name, value)
             return
         if name in {**original._parameters, **original._buffers, **original._modules}:
-            remedy = "Set it before port, or port the module anew"
-            raise BadValueError(self.compiled.network.name, f"'{name}' is on the devices", remedy, name=name)
+            self._state.refuse(name)
         setattr(original, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -242,24 +243,28 @@ class Ported(torch.nn.Module):
             BadValueError: An argument that is neither tensors nor a constant.
         """
         with _lock:
-            return self._called(self.signature.bind(*args, **kwargs).arguments)
+            return self._called(args, kwargs)
 
-    def _called(self, bound: dict[str, Any]) -> Any:
+    def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        bound = self.signature.bind(*args, **kwargs).arguments
+        given = [*bound]
         for name, parameter in self.signature.parameters.items():
             if isinstance(parameter.default, list | dict):  # a call may leave something in it
                 bound.setdefault(name, parameter.default)
         rest = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
         found = self._state.before(bound, rest)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
-        call = (
-            self._state.number(found),
-            tuple(regions),
-        )  # what it is beside its tensors, which are the program's inputs
+        # What it is beside its tensors, which are the program's inputs. Hooks see which arguments are keywords.
+        call = self._state.number(found), tuple(regions), (*kwargs,), (*given,)
         is_new = call not in self._effects
         token = _found.set(found)
         try:
             with failure.explained(self._owners()), self.session.operators():
                 (returned,) = self.compiled(**self._inputs(found), **{CALL: call})
+        except HostTensorError as error:
+            if not self._state.add_input(getattr(error, "tensor", None), found):
+                raise
+            return self._called(args, kwargs)  # what it writes to is an input now
         finally:
             _found.reset(token)
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
@@ -272,7 +277,7 @@ class Ported(torch.nn.Module):
             remedy = "Return it, or keep it in an attribute of the module, in a list, a dict or an object"
             raise BadValueError(self.compiled.network.name, fact, remedy)
         waiting = iter(returned)
-        outputs = [next(waiting) for _ in range(effects.outputs)]
+        outputs = [next(waiting) for _ in range(effects.outputs - len(effects.views))]
         for number in effects.written:
             self._write([*found.inputs.values()][number], next(waiting), found)
         for name in effects.buffers:
@@ -323,13 +328,28 @@ class Ported(torch.nn.Module):
             shared = found.memory()
             alone = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
             engine.freeze((writable, alone), "")
-            bound = inspect.BoundArguments(self.signature, arguments)
-            returned = module(*bound.args, **bound.kwargs)
+            args, kwargs = self._as_given(arguments, *call[2:])
+            returned = module(*args, **kwargs)
             rebound = self._rebound(module, buffers)
             left = self._state.after(found, traced, returned)
-            effects = self._state.effects(found, left, tensors)._replace(buffers=list(rebound))
+            views = engine.views(left.outputs, tensors)
+            effects = self._state.effects(found, left, tensors)._replace(buffers=list(rebound), views=views)
         self._effects[call] = effects
-        return ((*left.outputs, *(tensors[n] for n in effects.written), *rebound.values()),)
+        outputs = (output for number, output in enumerate(left.outputs) if number not in views)
+        return ((*outputs, *(tensors[n] for n in effects.written), *rebound.values()),)
+
+    def _as_given(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
+        """Returns arguments by position and by keyword, as a call has given them."""
+        args, kwargs = [], {name: arguments[name] for name in keywords if name in given}
+        for name in given:
+            kind = self.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                args.extend(arguments[name])
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs |= arguments[name]
+            elif name not in kwargs:
+                args.append(arguments[name])
+        return args, kwargs
 
     def _is_alone(self, name: str) -> bool:
         """Returns whether no other buffer lies in the memory of one."""

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ SMALL = 2**14
 """Bytes of the largest table that is known by its values, not by its identity and PyTorch's count of writes."""
 OF_MODULE = "(state)."
 """How the name of an input begins that is no argument; no parameter has it."""
-_NAMES = {"attribute", "slot", "item"}
+_NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 """Kinds of parts whose names are part of a tensor's name."""
 
 
@@ -57,10 +57,13 @@ class Snapshot:
     marks: tuple[Any, ...] = ()
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
-    def key(self) -> Any:
-        """Returns what a program depends on of what a call finds."""
-        identical = torch.nn.Module, types.FunctionType
-        kinds = tuple(Opaque(thing if isinstance(thing, identical) else type(thing)) for thing in self.things)
+    def key(self, submodules: Collection[int]) -> Any:
+        """Returns what a program depends on of what a call finds.
+
+        Args:
+            submodules: The identities of the module's.
+        """
+        kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
         inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
         terms = tuple(tuple(each.items()) for each in self.terms)
         firsts = tuple(self.firsts)
@@ -75,6 +78,16 @@ class Snapshot:
         }
 
 
+def _kind(thing: Any, is_submodule: bool) -> Any:
+    """Returns what a program depends on of a node itself: two functions of one code are alike."""
+    if isinstance(thing, types.FunctionType):
+        return Opaque(thing.__code__), Opaque(thing.__globals__)
+    is_itself = isinstance(thing, torch.nn.Module) and (
+        is_submodule or thing._forward_hooks or thing._forward_pre_hooks
+    )
+    return Opaque(thing if is_itself else type(thing))
+
+
 class Effects(NamedTuple):
     """What each call of a program leaves, in terms.
 
@@ -84,8 +97,10 @@ class Effects(NamedTuple):
         created: The nodes that it makes, with their parts.
         written: The numbers of the inputs that it writes to.
         tables: New values of tables, by number; those that it makes itself have the last numbers.
-        outputs: How many tensors the program returns for these terms. Those that it writes to come next, then buffers.
+        outputs: How many tensors there are for these terms. The program returns those that are no views, then those
+            that it writes to, and then buffers.
         buffers: The names of the buffers that it has written to, or bound to other tensors.
+        views: The outputs that lie in the memory of an input or of another output; see `engine.views`.
         holder: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
     """
 
@@ -96,6 +111,7 @@ class Effects(NamedTuple):
     tables: dict[int, torch.Tensor]
     outputs: int
     buffers: Sequence[str] = ()
+    views: Mapping[int, tuple[str, int, tuple[Any, ...]]] = types.MappingProxyType({})
     holder: str = ""
 
 
@@ -115,7 +131,10 @@ class State:
         self.module = module
         self.place = place
         self._owned = {
-            (id(part), name) for part in module.modules() for name, b in part._buffers.items() if b is not None
+            (id(part), name): (tensor, tensor._version)
+            for part in module.modules()
+            for name, tensor in (*part._parameters.items(), *part._buffers.items())
+            if tensor is not None
         }
         self._kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
         self._made = WeakIdKeyDictionary()  # tensors that calls have left
@@ -124,7 +143,7 @@ class State:
 
     def number(self, snapshot: Snapshot) -> int:
         """Returns a number for what a call finds: two of one number make the same program."""
-        return self._numbers.setdefault(snapshot.key(), len(self._numbers))
+        return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
     def before(
         self,
@@ -137,11 +156,32 @@ class State:
             unnamed: Those parameters whose names are no part of a tensor's name: `kwargs`.
         """
         submodules = [*self.module.modules()]
+        for part in submodules:
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                known = self._owned.get((id(part), name))
+                if known is not None and (known[0] is not tensor or known[1] != tensor._version):
+                    self.refuse(name)
         self._submodules = frozenset(map(id, submodules))
         survey = _Survey(self, Snapshot(things=submodules), None)
         names = [() if name in unnamed else (name,) for name in arguments]
         root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
         return survey.finish(tuple(zip(arguments, root, strict=True)))
+
+    def refuse(self, name: str) -> None:
+        """Refuses a new value of a weight, a buffer or a submodule.
+
+        Raises:
+            BadValueError: Always.
+        """
+        remedy = "Set it before port, or port the module anew"
+        raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
+
+    def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
+        """Makes the tables that lie in a tensor's memory inputs of later calls; returns whether there are any."""
+        memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
+        tables = [each for each in found.tables if each.untyped_storage().data_ptr() == memory]
+        self._made.update((each, True) for each in tables)
+        return bool(tables)
 
     def after(
         self,
@@ -183,6 +223,7 @@ class State:
                 if [*left] != [*parts] or any(left[part] is not parts[part] for part in parts):
                     self.fill(thing, parts)
             for part, old in submodules:
+                part._modules.clear()
                 part._modules.update(old)
             for table, value in tables:
                 _write(table, value)
@@ -212,15 +253,21 @@ class State:
         self,
         effects: Effects,
         found: Snapshot,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[Any],
     ) -> Any:
         """Leaves what a call does in the things that it found; returns what it returns."""
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
         new = [value.clone() for number, value in effects.tables.items() if number >= len(found.tables)]
+        inputs = [*found.inputs.values()]
+        waiting = iter(outputs)
+        outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
+        for number, (kind, base, (size, strides, offset)) in effects.views.items():
+            whole = inputs[base] if kind == "input" else outputs[base]
+            outputs[number] = whole.as_strided(size, strides, whole.storage_offset() + offset)
         values = {
             "thing": things,
-            "input": [*found.inputs.values()],
+            "input": inputs,
             "output": outputs,
             "table": [*found.tables, *new],
         }
@@ -265,6 +312,7 @@ class State:
             ("attribute", name): value for name, value in vars(thing).items() if name not in graph.INTERNAL
         }
         found["attribute", "training"] = thing.training
+        found.update(graph.slots(thing))
         found.update({("buffer", n): b for n, b in thing._buffers.items() if (id(thing), n) not in self._owned})
         hooks = tuple(
             hook
@@ -287,6 +335,7 @@ class State:
             graph.fill(thing, new)
             return
         attributes, buffers = vars(thing), thing._buffers
+        graph.fill_slots(thing, new)
         for kind, name in self.parts(thing):
             if (kind, name) not in new and kind == "attribute":
                 del attributes[name]
@@ -365,9 +414,11 @@ class _Survey:
             return term
         if (inner := graph.inner(value)) is not None:
             names = getattr(value, "_fields", range(len(inner)))
-            longer = [(*path, str(name)) if isinstance(value, tuple) and path is not None else None for name in names]
+            is_long = isinstance(value, tuple | frozenset)
+            longer = [(*path, str(name)) if is_long and path is not None else None for name in names]
             terms = (self.term(each, way, thing, part) for each, way in zip(inner, longer, strict=True))
-            return Whole(type(value), tuple(terms))
+            attributes = vars(value).items() if isinstance(value, tuple) and hasattr(value, "__dict__") else ()
+            return Whole(type(value), tuple(terms), tuple((n, self.term(v, path, thing, part)) for n, v in attributes))
         is_code = isinstance(value, types.FunctionType | torch.nn.Module)
         if graph.is_node(value, is_long=path is not None) and not (is_code and self.traced is not None):
             return self._node(value, None if is_code else path)
@@ -377,6 +428,10 @@ class _Survey:
             fact = f"'{name}' is of the type {type(value).__name__}, and becomes no constant of a program"
             remedy = "Pass tensors, in tuples, lists, dicts and objects, and constants"
             raise BadValueError(self.state.place, fact, remedy, name=name)
+        if isinstance(value, Iterator) and type(value).__module__ in graph.ITERATORS:
+            fact = f"{f'{part[1]!r} of a {type(thing).__name__}' if thing is not None else 'What it returns'} is a "
+            fact += f"{type(value).__name__}, of which a program would take the same item in each call"
+            raise BadValueError(self.state.place, fact, "Keep a list and a number")
         return Opaque(value)
 
     def _node(
@@ -421,6 +476,9 @@ class _Survey:
         name: str,
     ) -> Reference:
         snapshot = self.snapshot
+        if tensor.layout != torch.strided:
+            fact = f"'{name}' has the layout {tensor.layout}"
+            raise BadValueError(self.state.place, fact, "Pass it as to_dense()", name=name)
         while snapshot.inputs.get(name, tensor) is not tensor:
             name += "'"
         if name not in snapshot.inputs:
@@ -440,7 +498,7 @@ def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
     kind, name = part
     if path is None or kind not in _NAMES:
         return None
-    return (*path, name.rpartition(".")[2] if kind == "slot" else str(name))
+    return (*path, name.rpartition(".")[2] if kind == "slot" else str(name) or kind)
 
 
 def _references(term: Any, kind: str) -> list[Reference]:

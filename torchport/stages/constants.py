@@ -55,9 +55,8 @@ class Constants(TorchFunctionMode):
             name = getattr(function, "__name__", "")
             if is_host(kwargs.get("out")) or (_writes(name) and is_host(args[0])):
                 fact = f"'{name}' writes values of the network into a tensor that is made on the host"
-                raise HostTensorError(
-                    place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network"
-                )
+                remedy = "Make that tensor with `device=x.device`, x a tensor of the network"
+                raise HostTensorError(place(), fact, remedy, tensor=kwargs.get("out", args[0] if args else None))
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
         if function in RANDOM:
             fact = f"'{function.__name__}' draws numbers while the network is traced, the same for every call"
@@ -80,7 +79,9 @@ def is_host(value: Any) -> bool:
 
 def _writes(name: str) -> bool:
     """Whether a function of PyTorch changes its first argument, by its name: `copy_`, `__setitem__`, `__iadd__`."""
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    return (
+        (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or name.startswith("__i")
+    )
 
 
 def place() -> str:
