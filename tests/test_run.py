@@ -22,7 +22,7 @@ from torchport.compile.in_force import hushed
 from torchport.config.pack import find_pack
 from torchport.errors import AttentionError, NotFiniteError
 from torchport.load import tiny
-from torchport.run.path import run
+from torchport.run.path import run, staged
 from torchport.task import Execution, Request
 
 FAMILY = loaded(HUNYUAN)
@@ -112,6 +112,26 @@ def test_the_two_prompts_have_different_lengths(runs):
     assert lengths["prompt_embeds_mask"] != lengths["negative_prompt_embeds_mask"]
     assert lengths["prompt_embeds_mask_2"] > 0
     assert lengths["negative_prompt_embeds_mask_2"] == 0
+
+
+def test_encoders_on_the_devices_agree_with_those_on_the_host(request_small, runs, tmp_path):
+    on_devices = dataclasses.replace(request_small, stage="encode", overrides=(*SMALL, "encode=devices"))
+    embeddings = {}
+    with staged(on_devices) as carry:
+        for number in range(2):
+            summary = carry(dataclasses.replace(on_devices, out=tmp_path / str(number)))
+            embeddings[number] = load_file(tmp_path / str(number) / "encode.safetensors")
+            assert set(summary.operators) == {"encode text_encoder", "encode text_encoder_2"}
+    host = load_file(runs["torchax"] / "encode.safetensors")
+    assert all(torch.equal(embeddings[0][name], embeddings[1][name]) for name in host)
+    for name, values in host.items():
+        torch.testing.assert_close(embeddings[0][name], values, rtol=0, atol=1e-5 * float(values.abs().max()))
+    assert not torch.equal(embeddings[0]["prompt_embeds"], host["prompt_embeds"])
+    manifest = json.loads((tmp_path / "0" / "manifest.json").read_text())["stages"]["encode"]
+    assert manifest["settings"]["encode"] == "devices" and manifest["programs"]
+    taken_over = dataclasses.replace(request_small, stage="encode", out=tmp_path / "0")
+    run(taken_over)
+    assert torch.equal(load_file(tmp_path / "0" / "encode.safetensors")["prompt_embeds"], host["prompt_embeds"])
 
 
 def test_the_port_agrees_after_the_first_step(request_small, tmp_path):

@@ -603,6 +603,8 @@ class Job(Frozen):
     """By component, a dtype that replaces the card's."""
     attention: Implementation | None = None
     """The implementation of attention in compiled programs. By default the platform's own (docs/attention.md)."""
+    encode: Literal["host", "devices"] = "host"
+    """Where the prompt is encoded: in PyTorch on the host, or by programs on the devices (docs/jobs.md)."""
     stacked: bool = True
     """Whether the blocks that the card's `stacks` name are compiled as one."""
     text_bucket: Annotated[int, pydantic.Field(gt=0, le=2**20)] | None = None

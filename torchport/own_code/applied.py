@@ -85,14 +85,6 @@ class Session:
         """Returns a plain dict for each patch: its id, its target, and its state."""
         return self.ledger.rows()
 
-    @contextlib.contextmanager
-    def operators(self) -> Iterator[None]:
-        """Registers the lowerings among the patches, while a program may be traced."""
-        from torchport import engine  # it imports torch: `torchport exec` answers before, and a script may want none
-
-        with engine.operators({op.target: op.function for op in self.ledger.ops()}):
-            yield
-
     def nothing(self) -> NothingAppliedError | None:
         """Returns the refusal of a set that changed nothing; None where a module of it was imported.
 

@@ -195,19 +195,24 @@ class Journey:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
-    def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
+    def note_run(
+        self,
+        stage: family.Stage,
+        call: Any,
+        lap: Callable[[str], None],
+        programs: Mapping[str, compile.Compiled],
+    ) -> None:
         """Notes a stage's programs, the seconds that it ran, and those of them in which its programs were compiled.
 
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
-        compiled = call.compiled if isinstance(call, StepCached) else call
-        self._programs[stage.name] = compiled.rows() if isinstance(compiled, compile.Compiled) else []
-        if isinstance(compiled, compile.Compiled) and compiled.jit:
-            self.operators[stage.name] = compiled.called()
-        for line in memory_lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
-            log.info("memory of '%s': %s", stage.name, line)
-        compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
+        self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
+        self.operators |= {name: compiled.called() for name, compiled in programs.items() if compiled.jit}
+        for compiled in (programs.values() or [call]) if self._execution.memory else ():
+            for line in memory_lines(compiled, devices(self.task.machine)):
+                log.info("memory of '%s': %s", stage.name, line)
+        compiling = sum(each.seconds for each in programs.values())
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
         if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:

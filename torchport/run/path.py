@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchport import compile, patch, shard
-from torchport.compile import jax_cache, network, preflight
+from torchport.compile import jax_cache, network, ported, preflight
 from torchport.compile.in_force import in_force, stage_in_force
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
@@ -171,7 +171,7 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
         gc.freeze()
         try:
             yield stage_at_hand
-            stage_at_hand.parts, stage_at_hand.call = {}, None
+            stage_at_hand.parts, stage_at_hand.call, stage_at_hand.encoders = {}, None, {}
             gc.collect()  # the network's weights are in circles of references; the next one needs their room
         finally:
             gc.unfreeze()
@@ -191,6 +191,7 @@ class StageAtHand:
         self.is_loading = False
         self.parts: dict[str, Any] = {}
         self.call: Any = None
+        self.encoders: dict[str, ported.Ported] = {}
         self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
 
     def carry(self, journey: Journey) -> None:
@@ -200,7 +201,8 @@ class StageAtHand:
         ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
         # Stages in PyTorch run in one process alone: another machine might round differently.
         run = functools.partial(self._outputs, journey, ledger, inputs, lap)  # load, shard, compile, run
-        outputs = run() if stage.network is not None else dict(hosts.pair_from_first(lambda: (None, run()))[1])
+        is_everywhere = stage.network is not None or journey.task.encodes_on_devices(stage)
+        outputs = run() if is_everywhere else dict(hosts.pair_from_first(lambda: (None, run()))[1])
         journey.write(stage, outputs, ledger)  # save
         lap("save")
 
@@ -223,7 +225,7 @@ class StageAtHand:
             if isinstance(call, StepCached) and stage.name == DENOISING[0]:
                 outputs |= call.measured()  # the second network's curve goes on from it
         family.check_outputs(stage, outputs)
-        journey.note_run(stage, call, lap)
+        journey.note_run(stage, call, lap, self._programs())
         if not journey.is_idle(stage, outputs):
             ledger.check_called()
         log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
@@ -251,15 +253,23 @@ class StageAtHand:
         if self._loaded is not None:
             return network.afresh(task, self.stage, self.parts, folder)
         self.parts = network.loaded(task, self.stage, folder)
+        if task.encodes_on_devices(self.stage):
+            self.encoders = ported.encoders(task, self.parts, self.ledger)
+            self.parts |= self.encoders
         return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
         if self._loaded is None:
             self.call = self._placed(parts, ledger)
             self._loaded = ledger.trace()
-        if isinstance(self.call, compile.Compiled):
-            self.call.begin(ledger)
+        for compiled in self._programs().values():
+            compiled.begin(ledger)
         return self.call
+
+    def _programs(self) -> dict[str, compile.Compiled]:
+        """Returns what is compiled, by the stage's name, and the name of an encoder."""
+        programs = {f"{self.stage.name} {name}": each.compiled for name, each in self.encoders.items()}
+        return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
 
     def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
         common, stage = self.common, self.stage

@@ -119,6 +119,7 @@ class Task:
         names: dict[str, None] = {}
         for stage in stages:
             names |= dict.fromkeys(["torchax"] if stage.network is not None and not self.original else [])
+            names |= dict.fromkeys(["torchax", "torch/attention"] if self.encodes_on_devices(stage) else [])
             names |= dict.fromkeys(self.card.patch_names(stage.name, self.job.implementations))
         home = self.pack.home(self.card.model).patches
         entries = patch.read(self.pack.folders, list(names), home)
@@ -126,6 +127,10 @@ class Task:
             return entries
         needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}
         return [entry for entry in entries if entry.plumbing or entry.id in needed]
+
+    def encodes_on_devices(self, stage: families.Stage) -> bool:
+        """Returns whether a stage's encoders are programs."""
+        return stage.name == "encode" and self.job.encode == "devices" and not self.original
 
     @property
     def denoising(self) -> list[families.Stage]:
@@ -193,6 +198,8 @@ class Task:
             manifest_settings["image_digest"] = hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
         if stage.name in DENOISING:
             manifest_settings["lora"] = self.loras
+        if stage.name == "encode":
+            manifest_settings["encode"] = self.job.encode
         if "seed" in manifest_settings:
             manifest_settings["noise"] = _digest(self.request.noise)
         return manifest_settings

@@ -18,9 +18,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchport import engine
+from torchport.compile import graph
+from torchport.compile.graph import Opaque, Part, Reference, Whole, make
 from torchport.errors import BadValueError
-from torchport.own_code import graph
-from torchport.own_code.graph import Opaque, Part, Reference, Whole, make
 
 SMALL = 2**14
 """Bytes of the largest table that is known by its values, not by its identity and PyTorch's count of writes."""

@@ -1,0 +1,248 @@
+"""A module whose forward is a program on a mesh, and which is called as before."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torchport import engine, patch, shard
+from torchport.compile import failure, graph, network, rules, state
+from torchport.compile.in_force import lowerings
+from torchport.config.card import Implementation
+from torchport.errors import BadValueError, HostTensorError
+from torchport.task import Task
+from torchport.task.devices import devices
+
+CALL = "(call)"
+"""The name of the static argument that says how a module is called; no parameter has it."""
+
+_lock = threading.RLock()  # a trace replaces parts of the module, and changes PyTorch for the process
+_found: contextvars.ContextVar[state.Snapshot] = contextvars.ContextVar("found")
+"""What the call finds that is traced now."""
+
+
+class Ported(torch.nn.Module):
+    """A module whose forward is a program. Its other attributes are those of the module that it was.
+
+    Args:
+        module: It is taken over.
+        written: What is said of it.
+        mesh: The devices.
+        ledger: The patches that are in force.
+        owners: Whose code the module runs.
+        attention: The implementation.
+
+    Attributes:
+        compiled: Its programs.
+        original: The module; its parameters have shapes, and no values.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        written: rules.Rules,
+        mesh: jax.sharding.Mesh,
+        ledger: patch.Ledger,
+        owners: failure.Owners,
+        attention: Implementation | None,
+    ) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.owners = owners
+        self.signature = inspect.signature(module.forward)
+        self._effects: dict[Any, state.Effects] = {}
+        self._memory = {
+            name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
+        }
+        self.compiled = network.ported(
+            module, written, mesh, how=self._traced, trace=ledger.trace(), attention=attention
+        )
+        self._state = state.State(module, written.name)
+        self.training = False
+        vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs and outputs are: on the host."""
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the module that it was."""
+        return getattr(vars(self)["original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the module that it was."""
+        original = vars(self).get("original")
+        if original is None or name in vars(self):
+            super().__setattr__(name, value)
+            return
+        if name in {**original._parameters, **original._buffers, **original._modules}:
+            self._state.refuse(name)
+        setattr(original, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        fact = "A ported module is on the devices, and can be neither copied nor pickled"
+        raise BadValueError(self.compiled.network.name, fact, "Copy the module before port")
+
+    def train(self, mode: bool = True) -> Ported:
+        """Refuses training.
+
+        Raises:
+            BadValueError: `mode` is True.
+        """
+        if mode:
+            raise BadValueError(self.compiled.network.name, "A ported module has no gradients", "Train it before port")
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module returns for these arguments, on the host.
+
+        Raises:
+            ForeignError: An exception of the module's code, or of PyTorch's or JAX's at one of its calls.
+            UnmatchedError: An input that no rule matches.
+            MeshError: A dim that its axes do not divide.
+            StaleTraceError: It is compiled outside of its patches.
+            BadValueError: An argument that is neither tensors nor a constant.
+        """
+        with _lock:
+            return self._called(args, kwargs)
+
+    def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        bound = self.signature.bind(*args, **kwargs).arguments
+        given = [*bound]
+        for name, parameter in self.signature.parameters.items():
+            if isinstance(parameter.default, list | dict):  # a call may leave something in it
+                bound.setdefault(name, parameter.default)
+        rest = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        found = self._state.before(bound, rest)
+        regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
+        # What it is beside its tensors, which are the program's inputs. Hooks see which arguments are keywords.
+        call = self._state.number(found), tuple(regions), (*kwargs,), (*given,)
+        is_new = call not in self._effects
+        token = _found.set(found)
+        try:
+            with failure.explained(self.owners), lowerings(self.ledger):
+                (returned,) = self.compiled(**self._inputs(found), **{CALL: call})
+        except HostTensorError as error:
+            if not self._state.add_input(getattr(error, "tensor", None), found):
+                raise
+            return self._called(args, kwargs)  # what it writes to is an input now
+        finally:
+            _found.reset(token)
+        # A rule for inputs must match one in the first call; a later call may lack what is optional.
+        self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
+        effects = self._effects[call]
+        if is_new:
+            effects = self._effects[call] = effects._replace(holder=graph.holder_of_traced())
+        if effects.holder:
+            fact = f"It leaves a tensor in {effects.holder}, where torchport does not follow it"
+            remedy = "Return it, or keep it in an attribute of the module, in a list, a dict or an object"
+            raise BadValueError(self.compiled.network.name, fact, remedy)
+        waiting = iter(returned)
+        outputs = [next(waiting) for _ in range(effects.outputs - len(effects.views))]
+        for number in effects.written:
+            self._write([*found.inputs.values()][number], next(waiting), found)
+        for name in effects.buffers:
+            self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
+        return self._state.leave(effects, found, outputs)
+
+    def _write(self, tensor: torch.Tensor, value: torch.Tensor, found: state.Snapshot) -> None:
+        """Writes to a tensor of the caller's what a call has written to it."""
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in found.memory(but=tensor):
+            fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
+            raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def _inputs(self, found: state.Snapshot) -> dict[str, Any]:
+        """Returns a call's tensors. What the module has kept is no argument: it is on every device."""
+        where = NamedSharding(self.compiled.mesh, PartitionSpec())
+        named = found.inputs.items()
+        return {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
+
+    def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
+        """Calls the module while it is traced, and notes what the call returns and changes."""
+        call, found = inputs.pop(CALL), _found.get()
+        given = list(found.inputs.values())
+        tensors = [
+            inputs[name] if tensor.is_contiguous() else engine.laid(inputs[name], tensor.stride())
+            for name, tensor in found.inputs.items()
+        ]
+        tensors = [tensors[first] for first in found.firsts]
+        traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
+        with self._state.entered(found, tensors) as arguments:
+            buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
+            # A write to one of these is no loss: it is an output.
+            writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
+            shared = found.memory()
+            alone = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
+            engine.freeze((writable, alone), "")
+            args, kwargs = self._as_given(arguments, *call[2:])
+            returned = module(*args, **kwargs)
+            rebound = self._rebound(module, buffers)
+            left = self._state.after(found, traced, returned)
+            views = engine.views(left.outputs, tensors)
+            effects = self._state.effects(found, left, tensors)._replace(buffers=list(rebound), views=views)
+        self._effects[call] = effects
+        outputs = (output for number, output in enumerate(left.outputs) if number not in views)
+        return ((*outputs, *(tensors[n] for n in effects.written), *rebound.values()),)
+
+    def _as_given(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
+        """Returns arguments by position and by keyword, as a call has given them."""
+        args, kwargs = [], {name: arguments[name] for name in keywords if name in given}
+        for name in given:
+            kind = self.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                args.extend(arguments[name])
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs |= arguments[name]
+            elif name not in kwargs:
+                args.append(arguments[name])
+        return args, kwargs
+
+    def _is_alone(self, name: str) -> bool:
+        """Returns whether no other buffer lies in the memory of one."""
+        return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
+
+    def _rebound(self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the buffers that a call has written to, or bound to other tensors, and binds them as before."""
+        found = {}
+        for name, buffer in before.items():
+            prefix, _, attribute = name.rpartition(".")
+            buffers = module.get_submodule(prefix)._buffers
+            new = buffers.get(attribute)
+            if new is buffer and not engine.was_written(buffer):
+                continue
+            buffers[attribute] = buffer
+            form = buffer.shape, buffer.dtype
+            if new is None or (new.shape, new.dtype) != form or not self._is_alone(name):
+                fact = f"It binds the buffer '{name}' to a tensor of another form, or another buffer is the same tensor"
+                raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
+            found[name] = new
+        return found
+
+
+def encoders(task: Task, parts: Mapping[str, Any], ledger: patch.Ledger) -> dict[str, Ported]:
+    """Returns those parts of a stage that encode the prompt, each as programs on all devices of the job's mesh.
+
+    Their weights lie along `tp`, by the shared strategy. Their texts are short, so attention is `plain`.
+
+    Args:
+        parts: The VAE stays on the host.
+    """
+    sizes = {axis: task.job.devices if axis == "tp" else 1 for axis in shard.AXES}
+    mesh = shard.make_mesh(sizes, devices(task.machine))
+    owners, known = failure.Owners.of_task(task), task.card.components
+    return {
+        name: Ported(part.eval(), rules.of_shared(name, "tp"), mesh, ledger, owners, "plain")
+        for name, part in parts.items()
+        if name in known and name != "vae" and isinstance(part, torch.nn.Module)
+    }
