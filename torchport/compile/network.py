@@ -402,13 +402,13 @@ def ported(
     mesh: jax.sharding.Mesh,
     *,
     how: How,
-    trace: program.TraceGuard,
+    trace: program.TraceGuard | None,
     attention: Implementation | None = None,
 ) -> program.Compiled:
     """Returns a caller's own module as programs on a mesh; its weights are placed, and nothing is traced yet.
 
     Args:
-        module: With its weights, in the host's memory; it is changed, and its parameters go to meta.
+        module: With its weights, in the host's memory, or as shapes; it is changed, and its parameters go to meta.
         how: How it is called. It returns a tuple of one tree of tensors.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -416,7 +416,10 @@ def ported(
     chosen = shard.match(
         rules.own.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
     )
-    weights = shard.place(tensors.items(), chosen, mesh)
+    if all(tensor.is_meta for tensor in module.parameters()):  # of a plan
+        weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
+    else:
+        weights = shard.place(tensors.items(), chosen, mesh)
     bounds = _score_bounds(rules.bounds, rules.document, weights)
     _release(module)
     network = program.Network(

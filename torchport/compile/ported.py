@@ -18,9 +18,13 @@ from torchport.compile import failure, graph, network, rules, state
 from torchport.compile.in_force import lowerings
 from torchport.config.card import Implementation
 from torchport.errors import BadValueError, HostTensorError
+from torchport.stages.family import Stage
 from torchport.task import Task
 from torchport.task.devices import devices
 
+STRATEGY = "tp"
+ATTENTION: Implementation = "plain"
+"""Of encoders: the shared strategy, and the implementation of attention, as texts are short."""
 CALL = "(call)"
 """The name of the static argument that says how a module is called; no parameter has it."""
 
@@ -230,19 +234,20 @@ class Ported(torch.nn.Module):
         return found
 
 
-def encoders(task: Task, parts: Mapping[str, Any], ledger: patch.Ledger) -> dict[str, Ported]:
-    """Returns those parts of a stage that encode the prompt, each as programs on all devices of the job's mesh.
-
-    Their weights lie along `tp`, by the shared strategy. Their texts are short, so attention is `plain`.
-
-    Args:
-        parts: The VAE stays on the host.
-    """
-    sizes = {axis: task.job.devices if axis == "tp" else 1 for axis in shard.AXES}
-    mesh = shard.make_mesh(sizes, devices(task.machine))
-    owners, known = failure.Owners.of_task(task), task.card.components
+def encoders(task: Task, stage: Stage, parts: Mapping[str, Any], ledger: patch.Ledger) -> dict[str, Ported]:
+    """Returns the parts of a stage that encode the prompt, each as programs on all devices of the job's mesh."""
+    owners, mesh = failure.Owners.of_task(task), encoder_mesh(task, devices(task.machine))
     return {
-        name: Ported(part.eval(), rules.of_shared(name, "tp"), mesh, ledger, owners, "plain")
-        for name, part in parts.items()
-        if name in known and name != "vae" and isinstance(part, torch.nn.Module)
+        name: Ported(parts[name].eval(), rules.of_shared(name, STRATEGY), mesh, ledger, owners, ATTENTION)
+        for name in encoder_names(task, stage)
     }
+
+
+def encoder_names(task: Task, stage: Stage) -> list[str]:
+    """Returns the components that encode the prompt in a stage."""
+    return [name for name in stage.parts if task.card.components[name].dtype is not None and name != "vae"]
+
+
+def encoder_mesh(task: Task, on: Any) -> jax.sharding.Mesh:
+    """Returns the mesh of encoders: all devices of the job's lie along `tp`."""
+    return shard.make_mesh({axis: task.job.devices if axis == "tp" else 1 for axis in shard.AXES}, on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import itertools
@@ -204,6 +205,8 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
     else:
         function = cls = class_of(maker)
         name = cls.__name__
+        if hasattr(cls, "config_class"):  # transformers' take a configuration object
+            function = functools.partial(_of_configuration, cls)
     arguments = _arguments(function, config, name, place)
     with building(name, place, BadValueError, "Mend the arguments"):
         module = function(**config)
@@ -213,6 +216,11 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
         raise BadValueError(place, fact, f"It must return a {cls.__name__}, the component's 'class'")
     if not hasattr(module, "config"):
         vars(module)["config"] = arguments
+    return module
+
+
+def _of_configuration(cls: Any, /, **config: Any) -> torch.nn.Module:
+    module: torch.nn.Module = cls(cls.config_class(**config))
     return module
 
 

@@ -200,10 +200,8 @@ def _class_of(path: str) -> Any:
 
 
 def _part(maker: Maker, config: dict[str, Any], place: str) -> Any:
-    """Returns a small object: transformers' models take a configuration object, all else keywords."""
+    """Returns a small object."""
     cls = None if isinstance(maker, Builder) else _class_of(maker)
-    if cls is not None and hasattr(cls, "config_class"):
-        return cls(cls.config_class(**config))
     is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
     return from_arguments(maker, config, place) if is_module else _class_of(str(maker))(**config)
 

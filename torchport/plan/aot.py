@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import torch
 
 from torchport import compile, shard
-from torchport.compile import network, preflight, step_cache
+from torchport.compile import network, ported, preflight, rules, step_cache
 from torchport.compile.in_force import in_force, lowerings
 from torchport.config import xla_flags
 from torchport.config.card import LoraFile
@@ -81,6 +82,51 @@ def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:
     preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     return StageNetwork(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderCall:
+    """What an encoder is called with in a stage: the tokens of a prompt and their mask."""
+
+    name: str
+    called: recorder.NetworkCall
+
+
+def encoder_calls(task: Task, stage: family.Stage) -> Iterator[EncoderCall]:
+    """Yields the calls of a stage's encoders, one for each of the prompts; patches must be in force.
+
+    A component has two operations for each parameter and token.
+    """
+    first = task.denoising[0]
+    if first.like is None:
+        return
+    with preflight.without_values():
+        inputs = first.like(network.outlines(task, first), task.settings)
+    embeddings = {name: x for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
+    for name in ported.encoder_names(task, stage):
+        # `prompt_embeds_2` is what `text_encoder_2` makes.
+        made = [x for key, x in embeddings.items() if _number(key) == _number(name)] or [*embeddings.values()]
+        if made:
+            tokens, times = max(x.shape[-2] for x in made), sum(x.shape[0] for x in made)
+            ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+            flops = 2 * (task.card.components[name].parameters or 0) * tokens
+            shapes = {"input_ids": ids, "attention_mask": ids}
+            yield EncoderCall(name, recorder.NetworkCall(shapes, (), times, flops, None, {}, borders=0))
+
+
+def _number(name: str) -> str:
+    found = re.search(r"_(\d+)(?=_mask$|$)", name)
+    return "" if found is None else found[1]
+
+
+def _encoder(task: Task, call: EncoderCall, mesh: jax.sharding.Mesh) -> StageNetwork:
+    module, written = copy.deepcopy(network.published(task, call.name)), rules.of_shared(call.name, ported.STRATEGY)
+
+    def first(module: Any, **inputs: Any) -> Any:
+        return (module(**inputs)[0],)
+
+    program = network.ported(module.eval(), written, mesh, how=first, trace=None, attention=ported.ATTENTION)
+    return StageNetwork(program, [call.called], [])
 
 
 def check_loras(task: Task, stage: family.Stage) -> None:
@@ -169,6 +215,10 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
     """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side."""
     [stage] = task.stages
     devices = absent.describe(task.machine).devices
+    if task.encodes_on_devices(stage):
+        with in_force(task, [stage]) as ledger, lowerings(ledger):
+            mesh, calls = ported.encoder_mesh(task, devices), [*encoder_calls(task, stage)]
+            return [_program(_encoder(task, call, mesh), call.called, task.machine, dump)[0] for call in calls]
     with outlined(task, stage, devices, bounded) as outline:
         cache = network.step_cache_of(task, stage)
         if cache is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from torchport.compile import network, preflight
+from torchport.compile import preflight
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
+from torchport.plan import aot
 from torchport.plan.figures import Clip, ClipPart, StagePlan
 from torchport.progress import size_text
 from torchport.stages.family import Stage
@@ -31,10 +31,11 @@ ASSUMED = (
 
 def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     """Returns the seconds of a clip; None where a stage with a network was not planned, or does not fit."""
-    stages = [stage for stage in task.family.STAGES if stage.network is not None]
+    stages = [stage for stage in task.family.STAGES if stage.network is not None or task.encodes_on_devices(stage)]
     if any(stage.name not in planned or planned[stage.name].step.model_s is None for stage in stages):
         return None
-    parts = [_load(task), _compile(planned), *_encode(task), *(_computed(planned[s.name], s) for s in stages)]
+    encode = [] if task.job.encode == "devices" else _encode(task)
+    parts = [_load(task), _compile(planned), *encode, *(_computed(planned[s.name], s) for s in stages)]
     parts.append(_write(task))
     seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
@@ -69,27 +70,13 @@ def _compile(planned: Mapping[str, StagePlan]) -> ClipPart:
 
 
 def _encode(task: Task) -> Iterator[ClipPart]:
-    """Yields the encoders' time on the host, at two operations for each parameter and token."""
-    first = task.denoising[0]
-    if first.like is None:
-        return
-    with in_force(task, [first]), preflight.without_values():
-        inputs = first.like(network.outlines(task, first), task.settings)
-    tokens = {name: x.shape[0] * x.shape[-2] for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
-    flops = 0
-    networks = {stage.network for stage in task.family.STAGES}
-    for name, component in task.card.components.items():
-        if component.parameters and name not in networks:
-            # `prompt_embeds_2` is what `text_encoder_2` makes.
-            made = sum(count for key, count in tokens.items() if _number(key) == _number(name))
-            flops += 2 * component.parameters * (made or max(tokens.values(), default=0))
+    """Yields the encoders' time on the host."""
+    stage = task.family.STAGES[0]
+    with in_force(task, [stage]):
+        calls = [each.called for each in aot.encoder_calls(task, stage)]
+    flops = sum(call.times * (call.flops or 0) for call in calls)
     limit = f"{flops:.3g} FLOP of the encoders on the host"
     yield ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)
-
-
-def _number(name: str) -> str:
-    found = re.search(r"_(\d+)(?=_mask$|$)", name)
-    return "" if found is None else found[1]
 
 
 def _computed(plan: StagePlan, stage: Stage) -> ClipPart:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchport import progress, shard
-from torchport.compile import network
+from torchport.compile import network, ported
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
@@ -109,10 +109,11 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
 
 def _named(task: Task, stages: Sequence[str]) -> list[str]:
     """Returns the stages to compile: those that are named, or else all that can be."""
-    networks = [stage for stage in task.family.STAGES if stage.network is not None]
+    networks = [stage for stage in task.family.STAGES if stage.network is not None or task.encodes_on_devices(stage)]
     if "all" in stages:
         return [stage.name for stage in networks]
-    return list(stages) or [stage.name for stage in networks if stage in task.denoising or stage.like is not None]
+    known = [s for s in networks if s in task.denoising or s.like is not None or task.encodes_on_devices(s)]
+    return list(stages) or [stage.name for stage in known]
 
 
 def _announced(stages: Sequence[str]) -> Iterator[str]:
@@ -132,6 +133,8 @@ def _check(task: Task, stages: Sequence[str]) -> None:
     """Refuses a machine that is no TPU, and stages that cannot be compiled for it."""
     require_tpu(task.machine)
     networks = {stage.name: str(stage.network) for stage in task.family.STAGES if stage.network is not None}
+    encoding = [stage.name for stage in task.family.STAGES if task.encodes_on_devices(stage)]
+    stages = [name for name in stages if name not in encoding]
     for name in stages:
         if name not in networks:
             fact = "Nothing of it is compiled: it runs on the host, in PyTorch"
@@ -171,13 +174,13 @@ def lossy(task: Task) -> list[str]:
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
     compiled = aot.compiled_in_child(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
-    network = str(stage.network)
+    networks = [str(stage.network)] if stage.network is not None else ported.encoder_names(task, stage)
     # What is counted once for each call becomes what one denoising step takes, or one whole decode.
     return combined(
         [_program_plan(task, program, folder, name in DENOISING) for program in compiled],
         compiled[0].steps,
-        dtypes={network: task.dtype(network)},
-        precision={network: task.card.components[network].precision},
+        dtypes={network: task.dtype(network) for network in networks},
+        precision={network: task.card.components[network].precision for network in networks},
     )
 
 

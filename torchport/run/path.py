@@ -254,7 +254,7 @@ class StageAtHand:
             return network.afresh(task, self.stage, self.parts, folder)
         self.parts = network.loaded(task, self.stage, folder)
         if task.encodes_on_devices(self.stage):
-            self.encoders = ported.encoders(task, self.parts, self.ledger)
+            self.encoders = ported.encoders(task, self.stage, self.parts, self.ledger)
             self.parts |= self.encoders
         return self.parts
 
