@@ -16,8 +16,7 @@ log = logging.getLogger("torchport")
 def track(items: Iterable[T], what: str, unit: str, total: int | None = None, done: int = 0) -> Iterator[T]:
     """Yields the items under a bar that shows seconds per item and the time left.
 
-    The bar goes to stderr, and only to a terminal: in a file it would be thousands of lines. In a file, a log line says
-    that the work began, unless `--quiet` is set.
+    The bar goes to a terminal alone. In a file, a log line says that the work began, unless `--quiet` is set.
 
     Args:
         what: What is being done, in the words of the path: `denoise`, `load transformer`.
