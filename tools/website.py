@@ -34,6 +34,8 @@ COPIES = {
 DEMO = "configs/demo.yaml"
 """The demo of a card that names none."""
 NOTEBOOK = "notebooks/port.ipynb"
+ORIGINS = {**COPIES, NOTEBOOK: "notebook.md"}
+"""The pages that stand for one file elsewhere, by their files."""
 CARDS = sorted((ROOT / "configs" / "models").glob("*.yaml"))
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 ID = re.compile(r"^(#+) ((?:TP|PS)\d{3}) (.*)$", re.MULTILINE)
@@ -120,7 +122,8 @@ def of_notebook() -> str:
     """Returns the notebook as a page: its text, and its code without outputs."""
     cells = json.loads((ROOT / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
     texts = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells]
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts) + "\n"
+    parts = [f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts]
+    return "\n\n".join([*parts, f"This page is [{NOTEBOOK}]({REPOSITORY}/blob/main/{NOTEBOOK})."]) + "\n"
 
 
 def public_names() -> dict[str, str]:
@@ -154,7 +157,7 @@ def _definition(module: str, name: str) -> tuple[ast.FunctionDef, list[str]]:
 def on_page_markdown(text: str, page: Any, config: Any, files: Any) -> str:
     """Makes a page's links those of the site, and gives the heading of each error and finding its id as an anchor."""
     name = page.file.src_uri
-    origins = {copy: origin for origin, copy in COPIES.items()} | {"notebook.md": NOTEBOOK}
+    origins = {copy: origin for origin, copy in ORIGINS.items()}
     folder = posixpath.dirname(origins.get(name, f"docs/{name}"))
     parts = FENCE.split(text)
     for number in range(0, len(parts), 2):
@@ -176,8 +179,8 @@ def _target(match: re.Match[str], folder: str, name: str, files: Any) -> str:
     if not path:
         return anchor
     path = posixpath.normpath(posixpath.join(folder, path))
-    inside = COPIES.get(path, path.removeprefix("docs/"))
-    if files.get_file_from_path(inside) and (path in COPIES or path.startswith("docs/")):
+    inside = ORIGINS.get(path, path.removeprefix("docs/"))
+    if files.get_file_from_path(inside) and (path in ORIGINS or path.startswith("docs/")):
         return posixpath.relpath(inside, posixpath.dirname(name) or ".") + anchor
     if not (ROOT / path).exists():
         raise PluginError(f"{name}: {match[0][2:-1]} is no page, and no file of the repository")

@@ -49,7 +49,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds that a task of unknown length takes, such as compilation."""
+    """Shows the seconds of a task of unknown length, in place of the bar that waits for it: a notebook has one line."""
     from tqdm import tqdm
 
     if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
@@ -57,7 +57,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False) as bar:
+    with tqdm(desc=what, bar_format="{desc}: {elapsed}{bar}", leave=False, dynamic_ncols=True, position=0) as bar:
 
         def tick() -> None:
             while not over.wait(0.5):
