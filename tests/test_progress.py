@@ -116,3 +116,12 @@ def test_a_task_inside_another_one_has_the_same_line(screen, level):
     shown = terminal.getvalue()
     assert "\x1b[A" not in shown and shown.count("\n") == 1, "a notebook cannot move the cursor up"
     assert re.search(r"\rcompile: 00:00 *\r", shown)
+
+
+def test_of_tasks_inside_one_another_the_innermost_is_shown(screen, level):
+    level(logging.INFO)
+    terminal = screen()
+    with waiting("plan"), waiting("compile"):
+        threading.Event().wait(0.6)  # each is shown again after half a second
+    first, *rest = re.findall(r"plan|compile", terminal.getvalue())
+    assert first == "plan" and set(rest) == {"compile"} and len(rest) > 1

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger("torchport")
+_waits: list[object] = []  # bars of one line, the innermost last
 
 
 def track(items: Iterable[T], what: str, unit: str, total: int | None = None, done: int = 0) -> Iterator[T]:
@@ -58,10 +59,12 @@ def waiting(what: str) -> Iterator[None]:
         return
     over = threading.Event()
     with tqdm(desc=what, bar_format="{desc}: {elapsed}{bar}", leave=False, dynamic_ncols=True, position=0) as bar:
+        _waits.append(bar)
 
         def tick() -> None:
             while not over.wait(0.5):
-                bar.refresh()
+                if _waits[-1] is bar:
+                    bar.refresh()
 
         clock = threading.Thread(target=tick, daemon=True)
         clock.start()
@@ -70,6 +73,7 @@ def waiting(what: str) -> Iterator[None]:
         finally:
             over.set()
             clock.join()
+            _waits.remove(bar)
 
 
 def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
