@@ -48,10 +48,10 @@ in_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no {CHROMIUM}: a
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site, built with warnings as errors."""
+    """The folder of the site, built with warnings as errors: `--quiet` would let them pass."""
     folder = tmp_path_factory.mktemp("site") / BASE.strip("/")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     return folder
