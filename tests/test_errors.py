@@ -45,6 +45,12 @@ def test_the_text_is_place_fact_remedy_and_survives_pickling_with_its_culprit(ki
     assert (again.key, again.nearest, again.place) == ("x", (1, 2), "a.yaml:3")
 
 
+def test_a_notebook_shows_the_report_and_no_traceback():
+    shown = together([BadValueError("a.yaml:3", "'x' is 1", "It must be 2"), UnknownKeyError("b", "c", "d")])
+    assert shown._render_traceback_() == shown.report().splitlines()
+    assert [line.split()[0] for line in shown._render_traceback_()] == ["error[TP107]", "error[TP103]"]
+
+
 def test_only_a_stop_has_an_exit_code_of_its_own():
     assert {kind.__name__: kind.exit_code for kind in kinds() if kind.exit_code != 2} == {"StoppedError": 130}
 

@@ -6,6 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+import types
+from email.message import Message
 
 import click
 import pytest
@@ -221,6 +224,21 @@ def test_an_error_is_explained_by_its_id_and_all_of_them_as_a_page(torchport, ca
         2,
         ["error[TP106] torchport explain: No id is named. Name one, such as TP107, or add --all."],
     )
+
+
+def test_an_error_has_an_address_on_the_web_below_the_projects_documentation(torchport, capsys, root, monkeypatch):
+    urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    metadata = Message()
+    for name, address in urls.items():
+        metadata["Project-URL"] = f"{name}, {address}"
+    installed = types.SimpleNamespace(metadata=metadata)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [installed] * (name == "torchport"))
+    for id, page in (("TP203", "errors/#tp203"), ("ps401", "scan/#ps401")):
+        assert torchport("explain", "--web", id, capsys=capsys) == (0, [urls["Documentation"] + page], [])
+    assert torchport("explain", "--web", "TP999", capsys=capsys)[0] == 2
+    del metadata["Project-URL"]
+    code, _, err = torchport("explain", "--web", "TP203", capsys=capsys)
+    assert (code, err) == (2, ["error[TP106] --web: The installed torchport names no site. Install it again."])
 
 
 def test_doctor_prints_a_line_for_each_finding_and_one_of_advice(torchport, capsys, root):

@@ -51,6 +51,12 @@ def test_a_wheel_holds_every_file_of_patches_and_configs(installed):
         assert (installed / "torchport" / "_data" / name).read_bytes() == (ROOT / name).read_bytes()
 
 
+def test_a_wheel_says_where_the_pages_are(installed):
+    """`torchport explain --web` reads it there."""
+    done = torchport(installed, installed, "explain", "--web", "TP203")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("/errors/#tp203\n")
+
+
 def test_a_wheel_is_typed(installed):
     assert (installed / "torchport" / "py.typed").is_file()
 

@@ -1,6 +1,7 @@
 """The pages of docs/ that are made from the code are current, and their examples run as they are printed."""
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -62,6 +63,11 @@ def test_the_family_of_the_page_on_families_is_one(root):
     example = next(code for kind, code in blocks(root / "docs" / "families.md") if kind == "python")
     exec(compile(example, "families.md", "exec"), names)
     assert all(isinstance(stage, Stage) for stage in names["STAGES"])
+
+
+def test_the_notebook_is_kept_without_outputs(root):
+    cells = json.loads((root / "notebooks" / "port.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
 def test_every_link_between_pages_leads_somewhere(root):

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import sys
 import threading
 
@@ -104,3 +105,23 @@ def test_sizes_are_in_the_largest_unit_that_they_reach():
 def test_a_table_is_as_wide_as_its_cells_and_ends_without_spaces():
     rows = [("what", "", "GiB", "note"), ("a longer one", "x", "8", "")]
     assert table(rows, left=2) == ["what             GiB  note", "a longer one  x    8"]
+
+
+def test_a_task_inside_another_one_has_the_same_line(screen, level):
+    level(logging.INFO)
+    terminal = screen()
+    for _ in track("ab", "denoise", "step"):
+        with waiting("compile"):
+            pass
+    shown = terminal.getvalue()
+    assert "\x1b[A" not in shown and shown.count("\n") == 1, "a notebook cannot move the cursor up"
+    assert re.search(r"\rcompile: 00:00 *\r", shown)
+
+
+def test_of_tasks_inside_one_another_the_innermost_is_shown(screen, level):
+    level(logging.INFO)
+    terminal = screen()
+    with waiting("plan"), waiting("compile"):
+        threading.Event().wait(0.6)  # each is shown again after half a second
+    first, *rest = re.findall(r"plan|compile", terminal.getvalue())
+    assert first == "plan" and set(rest) == {"compile"} and len(rest) > 1

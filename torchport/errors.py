@@ -57,6 +57,10 @@ class TorchportError(Exception):
         lines = [f"error[{self.id}] {self.sentence()}", *map(printable, self.details)]
         return "\n".join([*lines, *(other.report() for other in self.others)])
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows."""
+        return self.report().splitlines()
+
 
 def together(mistakes: Sequence[TorchportError]) -> TorchportError:
     """Returns several mistakes as one error: the first, with the others below it."""

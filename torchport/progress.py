@@ -11,13 +11,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger("torchport")
+_waits: list[object] = []  # bars of one line, the innermost last
 
 
 def track(items: Iterable[T], what: str, unit: str, total: int | None = None, done: int = 0) -> Iterator[T]:
     """Yields the items under a bar that shows seconds per item and the time left.
 
-    The bar goes to stderr, and only to a terminal: in a file it would be thousands of lines. In a file, a log line says
-    that the work began, unless `--quiet` is set.
+    The bar goes to a terminal alone. In a file, a log line says that the work began, unless `--quiet` is set.
 
     Args:
         what: What is being done, in the words of the path: `denoise`, `load transformer`.
@@ -50,7 +50,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds that a task of unknown length takes, such as compilation."""
+    """Shows the seconds of a task of unknown length, in place of the bar that waits for it: a notebook has one line."""
     from tqdm import tqdm
 
     if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
@@ -58,11 +58,13 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False) as bar:
+    with tqdm(desc=what, bar_format="{desc}: {elapsed}{bar}", leave=False, dynamic_ncols=True, position=0) as bar:
+        _waits.append(bar)
 
         def tick() -> None:
             while not over.wait(0.5):
-                bar.refresh()
+                if _waits[-1] is bar:
+                    bar.refresh()
 
         clock = threading.Thread(target=tick, daemon=True)
         clock.start()
@@ -71,6 +73,7 @@ def waiting(what: str) -> Iterator[None]:
         finally:
             over.set()
             clock.join()
+            _waits.remove(bar)
 
 
 def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:

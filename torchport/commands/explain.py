@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
 import re
 import textwrap
@@ -60,14 +61,26 @@ class Example:
 @terminal.command("explain")
 @click.argument("id", required=False)
 @click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
-def command(id: str | None, everything: bool) -> None:
+@click.option("--web", is_flag=True, help="Print the address of the page that explains it.")
+def command(id: str | None, everything: bool, web: bool) -> None:
     """Explains an error, such as TP107, or a finding of scan, such as PS401.
 
     It prints what the id means, a wrong and a right example, and the cure.
     """
     if id is None and not everything:
         raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
-    terminal.say(page().rstrip() if id is None else section(id))
+    text = page().rstrip() if id is None else section(id)
+    terminal.say(_address(id or "") if web else text)
+
+
+def _address(key: str) -> str:
+    """Returns where the site explains an id."""
+    found = importlib.metadata.distributions(name="torchport")
+    urls = [url.split(", ") for package in found for url in package.metadata.get_all("Project-URL", ())]
+    site = dict(urls).get("Documentation")
+    if site is None:
+        raise errors.UnknownNameError("--web", "The installed torchport names no site", "Install it again")
+    return f"{site}{'scan' if key.upper() in RULES else 'errors'}/#{key.lower()}"
 
 
 def page() -> str:
@@ -76,11 +89,7 @@ def page() -> str:
 
 
 def section(key: str) -> str:
-    """Returns what an error means, a wrong and a right example, and the cure; of a group, what lies in it.
-
-    Args:
-        key: The error's id, or that of a finding of `torchport scan`, in letters of any case.
-    """
+    """Returns what an error or a finding of scan means, two examples, and the cure; of a group, what lies in it."""
     if key.upper() in RULES:
         return scan_section(key.upper())
     kinds = {kind.id: kind for kind in errors.kinds()}

@@ -131,8 +131,7 @@ def lock(
 
     Args:
         names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
-        check_apply: Refuses upstreams, by name, on which their patches cannot be applied; called before anything is
-            written.
+        check_apply: Refuses upstreams, by name, on which their patches cannot be applied, before a lock is written.
     """
     from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
 

@@ -28,14 +28,7 @@ def command(kind: Kind) -> None:
 
 
 def schema(kind: Kind) -> dict[str, Any]:
-    """Returns the JSON Schema of a kind of YAML file, for editors.
-
-    A file that the schema refuses is refused by torchport, too. torchport also checks what no schema can say, such as
-    the number of frames that a model can make.
-
-    Args:
-        kind: What the file is: a model card, a config, or a list of patches.
-    """
+    """Returns the JSON Schema of a kind of YAML file, for editors: torchport refuses what it refuses, and more."""
     if kind == "patch":
         return _described(patch.schema(), vars(entry))
     model: type[Frozen] = card.Card if kind == "card" else card.Job

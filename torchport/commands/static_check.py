@@ -1,7 +1,6 @@
 """`torchport check --static`: what files and upstream's source say, in this process. Nothing of upstream is imported.
 
-No Python of the pack runs either: the files that entries and cards name are parsed. `torchport check` begins with the
-same checks.
+No Python of the pack runs either. `torchport check` begins with the same checks.
 """
 
 from __future__ import annotations

@@ -106,8 +106,7 @@ def make_folder(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Locks a folder for this process while the context lasts, and removes half-written files of dead runs.
 
-    The kernel releases the lock when the process ends, however it ends. It is on the folder itself: that of `filelock`
-    is on a file, which would stay in the folder.
+    The kernel releases the lock however the process ends. It is on the folder: that of `filelock` would leave a file.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -179,8 +178,7 @@ def _new_scratch() -> tuple[Path, int]:
 def remove_abandoned() -> None:
     """Removes this user's folders of temporary files whose processes are gone.
 
-    A living process holds a lock on its folder, and the kernel releases the lock however the process ends. The
-    process's number would not do: by now it may be another's, and it means nothing in another container.
+    A living process holds a lock on its folder. Its number would not do: it may be another's, or another container's.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError):  # there is no folder for temporary files; who needs one says so

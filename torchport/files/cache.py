@@ -139,8 +139,7 @@ def _ancestors(path: Path) -> Iterator[Path]:
 def host() -> str:
     """Returns a name for this host's kind of CPU.
 
-    XLA compiles for the instructions of the CPU that it runs on. On a CPU that lacks them a program may end in SIGILL.
-    JAX's cache does not put the instructions into its keys.
+    XLA compiles for the CPU's instructions, which JAX's keys do not name: on another CPU a program may end in SIGILL.
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():

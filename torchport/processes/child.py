@@ -60,10 +60,7 @@ class Ended:
 
 
 def last_words(stderr: str) -> str:
-    """Returns why a process stopped: the last line of stderr that names an exception, or else the last line.
-
-    After an exception JAX may write a line about removed frames, which is not the reason.
-    """
+    """Returns why a process stopped: the last line that names an exception (JAX may write more), or else the last."""
     lines = stderr.strip().splitlines() or ["nothing"]
     raised = [line for line in lines if _RAISED.match(line)]
     return (raised or lines)[-1].strip()[:300].rstrip(".")

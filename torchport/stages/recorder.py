@@ -76,8 +76,7 @@ class Recorder:
         self.stage = stage
         self.count = count
         self.calls: dict[Any, NetworkCall] = {}
-        # Real tensors are among them, such as latents before the first step. We never enter the mode: masks would lose
-        # their values, too.
+        # Real tensors are among them, as the first latents. We never enter the mode: masks would lose their values.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
