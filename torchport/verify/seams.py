@@ -29,6 +29,7 @@ from torchport.stages.replay import Loop
 from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 from torchport.task import Task
+from torchport.verify import encoders
 from torchport.verify.report import Seam, Verdict
 
 LARGE = 2**20
@@ -283,6 +284,10 @@ class SideRecord:
     loop: LoopRecord
     #: What upstream raised in a port's loop; None where the loop came to its end.
     stopped: Exception | None = None
+    #: Of the original, where a port encodes on the devices; None where it does not, or of a capture.
+    yardstick: encoders.Yardstick | None = None
+    #: Of a port's encoders on the devices, the modules that differ most.
+    modules: list[Seam] = dataclasses.field(default_factory=list)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -336,7 +341,14 @@ def record(
         for stage in _encoders(task):
             if stage.network is not None and reference is not None:
                 continue
-            values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
+            if task.encodes_on_devices(stage) and reference is not None:
+                values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
+                side.modules.extend(modules)
+            else:
+                values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
+            if task.original and task.job.encode == "devices" and stage.name == "encode":
+                yardstick = encoders.yardstick_of(task, stage, folder, values)
+                side = dataclasses.replace(side, yardstick=yardstick)
             if stage.network is None:
                 side.encoded[stage.name] = values
             else:
@@ -394,6 +406,9 @@ def _resume(first: Mapping[str, torch.Tensor]) -> tuple[int, Mapping[str, torch.
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
+    if original.yardstick is not None:
+        allowed = {row.name: max(row.allowed, original.yardstick.allowed(row.name)) for row in rows}
+        rows = [*port.modules, *(dataclasses.replace(row, allowed=allowed[row.name]) for row in rows)]
     # A loop that stopped took fewer steps because of what differs before.
     return [
         *rows,
