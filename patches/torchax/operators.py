@@ -640,7 +640,11 @@ def angle(self):
     """Returns the angle of complex values; of real ones 0 or pi."""
     import jax.numpy as jnp
 
-    return engine.call_jax(lambda x: jnp.where(x == x, jnp.angle(x), x.real), self)
+    def angles(x):
+        values = jnp.angle(x) if jnp.iscomplexobj(x) else jnp.where(x < 0, jnp.pi, 0.0).astype(x.dtype)
+        return jnp.where(x == x, values, x.real)
+
+    return engine.call_jax(angles, self)
 
 
 def special_erfcx(self):

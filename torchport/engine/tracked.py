@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,13 +34,16 @@ COPIED = 2**16
 _FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
 _DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate}
+_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate, torch.angle}
 """Functions of the engine's table that PyTorch takes apart better: it knows what is a view."""
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises where it cannot say what an operator returns without values."""
 
 _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "__matmul__", "linear", "convolution"}
 """Products, which PyTorch refuses of tensors of two dtypes, and computes on meta."""
+
+_NO_DTYPE = re.compile("not implemented for|only support|not supported for")
+"""What PyTorch's kernels of the host say of a dtype that they do not compute; those on meta know no dtypes."""
 
 _META = torch.device("meta")
 _UNKNOWN = object()
@@ -271,6 +275,8 @@ class Dispatch:
         def shadow(leaf: Any) -> Any:
             if isinstance(leaf, self.type):
                 leaf = leaf._shadow
+            if isinstance(leaf, torch.Tensor) and device == "cpu" and leaf.is_meta:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)
             if isinstance(leaf, torch.Tensor):
                 return leaf.to("meta") if device == "meta" and not leaf.is_meta else leaf
             return device if _is_engine_device(leaf) else leaf
@@ -313,7 +319,9 @@ class Dispatch:
         """Calls an operator by its lowering, and makes its result what PyTorch says that it is."""
         if (seen := watched()) is not None:
             with _plain():
-                seen.see(function, args, kwargs)
+                is_new = seen.see(function, args, kwargs)
+            if is_new and sum(tensor.numel() for tensor in traced) <= FILLED:
+                self._check_dtypes(function, args, kwargs)
         written = self._traced(_written(function, args, kwargs))
         for tensor in written:
             if is_known(tensor):
@@ -368,6 +376,14 @@ class Dispatch:
                 if _name(function) == "_to_copy":
                     tensor._cast = args[0]._elem, tensor._elem
         return pytree.tree_unflatten(leaves, tree)
+
+    def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Refuses what the host refuses of these dtypes, by a call with zeros."""
+        try:
+            self._answer(function, args, kwargs, "cpu")
+        except _REFUSALS as error:
+            if _NO_DTYPE.search(str(error)):
+                raise
 
     def _into(self, function: Any, other: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator with `out`: copies into these tensors what the other one returns, which is without them."""

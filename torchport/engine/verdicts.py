@@ -45,11 +45,11 @@ class Operators:
         self.strict = strict
         self.found: dict[Form, tuple[str, str]] = {}
 
-    def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Notes a call."""
+    def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Notes a call; returns whether it has a form that no sample has tried."""
         form = conformance.form_of(function, args, kwargs)
         if form in self.found:
-            return
+            return self.found[form][0] == "unknown"
         state, what = conformance.state(form)
         name, _, overload = form.operator.rpartition(".")
         if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
@@ -63,6 +63,7 @@ class Operators:
             if state == "unknown" and self.strict and not stops:
                 raise RefusedError(form.operator, f"no sample has compared with PyTorch's ({what})")
         self.found[form] = state, what
+        return state == "unknown"
 
     def states(self) -> dict[str, str]:
         """Returns the state of each operator: the worst one of its forms."""
