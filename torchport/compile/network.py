@@ -416,7 +416,7 @@ def ported(
     chosen = shard.match(
         rules.own.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
     )
-    if all(tensor.is_meta for tensor in module.parameters()):  # of a plan
+    if any(tensor.is_meta for tensor in module.parameters()):  # of a plan
         weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
     else:
         weights = shard.place(tensors.items(), chosen, mesh)
