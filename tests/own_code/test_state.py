@@ -459,6 +459,32 @@ def test_views_among_what_a_call_returns_and_finds_share_memory(x, session):
     assert not row.any() and turned.shape == (3, 2) and torch.equal(part, x[1:])
 
 
+class Halves(torch.nn.Module):
+    """It has the parts of a cache as attributes, too, and writes to a part and to the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = torch.zeros(2, 3)
+        self.keys, self.values = self.whole
+
+    def forward(self, x, part):
+        self.keys.add_(x[0])
+        self.whole.mul_(2)
+        self.values[1:] = x[1, 1:]
+        part.sub_(1)
+        return self.whole + self.keys * self.values, x * 1
+
+
+def test_parts_of_a_tensor_that_are_kept_or_given_beside_it_are_its_memory(x, session):
+    modules = [Halves().eval(), torchport.port(Halves().eval(), strategy=RULES)]
+    for number in range(3):
+        given = [x + number, x + number]
+        outputs = [module(one, one.t()[1]) for module, one in zip(modules, given, strict=True)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+        assert torch.equal(*given) and torch.equal(*(module.whole for module in modules))
+        assert all(module.keys.data_ptr() == module.whole.data_ptr() for module in modules)
+
+
 def test_data_of_a_tensor_is_exchanged(x, session):
     def act(m, x):
         m.total.data = m.total + x

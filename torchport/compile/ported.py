@@ -153,14 +153,15 @@ class Ported(torch.nn.Module):
         waiting = iter(returned)
         outputs = [next(waiting) for _ in range(effects.outputs - len(effects.views))]
         for number in effects.written:
-            self._write([*found.inputs.values()][number], next(waiting), found)
+            self._write(number, next(waiting), found)
         for name in effects.buffers:
             self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
         return self._state.leave(effects, found, outputs)
 
-    def _write(self, tensor: torch.Tensor, value: torch.Tensor, found: state.Snapshot) -> None:
+    def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
         """Writes to a tensor of the caller's what a call has written to it."""
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in found.memory(but=tensor):
+        tensor = [*found.inputs.values()][number]
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in found.memory(but=number):
             fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
             raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
         with torch.no_grad():
@@ -180,6 +181,8 @@ class Ported(torch.nn.Module):
             inputs[name] if tensor.is_contiguous() else engine.laid(inputs[name], tensor.stride())
             for name, tensor in found.inputs.items()
         ]
+        for number, (base, part) in found.views.items():
+            tensors[number] = tensors[base].as_strided(*part)
         tensors = [tensors[first] for first in found.firsts]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
         with self._state.entered(found, tensors) as arguments:

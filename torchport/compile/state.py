@@ -41,6 +41,7 @@ class Snapshot:
         paths: The names that lead to each from the arguments; None: from the module, or through a function.
         inputs: The tensors that are inputs, with their names.
         firsts: Of each input, the number of the first one that is the same tensor.
+        views: The inputs that lie in another one: its number, and the size, the strides and the offset of the part.
         tables: The tensors of the host whose values are in the program.
         marks: What is known of the values of each.
         outputs: The traced tensors that are no inputs.
@@ -53,6 +54,7 @@ class Snapshot:
     paths: list[tuple[str, ...] | None] = dataclasses.field(default_factory=list)
     inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     firsts: list[int] = dataclasses.field(default_factory=list)
+    views: dict[int, tuple[int, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
     tables: list[torch.Tensor] = dataclasses.field(default_factory=list)
     marks: tuple[Any, ...] = ()
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -66,15 +68,17 @@ class Snapshot:
         kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
         inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
         terms = tuple(tuple(each.items()) for each in self.terms)
-        firsts = tuple(self.firsts)
+        firsts = *self.firsts, *self.views.items()
         return self.root, kinds, terms, inputs, firsts, self.marks
 
-    def memory(self, but: torch.Tensor | None = None) -> set[int]:
-        """Returns where tensors lie in the host's memory, without one of them."""
+    def memory(self, but: int | None = None) -> set[int]:
+        """Returns where tensors lie in the host's memory, without one input and those that lie in it."""
+        inputs = [*self.inputs.values()]
+        apart = [id(t) for n, t in enumerate(inputs) if but is not None and but in (n, self.views.get(n, [n])[0])]
         return {
             tensor.untyped_storage().data_ptr()
-            for tensor in (*self.inputs.values(), *self.tables)
-            if tensor is not but and tensor.layout == torch.strided
+            for tensor in (*inputs, *self.tables)
+            if id(tensor) not in apart and tensor.layout == torch.strided
         }
 
 
@@ -244,7 +248,7 @@ class State:
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
         there = len(before.things)
         created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
-        written = [number for number in {*before.firsts} if engine.was_written(traced[number])]
+        written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
         same = dict(enumerate(before.marks))
         tables = {n: t.clone() for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}
         return Effects(after.root, changed, [*created], written, tables, len(after.outputs))
@@ -389,6 +393,7 @@ class _Survey:
                 for part, value in parts.items()
             }
         snapshot.root, snapshot.marks = root, tuple(map(_mark, snapshot.tables))
+        snapshot.views = _views([*snapshot.inputs.values()])
         return snapshot
 
     def term(
@@ -509,6 +514,23 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns shape, dtype and strides; None in place of strides that a new tensor would have."""
     is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
+
+
+def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:
+    """Returns the tensors that lie in another one; see `Snapshot.views`."""
+    found = {}
+    by_memory: dict[Any, list[int]] = {}
+    for number, tensor in enumerate(inputs):
+        by_memory.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
+    for numbers in by_memory.values():
+        base = max(numbers, key=lambda number: inputs[number].numel())
+        whole = inputs[base]
+        for tensor, number in ((inputs[n], n) for n in numbers if inputs[n] is not whole and whole.is_contiguous()):
+            start = tensor.storage_offset() - whole.storage_offset()
+            end = start + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if tensor.numel() and start >= 0 and end < whole.numel() and not is_read_only(tensor):
+                found[number] = base, (tensor.shape, tensor.stride(), start)
+    return found
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:
