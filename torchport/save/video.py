@@ -13,18 +13,25 @@ import torch
 from torchport.files import atomic
 
 
+PRESET = "veryfast"
+"""Of x264: a third of the default's time for a noisy video, the same error to 0.4 dB, and no larger file."""
+
+
 def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> None:
     """Writes an H.264 video.
 
     Args:
         frames_FCHW: [F, 3, height, width], bytes, or numbers from 0 to 1; height and width even.
     """
-    import imageio.v3
+    import av
 
-    with atomic.writing(file) as temporary, imageio.v3.imopen(temporary, "w", plugin="pyav") as video:
-        video.init_video_stream("libx264", fps=fps)
+    with atomic.writing(file) as temporary, av.open(temporary, "w", format="mp4") as video:
+        stream = video.add_stream("libx264", rate=fps, options={"preset": PRESET})
+        stream.height, stream.width = frames_FCHW.shape[2:]
+        stream.pix_fmt = "yuv420p"
         for frame in track(frames_FCHW):
-            video.write_frame(_pixels(frame))
+            video.mux(stream.encode(av.VideoFrame.from_ndarray(_pixels(frame), format="rgb24")))
+        video.mux(stream.encode())
 
 
 def write_picture(file: Path, frame_CHW: torch.Tensor, facts: Mapping[str, str]) -> None:
