@@ -101,6 +101,15 @@ def test_two_processes_make_what_one_makes(alone, tmp_path, root):
     assert str(outs[0] / "video.mp4") in said[0] and "video.mp4" not in said[1] and "compile" not in said[1]
 
 
+@pytest.mark.slow
+def test_two_processes_encode_on_the_devices_what_the_host_encodes(alone, tmp_path, root):
+    flags = ("--stage", "encode", "--prompt", PROMPT, "--out", tmp_path / "out")
+    command = ["-m", "torchport", *job(*flags, overrides=(*SMALL, "encode=devices"))]
+    codes, said = finished(tmp_path, root, command, command)
+    assert codes == [0, 0], "\n".join(said)
+    assert difference(tmp_path / "out", alone, "encode", "prompt_embeds") <= 1e-5
+
+
 @pytest.fixture
 def pack(tmp_path, monkeypatch):
     """The pack of a plain network; its modules are forgotten afterwards."""

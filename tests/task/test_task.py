@@ -54,6 +54,17 @@ def test_a_good_request_becomes_a_task_with_everything_read(asked, tmp_path):
     assert "scheduler" not in found.settings.dtypes
 
 
+def test_encoders_that_a_family_loads_itself_stay_on_the_host(root):
+    request = Request(
+        "hyvideo", "configs/hyvideo_demo.yaml", "A cat", overrides=("encode=devices",), paths=(str(root),)
+    )
+    text = refusal(BadValueError, lambda: accept(request))
+    assert text == (
+        "--set encode=devices: The family of 'hyvideo' loads its encoders itself, for the host. Write 'encode: host', "
+        "or leave it out."
+    )
+
+
 def test_accepting_writes_nothing(asked, tmp_path):
     asked()
     assert list(tmp_path.iterdir()) == []

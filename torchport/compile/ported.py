@@ -19,7 +19,7 @@ from torchport.compile.in_force import lowerings
 from torchport.config.card import Implementation
 from torchport.errors import BadValueError, HostTensorError
 from torchport.stages.family import Stage
-from torchport.task import Task
+from torchport.task import Task, encoder_names
 from torchport.task.devices import devices
 
 STRATEGY = "tp"
@@ -242,13 +242,8 @@ def encoders(task: Task, stage: Stage, parts: Mapping[str, Any], ledger: patch.L
     owners, mesh = failure.Owners.of_task(task), encoder_mesh(task, devices(task.machine))
     return {
         name: Ported(parts[name].eval(), rules.of_shared(name, STRATEGY), mesh, ledger, owners, ATTENTION)
-        for name in encoder_names(task, stage)
+        for name in encoder_names(task.card, stage)
     }
-
-
-def encoder_names(task: Task, stage: Stage) -> list[str]:
-    """Returns the components that encode the prompt in a stage."""
-    return [name for name in stage.parts if task.card.components[name].dtype is not None and name != "vae"]
 
 
 def encoder_mesh(task: Task, on: Any) -> jax.sharding.Mesh:

@@ -37,7 +37,7 @@ from torchport.plan.tpu import absent, bundles
 from torchport.processes import child
 from torchport.shard import grid
 from torchport.stages import family, recorder
-from torchport.task import Task
+from torchport.task import Task, encoder_names
 
 SCHEDULED = "*after_codegen.txt"
 """Files of the dump that have a scheduled program; see `hlo`."""
@@ -103,7 +103,7 @@ def encoder_calls(task: Task, stage: family.Stage) -> Iterator[EncoderCall]:
     with preflight.without_values():
         inputs = first.like(network.outlines(task, first), task.settings)
     embeddings = {name: x for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
-    for name in ported.encoder_names(task, stage):
+    for name in encoder_names(task.card, stage):
         # `prompt_embeds_2` is what `text_encoder_2` makes.
         made = [x for key, x in embeddings.items() if _number(key) == _number(name)] or [*embeddings.values()]
         if made:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchport import progress, shard
-from torchport.compile import network, ported
+from torchport.compile import network
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
@@ -41,7 +41,7 @@ from torchport.run.journey import LOSSY_INT8
 from torchport.save.manifest import versions
 from torchport.stages.family import Stage
 from torchport.stages.recorder import BORDERS_LIMIT
-from torchport.task import Request, Task, accept, check_tiling
+from torchport.task import Request, Task, accept, check_tiling, encoder_names
 
 VERIFY_CALLS, VERIFY_LARGE_CALLS = 5, 3
 """Calls of the original that a verification makes for each of the loop's, at most, up to `BORDERS_LIMIT` and above it.
@@ -174,7 +174,7 @@ def lossy(task: Task) -> list[str]:
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
     compiled = aot.compiled_in_child(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
-    networks = [str(stage.network)] if stage.network is not None else ported.encoder_names(task, stage)
+    networks = [str(stage.network)] if stage.network is not None else encoder_names(task.card, stage)
     # What is counted once for each call becomes what one denoising step takes, or one whole decode.
     return combined(
         [_program_plan(task, program, folder, name in DENOISING) for program in compiled],

@@ -12,7 +12,6 @@ import torch
 
 from torchport.files import atomic
 
-
 PRESET = "veryfast"
 """Of x264: a third of the default's time for a noisy video, the same error to 0.4 dB, and no larger file."""
 

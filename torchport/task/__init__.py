@@ -299,6 +299,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
     _check_lora_components(card, job, family, job_document)
+    _check_encoders(card, job, family, job_document)
     stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
     check(request.execution, stages, request.backend == "original", job, slice_)
     check_step_cache(card, job, stages, request.backend == "original", job_document)
@@ -337,6 +338,18 @@ def accept_like(task: Task, request: Request) -> Task:
     _check_image(request, task.family, dry=False, reads_picture=False)
     folder, settings = request.out or _new_folder(request), _settings(request, task.card, task.job)
     return dataclasses.replace(task, request=request, settings=settings, folder=folder)
+
+
+def encoder_names(card: Card, stage: families.Stage) -> list[str]:
+    """Returns the components that encode the prompt in a stage."""
+    return [name for name in stage.parts if card.components[name].dtype is not None and name != "vae"]
+
+
+def _check_encoders(card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses encoders on the devices where the family loads them itself."""
+    if job.encode == "devices" and not any(encoder_names(card, s) for s in family.STAGES if s.name == "encode"):
+        fact = f"The family of '{card.model}' loads its encoders itself, for the host"
+        raise BadValueError(document.place(["encode"]), fact, "Write 'encode: host', or leave it out")
 
 
 def _check_stage(request: Request, family: ModuleType) -> None:

@@ -14,7 +14,7 @@ from torchport.compile import network, ported
 from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Stage, Steps
 from torchport.stages.outputs import leaves
-from torchport.task import Task
+from torchport.task import Task, encoder_names
 from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import computing_in, distance, sampled, wide_dtype
 
@@ -47,7 +47,7 @@ def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, 
     Args:
         original: What the stage returns.
     """
-    names, parts = ported.encoder_names(task, stage), network.loaded(task, stage, folder)
+    names, parts = encoder_names(task.card, stage), network.loaded(task, stage, folder)
     modules: dict[str, torch.nn.Module] = {name: parts[name] for name in names}
     host, _ = _watched(task, stage, parts, modules)
     wide_type = wide_dtype(task.settings.dtypes[names[0]])
