@@ -16,6 +16,7 @@ from torchport.config import parse_document, validated
 from torchport.config.card import Card, Job
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TakenNameError, TargetError
+from torchport.files import page
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
 from torchport.porting.draft.draft import name_of
@@ -27,6 +28,7 @@ from torchport.source.names import Classes, definition
 from torchport.source.names import Home as SourceHome
 from torchport.source.parameters import STARRED, Function, parameters
 
+FAMILY = Path(__file__).with_name("family.jinja")
 UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
@@ -313,65 +315,12 @@ def _url(checkout: Path) -> str:
     return re.sub(r"//[^/@]*@", "//", url) if url.startswith(("https://", "http://")) else UNKNOWN_URL
 
 
-_FAMILY = '''"""The stages of {name}: what is to be filled in says so (docs/families.md)."""
-
-from __future__ import annotations
-
-from torchport.stages.family import Stage
-
-TAKES_IMAGE, VARIANTS, arrange_tiny = False, (), None
-
-
-def batch(guidance_scale):
-    """Returns how many conditions go through the network at once: 2 with guidance, if it takes them as a batch."""
-    return 1
-
-
-def encode(parts, call, settings, steps):
-    """Fill in: returns the tensors of the prompt, by name."""
-    raise NotImplementedError("fill in encode")
-
-
-def like(parts, settings):
-    """Fill in: returns tensors of the shapes and dtypes that encode returns."""
-    raise NotImplementedError("fill in like")
-
-
-def denoise(parts, call, settings, steps, **conditions):
-    """Fill in: draws the noise, takes the steps with call({inputs}), and returns the latents."""
-    raise NotImplementedError("fill in denoise")
-
-
-def decode(parts, call, settings, steps, *, latents):
-    """Fill in: returns the frames [B, F, 3, H, W], between 0 and 1."""
-    raise NotImplementedError("fill in decode")
-
-
-SIZE = ("height", "width", "frames")
-# A stage is made again only if a setting that it uses differs: name each that its function reads.
-STAGES = (
-    Stage("encode", encode, uses=("prompt", "negative_prompt", "guidance_scale")),
-    Stage(
-        "denoise",
-        denoise,
-        uses=("seed", "steps", "guidance_scale", *SIZE),
-        needs=("encode",),
-        network="{network}",
-        like=like,
-    ),
-    Stage("decode", decode, uses=SIZE, needs=("denoise",){others}),
-)
-'''
-
-
 def family(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
     target = components[0].target
     assert isinstance(target.node, ast.ClassDef)
     inputs = [argument.name for argument in forward(target.source, target.node)]
     others = [argument.name for argument in components[1:]]
-    listed = f", parts=({', '.join(map(repr, others))},)".replace("'", '"') if others else ""
-    text = ", ".join(f"{name}=..." for name in inputs[:8]) or "..."
-    return _FAMILY.format(name=wish.name, network=components[0].name, inputs=text, others=listed)
+    return page.rendered(FAMILY, name=wish.name, network=components[0].name, inputs=inputs[:8], others=others)
 
 
 DEEPEST = 8
