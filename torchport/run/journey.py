@@ -30,7 +30,6 @@ from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, size_text, track
 from torchport.run import resume
-from torchport.save import artefact
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_picture, write_video
 from torchport.stages import family
@@ -178,7 +177,7 @@ class Journey:
             start = unfinished if unfinished[0] else start
             self.steps += self.task.settings.steps - start[0]
             self._start = start
-            hosts.from_first(functools.partial(artefact.remove_steps_after, self.task.folder, stage.name, start[0]))
+            hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, start[0]))
         facts = functools.partial(self._facts, stage, ledger)
         steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
         count = self._execution.profile

@@ -18,7 +18,6 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save import artefact
 from torchport.save.manifest import Manifest, leaves, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
@@ -62,7 +61,7 @@ class Unfinished:
             remedy = "Give them this name in `steps.finished` (docs/families.md), or leave 'keep_steps' out"
             place = self.task.job_document.place(["keep_steps"])
             raise BadValueError(place, f"{fact} {', '.join(map(repr, sorted(state)))}", remedy)
-        name, tensors = artefact.step_name(self.stage, number), {"latents": latents}
+        name, tensors = save.step_name(self.stage, number), {"latents": latents}
         hosts.from_first(lambda: save.write(self.task.folder, name, tensors, {**facts, "done": number}).sha256)
 
     def read(
