@@ -49,9 +49,7 @@ class Network:
     """What determines a network's programs beside its mesh, its weights and its inputs.
 
     Attributes:
-        module: The network; a program that is made of it changes it.
         stacks: Its repeated blocks that become one block of stacked weights, by the path of their list.
-        gathered: Weights that are gathered where they are used.
         place_of: Returns where one of the card's fields for this network is written, for errors.
         outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
         keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
@@ -121,15 +119,12 @@ class Compiled:
     """A network's forward as programs on a mesh, one for each set of input shapes.
 
     Args:
-        network: The network; its module is changed.
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
-        attention: What the config and the weights say of attention.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
 
     Attributes:
         first: The first of its modules that returned NaN or infinity, where that is looked for.
-        batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
         seconds: Spent tracing and compiling in this run so far.
     """

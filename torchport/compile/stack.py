@@ -182,11 +182,7 @@ class _StackedList(torch.nn.ModuleList):
 
 
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
-    """Puts stacked blocks in the place of the `ModuleList`s that are declared, and returns how many each has.
-
-    Args:
-        module: The network, changed in place.
-    """
+    """Puts stacked blocks in the place of the `ModuleList`s that are declared, and returns how many each has."""
     counts: dict[str, int] = {}
     for name, entry in stacks.items():
         where = place(name)

@@ -241,11 +241,7 @@ MOST = 20_000
 def building(
     name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
 ) -> Iterator[None]:
-    """Refuses a configuration from which a module cannot be built, or would be built without end.
-
-    Args:
-        name: Of what builds it.
-    """
+    """Refuses a configuration from which a module cannot be built, or would be built without end."""
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -280,11 +276,7 @@ def tensors(
 
 
 def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:
-    """Returns where each tensor of a module is, all keys, shapes and dtypes accounted for, either way round.
-
-    Args:
-        module: Built without storage.
-    """
+    """Returns where each tensor of a module is, all keys, shapes and dtypes accounted for, either way round."""
     state, stored = module.state_dict(), layout.stored(folder)
     missing = sorted(set(state) - set(stored))
     foreign = sorted(set(stored) - set(state))

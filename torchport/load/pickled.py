@@ -24,8 +24,6 @@ def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> di
     """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape. No values are read.
 
     Args:
-        file: A state dict, or a dict that has one.
-        key: Where it has it, see `tensors`.
         unread: Names that need not be tensors.
     """
     state = tensors(file, key, unread)

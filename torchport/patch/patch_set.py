@@ -191,7 +191,9 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
     if stage is not None and stage not in STAGES:
         raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
     with registry.lock:
-        _check_thread()
+        if registry.sets and registry.owner != threading.get_ident():
+            fact = "Another thread has patches applied"
+            raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
         patches = _patch_set(entries, stage, accept_drift)
         patches.enter()
         registry.sets.append(patches)
@@ -204,12 +206,6 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
         with registry.lock:
             _leave(patches)
     patches.ledger.raise_pending()
-
-
-def _check_thread() -> None:
-    if registry.sets and registry.owner != threading.get_ident():
-        fact = "Another thread has patches applied"
-        raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
 
 
 def _leave(patches: _PatchSet) -> None:
@@ -234,7 +230,10 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
     check_claims([record.entry for record in in_force.values()], fresh)
     records = _records_by_versions(fresh)
     _load_and_check(records.values())
-    _check_drift(records.values(), accept_drift)
+    for record in records.values():
+        if record.outcome is None and record.entry.edits:
+            record.imported = is_imported(record.entry)
+            record.drift = "accepted" if accept_drift else drift.check(record.entry)
     ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
     return _PatchSet(list(records.values()), ledger)
 
@@ -256,13 +255,6 @@ def _load_and_check(records: Iterable[Record]) -> None:
     check_sources([record.entry for record in wanted], loaded)
     for record in wanted:
         record.loaded = loaded.get(record.entry.id)
-
-
-def _check_drift(records: Iterable[Record], accept_drift: bool) -> None:
-    for record in records:
-        if record.outcome is None and record.entry.edits:
-            record.imported = is_imported(record.entry)
-            record.drift = "accepted" if accept_drift else drift.check(record.entry)
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:

@@ -299,7 +299,6 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
 
     Args:
         task: The job; it travels as it is, and nothing of it is read again.
-        folder: For the dump; it is made.
         bounded: Whether scores lie within the bounds that the card names.
     """
     dump = folder.resolve()

@@ -55,7 +55,6 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> No
 
     Args:
         file: An older one gives way, once the new one is whole.
-        tensors: Contiguous, in host memory.
     """
     from safetensors.torch import save
 

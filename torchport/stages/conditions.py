@@ -18,11 +18,9 @@ class Conditions:
 
     Args:
         embeddings: By input of the network, what it is in the first call and in the second.
-        place: Where the card names these inputs, for errors.
 
     Attributes:
         joined: The inputs that differ, for both conditions: one tensor for all steps, so that it is placed once.
-        step: That of the last first call.
         first: The inputs of a first call whose second call has not come.
     """
 
@@ -39,7 +37,6 @@ class Conditions:
         """Returns the inputs with which the network computes both conditions; None at the second call of a step.
 
         Args:
-            inputs: Of upstream's call.
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
         """
         is_second = self.first is not None and self.step == step

@@ -91,10 +91,7 @@ class Decoding(Encoded):
     """Stands where the VAE stood after the loop, and notes what its `decode` is called with.
 
     Args:
-        vae: For its configuration and its buffers.
-        dtype: What the pipeline is told that it has.
         tensors: What `denoise` kept of an image.
-        place: Where the card names its call, for errors.
 
     Attributes:
         inputs: What `decode` is called with, by its own names; None before.

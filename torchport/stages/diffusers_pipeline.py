@@ -41,12 +41,7 @@ DECODER = ("decoder", "post_quant_conv")
 
 
 def family(card: Card, place: str) -> ModuleType:
-    """Returns the family of a card that has `family: diffusers`, as a module with the names that every family has.
-
-    Args:
-        card: The model card, which has `pipeline` and `call`.
-        place: Where `call` is written, for errors.
-    """
+    """Returns the family of a card that has `family: diffusers`, as a module with the names that every family has."""
     module = ModuleType(__name__)
     assert card.call is not None  # `check_call`
     takes_image = False if card.call.image is None else ALWAYS
@@ -116,13 +111,7 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Stages:
-    """The functions of the stages.
-
-    Attributes:
-        upstream: The pipeline.
-        card: The card's section `call`.
-        place: Where that is written.
-    """
+    """The functions of the stages."""
 
     upstream: UpstreamPipeline
     card: PipelineCall
@@ -174,8 +163,6 @@ class _Stages:
         Args:
             parts: The scheduler, and networks and VAE for their configurations.
             call: The VAE, called as `image_encoded`.
-            settings: The image and the video's size.
-            steps: Not used: there is one call.
         """
         embeddings = self.embeddings_like(parts, settings)  # no image depends on them
         return self._moments(parts, settings, embeddings, call, is_read=settings.image is not None)
@@ -267,8 +254,6 @@ class _Stages:
 
         Args:
             parts: The scheduler, and network and VAE for their configurations.
-            call: The network.
-            settings: Size, steps, guidance and seed.
             steps: Progress, saving and resuming.
             **inputs: What `encode` returned; and `noise`, where it is not to be drawn, in the pipeline's own layout.
 
@@ -380,7 +365,6 @@ class _Stages:
         Args:
             parts: The VAE, the scheduler, and the network for its configuration.
             call: The VAE, called as `decoded`; None: it runs on the host, in upstream's own code.
-            settings: The size, and whether to decode in tiles.
             steps: Progress.
             **inputs: `latents` and what else `denoise` returned; or `latents_BCTHW` of a hand-written port.
 
@@ -424,12 +408,7 @@ class _Stages:
         return frames.pixels(self.upstream.post_processed(vae, video, settings))
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns the latents of a hand-written port as the pipeline has them.
-
-        Args:
-            latents_BCTHW: Of its stage file.
-            shape: The pipeline's.
-        """
+        """Returns the latents of a hand-written port as the pipeline has them."""
         rule = self.card.hand_written
         if rule is None:
             fact = f"Its latents are [B, C, T, H, W], and the card does not say how '{self.name}' has them"

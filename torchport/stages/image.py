@@ -58,9 +58,6 @@ class Encoding(_VaeStandIn):
 
     Args:
         vae: With weights; or on meta, and then only the shapes are right.
-        dtype: What the pipeline is told that it has.
-        loop: The pipeline's.
-        place: Where the card names the pipeline's call, for errors.
         call: The VAE as the stage's network, which returns what `moments_of` does; None: this one encodes.
     """
 
@@ -110,9 +107,7 @@ class Encoded(_VaeStandIn):
 
     Args:
         vae: The VAE; without storage if it is not to decode.
-        dtype: What the pipeline is told that it has.
         tensors: What `encode` kept, or what `denoise` kept, by name.
-        stage: Which stage kept them.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ def of_call(output: Any, names: Sequence[str], network: str) -> Any:
     Args:
         output: A tensor, or a tuple, list, mapping or object of several outputs.
         names: Of the outputs, `Stage.outputs`; none for the first output alone.
-        network: What errors call the network.
 
     Returns:
         Without names the first output, a tensor. With names a tuple, one tree of tensors for each name.

@@ -31,7 +31,6 @@ class NetworkCall:
         times: How often the verb calls with these.
         flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included;
             None where it was not to be counted.
-        output: What the call returns, without storage.
         kept: The tensors of it that stay on the devices, by path.
         steps: The denoising steps that the verb takes in all its calls; 1 for another stage.
         borders: Bytes of what the network and its units get and return in one call, each tensor once; None where it was
@@ -60,7 +59,6 @@ class Recorder:
 
     Args:
         module: The network; it is moved to meta.
-        how: How it is called, `how(module, **inputs)`.
         stage: What it returns: see `Stage.outputs` and `Stage.keeps`.
         count: Whether arithmetic and borders are counted, which takes as long as all else.
     """
@@ -165,7 +163,6 @@ def network_calls(
 
     Args:
         stage: It has a network, and says what its inputs are like (`Stage.like`).
-        parts: The stage's, without storage.
         module: What is compiled of the network; it is moved to meta.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.

@@ -42,7 +42,10 @@ class Loop:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self.number == 0:
                 self._check_timesteps()
-                self._check_batch(self.sample(args, kwargs))
+                count = self.sample(args, kwargs).shape[0]
+                if count != 1:  # nothing after the loop takes several
+                    fact = f"The pipeline makes {count} videos at once"
+                    raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
             self.number += 1
             if "generator" in takes:
                 kwargs.setdefault("generator", self.generator)  # most pipelines leave it to draw what no seed decides
@@ -61,12 +64,6 @@ class Loop:
             name = type(self.scheduler).__name__
             fact = f"It is {len(timesteps)}, and '{name}' makes timesteps of NaN or infinity of it"
             raise BadValueError("'steps'", fact, "Take more")
-
-    def _check_batch(self, sample: torch.Tensor) -> None:
-        """Refuses several videos at once: nothing after the loop takes them."""
-        if sample.shape[0] != 1:
-            fact = f"The pipeline makes {sample.shape[0]} videos at once"
-            raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
 
     @property
     def is_done(self) -> bool:
@@ -121,10 +118,7 @@ class Replay(Loop):
     hold. That is saved after each step.
 
     Args:
-        generator: Of the seed.
         steps: Progress, saving, and where to go on.
-        name: The pipeline's, for errors.
-        total: The number of steps.
         leaves: Whether the loop is left where it calls another stage's network. Otherwise a stage before this one took
             those steps; where none did, as in a rehearsal, that network returns zeros.
 
@@ -211,7 +205,6 @@ class Finished(Loop):
     Code of upstream's after the loop draws what it would have drawn in the process that took the steps.
 
     Args:
-        latents: What the last step returned.
         state: Of the seed's generator after the last step; None if the artefact lacks it.
     """
 
@@ -252,11 +245,7 @@ class Finished(Loop):
 
 
 class FirstStep(BaseException):
-    """Leaves a pipeline's loop at its first step.
-
-    Attributes:
-        sample: The latents there.
-    """
+    """Leaves a pipeline's loop at its first step."""
 
     def __init__(self, sample: torch.Tensor) -> None:
         super().__init__()

@@ -25,13 +25,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 @dataclasses.dataclass(frozen=True)
 class UpstreamPipeline:
-    """A pipeline of diffusers.
-
-    Attributes:
-        class_path: `package.module:Class`.
-        card: The card's section `call`.
-        place: Where that is written.
-    """
+    """A pipeline of diffusers."""
 
     class_path: str
     card: PipelineCall
@@ -84,8 +78,6 @@ class UpstreamPipeline:
 
         Args:
             parts: The networks, for their configurations.
-            settings: Those of the card's `settings` go in.
-            embeddings: By the pipeline's names for them.
             replay: The scheduler's steps, and the seed's generator.
             calls: The stage's network, by its name; none where every step is done.
             vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.

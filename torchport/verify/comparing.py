@@ -161,15 +161,12 @@ class _StageComparison:
             units = Units(port, call, None if outputs_of is None else outputs_of(call))
             measured = measured_units(units, is_over)
             self.found.measured += measured
-            if not any(item.unit.verdict is Verdict.OTHER for item in measured):
-                self._judge_again(call, units)
-
-    def _judge_again(self, call: RecordedCall, units: Units) -> None:
-        """Judges a call's program by a better estimate of the rounding, where none of its units is at fault."""
-        for number, unit in enumerate(self.found.networks):
-            if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
-                units.estimate_rounding(unit.added)
-                self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
+            if any(item.unit.verdict is Verdict.OTHER for item in measured):
+                continue
+            for number, unit in enumerate(self.found.networks):  # by a better estimate of the rounding
+                if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
+                    units.estimate_rounding(unit.added)
+                    self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the loop from where the stage before ended, and notes how far it is from the original."""

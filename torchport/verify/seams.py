@@ -162,20 +162,15 @@ class _MadeUpNetwork:
         tensors = {name: leaf for name, leaf in outputs.leaves(inputs).items() if isinstance(leaf, torch.Tensor)}
         values = {name: value for name, value in inputs.items() if type(value) in (bool, int, float, str)}
         batch = next(tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 2)
-        rows = []
+        rows = []  # each depends on the step and the condition alone
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
             condition = self._condition(row)
             number = self.record.count(self.network, condition)
             self.record.add(ConditionCall(self.network, condition, number, row, values))
-            rows.append(self._made_up(condition, number))
-        return torch.stack(rows)
-
-    def _made_up(self, condition: str, number: int) -> torch.Tensor:
-        """Returns the output for one condition, which depends on the step and the condition alone."""
-        seed = 1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE)
-        values = torch.randn(self.template.shape[1:], generator=torch.Generator().manual_seed(seed))
-        return values.to(self.template.dtype)
+            seed = 1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE)
+            rows.append(torch.randn(self.template.shape[1:], generator=torch.Generator().manual_seed(seed)))
+        return torch.stack(rows).to(self.template.dtype)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns the condition whose embeddings are nearest; the prompt's where both are as near."""
@@ -376,19 +371,14 @@ def _denoise(
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
             parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
-            done = stage.run(parts, calls[str(stage.network)], task.settings, Steps(resume=_resume(done)), **start)
+            state = {name: value for name, value in done.items() if name != "done"}
+            steps = Steps(resume=(int(done["done"]), state) if done else None)
+            done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
             start = dict(inputs)
 
 
 def _bare(stage: Stage) -> Stage:
     return dataclasses.replace(stage, prepare=None)
-
-
-def _resume(first: Mapping[str, torch.Tensor]) -> tuple[int, Mapping[str, torch.Tensor]] | None:
-    """Returns where the second of two denoising stages goes on."""
-    if not first:
-        return None
-    return int(first["done"]), {name: value for name, value in first.items() if name != "done"}
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:

@@ -200,7 +200,8 @@ def _absent_package(failure: Failure) -> Cure:
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:
-        version = ", ".join(f"{key} {value}" for key, value in _versions(package).items()) or "an unknown version"
+        names = importlib.metadata.packages_distributions().get(package, [])
+        version = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) or "an unknown version"
         fact = f"{failure.frame.caller} takes a name from {package} that it does not have"
         return fact, f"Install a version of {package} that has it; here is {version}", None
     fact = f"{failure.frame.caller} needs the package {package}, and it is not installed"
@@ -218,11 +219,6 @@ def _absent_package(failure: Failure) -> Cure:
         return fact, "Install it", None
     cure = "Install it. If nothing of it is called in your job"
     return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
-
-
-def _versions(package: str) -> dict[str, str]:
-    names = importlib.metadata.packages_distributions().get(package, [])
-    return {name: importlib.metadata.version(name) for name in names}
 
 
 def _import_at(frame: Frame) -> ast.stmt | None:

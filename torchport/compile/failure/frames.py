@@ -176,7 +176,8 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
     file = code.co_filename
     if file.startswith("<torchport: "):  # rewritten code has upstream's lines
         file = file.rpartition(" in ")[2].removesuffix(">")
-    name, owner = _name(code.co_qualname), _owner(module, file, owners)
+    name = re.sub(r"(\.<locals>)?\.<\w+>.*", "", code.co_qualname)  # without comprehensions and lambdas inside it
+    owner = _owner(module, file, owners)
     owner = "engine" if owner == "patch" and _is_passage(module, name, statement) else owner
     return Frame(owner, module, file, line, name, statement)
 
@@ -188,11 +189,6 @@ def _is_passage(module: str, name: str, statement: str) -> bool:
     """
     is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
     return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)
-
-
-def _name(qualified: str) -> str:
-    """Returns a function's name without the comprehensions and lambdas inside it."""
-    return re.sub(r"(\.<locals>)?\.<\w+>.*", "", qualified)
 
 
 def _owner(module: str, file: str, owners: Owners) -> Owner:

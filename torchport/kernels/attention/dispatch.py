@@ -401,10 +401,6 @@ def transposed_options(
     """Returns the keywords with which `transposed` computes a request.
 
     Args:
-        queries: S.
-        keys: T.
-        heads: That share a tile.
-        head_size: As padded.
         int8: Whether queries and keys are multiplied in eight bits.
     """
     if int8:

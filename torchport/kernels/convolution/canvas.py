@@ -78,9 +78,6 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
     included. Rows are parted only where that saves a tenth: to join them with their neighbours' is a copy.
 
     Args:
-        frames: T.
-        height: H.
-        width: W.
         multiple: T is padded to a multiple of this.
         paired: Whether latent frames are decoded in pairs: then padding is after the last, but for one frame before an
             odd number of them, so that each pair begins at an even frame.

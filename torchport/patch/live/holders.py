@@ -165,20 +165,16 @@ def names_of(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Hol
         values = list(names.values())
         if id(names) not in seen and not ids.isdisjoint(map(id, values)):
             seen.add(id(names))
-            _in_module(module, names, ids, result)
+            for name, value in list(names.items()):
+                if id(value) in ids:
+                    where = f"{module.__name__}.{name}"
+                    result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
         for value in values if classes else ():
             if isinstance(value, type) and id(value) not in seen:
                 seen.add(id(value))
                 if not ids.isdisjoint(map(id, list(_attributes(value).values()))):
                     _in_class(value, ids, result)
     return result
-
-
-def _in_module(module: types.ModuleType, names: dict[str, Any], ids: set[int], result: dict[int, list[Holder]]) -> None:
-    for name, value in list(names.items()):
-        if id(value) in ids:
-            where = f"{module.__name__}.{name}"
-            result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
 
 
 def _in_class(cls: type, ids: set[int], result: dict[int, list[Holder]]) -> None:

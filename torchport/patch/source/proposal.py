@@ -307,11 +307,7 @@ def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
 
 
 def written(fields: Mapping[str, Any], package: str) -> str:
-    """Returns an entry as YAML. The only place that makes one, so that each follows the schema.
-
-    Args:
-        package: The upstream package whose versions it fits.
-    """
+    """Returns an entry as YAML. The only place that makes one, so that each follows the schema."""
     whole = _whole(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first

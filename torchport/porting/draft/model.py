@@ -75,7 +75,10 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
         fact = f"'{wish.name}' is no name for a folder of patches"
         raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
-    _check_checkpoint(wish)
+    if wish.checkpoint != UNKNOWN_CHECKPOINT:
+        from torchport.load import checkpoint  # with torch, which nothing else here needs
+
+        checkpoint.check_name(wish.checkpoint)
     result: list[Part] = []
     for number, entry in enumerate(wish.entries):
         name, equals, path = entry.rpartition("=")
@@ -98,20 +101,6 @@ def _check_network(target: Target, place: str) -> None:
     if _derives_from_nothing(target.source, target.node):
         fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
         raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
-
-
-def _check_checkpoint(wish: ModelDraftRequest) -> None:
-    if wish.checkpoint != UNKNOWN_CHECKPOINT:
-        from torchport.load import checkpoint  # with torch, which nothing else here needs
-
-        checkpoint.check_name(wish.checkpoint)
-
-
-def _check_free(wish: ModelDraftRequest) -> None:
-    pack = find_pack(())
-    if wish.name in pack.models():
-        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
-        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
 
 
 def _part(name: str, target: Target, place: str) -> Part:
@@ -205,7 +194,10 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
     Returns:
         A line for each file, and then what is left to fill in.
     """
-    _check_free(wish)
+    pack = find_pack(())
+    if wish.name in pack.models():
+        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
+        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
     components = parts(wish)
     card_text, job_text = card(wish, components, checkout), job(components)
     # Our own text: a mistake in it would be ours, and is seen here.

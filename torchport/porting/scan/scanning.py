@@ -45,7 +45,6 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     """Returns what in a codebase will not port.
 
     Args:
-        path: Its folder, or one file.
         entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
     """
     if not folder.has_file(path) and not folder.has_folder(path):
