@@ -274,12 +274,10 @@ def _largest_output(module: torch.nn.Module, largest: list[int]) -> Iterator[Non
             largest[0] = max(largest[0], output.numel() * output.dtype.itemsize)
 
     layers = [part for part in module.modules() if any(p.ndim > 1 for p in part.parameters(recurse=False))]
-    handles = [part.register_forward_hook(note) for part in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part in layers:
+            hooks.enter_context(part.register_forward_hook(note))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Attention(TorchFunctionMode):

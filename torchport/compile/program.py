@@ -450,16 +450,12 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
     def leave() -> None:
         entered.pop().__exit__(None, None, None)
 
-    handles = []
-    for part, scope in _scope_names(module, name).items():
-        handles.append(part.register_forward_pre_hook(lambda _, inputs, scope=scope: enter(scope)))
-        # Also after an exception: upstream may catch it and go on.
-        handles.append(part.register_forward_hook(lambda _, inputs, output: leave(), always_call=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part, scope in _scope_names(module, name).items():
+            hooks.enter_context(part.register_forward_pre_hook(lambda _, inputs, scope=scope: enter(scope)))
+            # Also after an exception: upstream may catch it and go on.
+            hooks.enter_context(part.register_forward_hook(lambda _, inputs, output: leave(), always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _scope_names(module: torch.nn.Module, name: str) -> Mapping[torch.nn.Module, str]:

@@ -248,12 +248,9 @@ def building(
         if next(count) > MOST:
             raise ValueError(f"it asks for more than {MOST} parameters")
 
-    hook = register_module_parameter_registration_hook(check_count)
-    try:
-        with reading(kind, place, f"{name} cannot be built from it", remedy):
-            yield
-    finally:
-        hook.remove()
+    fact = f"{name} cannot be built from it"
+    with register_module_parameter_registration_hook(check_count), reading(kind, place, fact, remedy):
+        yield
 
 
 def tensors(

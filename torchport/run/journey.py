@@ -153,18 +153,15 @@ class Journey:
             tensors |= {f"{STATE * follows}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
-                _check_flags(task, stage, save.file_of(folder, name), manifest)
-                self._compare_upstream(save.file_of(folder, name), manifest)
+                file = save.file_of(folder, name)
+                _check_flags(task, stage, file, manifest)
+                theirs = manifest.upstream
+                if self.upstream and theirs and theirs.model_dump() != self.upstream.row():  # as with versions
+                    made = git.Revision(theirs.commit, theirs.dirty, "unknown")
+                    log.warning("%s was made by %s at %s; this run has %s", file, theirs.package, made, self.upstream)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
         return {"shas": shas, "settings": settings}, tensors
-
-    def _compare_upstream(self, file: Path, manifest: Manifest) -> None:
-        """Warns of an artefact that another commit of the upstream made: as with versions, it is taken."""
-        if self.upstream is None or manifest.upstream is None or manifest.upstream.model_dump() == self.upstream.row():
-            return
-        theirs = git.Revision(manifest.upstream.commit, manifest.upstream.dirty, "unknown")
-        log.warning("%s was made by %s at %s; this run has %s", file, self.upstream.package, theirs, self.upstream)
 
     def inputs_of(self, stage: family.Stage) -> dict[str, str]:
         return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
@@ -359,13 +356,16 @@ def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] |
     return {"kind": cache.kind, "steps": steps, "computed": list(computed_by(cache, steps, begins))}
 
 
-def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
-    return [
-        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
-        for name, stage in stages.items()
-        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
-    ]
+def _lossy(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the deviations of stages, as manifests list them, by a step cache or by attention in eight bits."""
+    lossy: list[tuple[str, StageName, str]] = []
+    for name, stage in stages.items():
+        if (row := stage["cache"]) is not None:
+            lossy.append((f"cache {row['kind']}", name, f"computes {len(row['computed'])} of {row['steps']} steps"))
+        is_int8 = name in DENOISING and stage["config"].get("attention") == "splash_int8"
+        if is_int8 and stage["backend"] != "original":
+            lossy.append(("attention splash_int8", name, LOSSY_INT8))
+    return [{"id": id, "stage": name, "equivalence": {"lossy": how}} for id, name, how in lossy]
 
 
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
@@ -378,21 +378,12 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     # A lowering that nothing called has changed nothing.
     rows = [row for stage in stages.values() for row in stage["patches"] if row["state"] != "armed"]
-    caches = [
-        {
-            "id": f"cache {row['kind']}",
-            "stage": name,
-            "equivalence": {"lossy": f"computes {len(row['computed'])} of {row['steps']} steps"},
-        }
-        for name, stage in stages.items()
-        if (row := stage["cache"]) is not None
-    ]
     manifest = {
         "schema_version": SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *_eight_bits(stages)],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *_lossy(stages)],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)

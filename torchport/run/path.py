@@ -1,4 +1,4 @@
-"""The path: patch, load, shard, compile, run, save. All else that a run does is in `bookkeeping`."""
+"""The path: patch, load, shard, compile, run, save. All else that a run does is in `journey`."""
 
 from __future__ import annotations
 

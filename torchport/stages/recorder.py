@@ -131,13 +131,10 @@ def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> I
         leaves = pytree.tree_leaves((args, kwargs, output))
         tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
-    modules = [network.get_submodule(path) for path in ["", *unit_paths(network)]]
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path in ["", *unit_paths(network)]:
+            hooks.enter_context(network.get_submodule(path).register_forward_hook(note, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_meta(value: Any) -> bool:

@@ -177,7 +177,13 @@ class Task:
     @functools.cached_property
     def loras(self) -> list[dict[str, Any]]:
         """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
-        return _lora_rows(self.job)
+        listed: list[dict[str, Any]] = []
+        for lora in self.job.lora:
+            file = expand_home(lora.path)
+            row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
+            beside = config_beside(file)
+            listed.append({**row, "config": _sha256(beside)} if beside else row)
+        return listed
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
@@ -194,7 +200,10 @@ class Task:
         if stage.name in DENOISING:
             manifest_settings["lora"] = self.loras
         if "seed" in manifest_settings:
-            manifest_settings["noise"] = _digest(self.request.noise)
+            manifest_settings["noise"] = None  # of the seed
+            if self.request.noise is not None:
+                raw = self.request.noise.detach().to(torch.float32).contiguous().numpy().tobytes()
+                manifest_settings["noise"] = hashlib.sha256(raw).hexdigest()[:16]
         return manifest_settings
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
@@ -249,25 +258,6 @@ def _with_family(fields: dict[str, Any]) -> Task:
 
 def _checkpoint(request: Request, job: Job, card: Card) -> str:
     return request.checkpoint or job.checkpoint or card.checkpoint
-
-
-def _digest(noise: torch.Tensor | None) -> str | None:
-    """Returns a hash of the caller's noise, for the manifest; None for noise from the seed."""
-    if noise is None:
-        return None
-    raw = noise.detach().to(torch.float32).contiguous().numpy().tobytes()
-    return hashlib.sha256(raw).hexdigest()[:16]
-
-
-def _lora_rows(job: Job) -> list[dict[str, Any]]:
-    """Returns a job's LoRA files as manifests list them: by their bytes, wherever they lie."""
-    listed: list[dict[str, Any]] = []
-    for lora in job.lora:
-        file = expand_home(lora.path)
-        row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
-        beside = config_beside(file)
-        listed.append({**row, "config": _sha256(beside)} if beside else row)
-    return listed
 
 
 def _sha256(file: Path) -> str:
