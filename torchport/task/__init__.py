@@ -147,21 +147,6 @@ class Task:
     def dtype(self, component: str) -> str:
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
-    def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
-        return self.card_document.place(["strategies", self.job.strategy, kind, self.card.written(component)])
-
-    def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
-        strategy = self.card.strategies[self.job.strategy]
-        rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
-        path = ["strategies", self.job.strategy, kind, self.card.written(component)]
-        return [self.card_document.place([*path, number]) for number in range(len(rules))]
-
-    def program_place(self, component: str, what: str) -> str:
-        """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
-        if what == "activations":
-            return self.rules_place("activations", component)
-        return self.card_document.place(["stacks", self.card.written(component), what.removeprefix("stacks.")])
-
     def identity(self, stage: StageName) -> dict[str, Any]:
         """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree."""
         identity: dict[str, Any] = {"model": self.card.artefacts}
