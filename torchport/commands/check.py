@@ -369,17 +369,12 @@ def _compare(
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")
+    modules = {id(module) for module in list(sys.modules.values())}  # one that was imported meanwhile may be new
     for key in sorted(before.keys() & after.keys()):
-        if not _is_left_alone(before[key], after[key]):
+        known = {name for name, _ in before[key]}
+        if [pair for pair in after[key] if pair[0] in known or pair[1] not in modules] != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
             report.findings.append(of_entry(first[key.partition(":")[0]], text, "undo"))
-
-
-def _is_left_alone(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> bool:
-    """Returns whether all names are what and where they were; a submodule that was imported meanwhile may be new."""
-    known = {name for name, _ in before}
-    modules = {id(module) for module in list(sys.modules.values())}
-    return [pair for pair in after if pair[0] in known or pair[1] not in modules] == before
 
 
 def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:

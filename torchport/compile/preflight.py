@@ -40,22 +40,17 @@ far smaller."""
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """A stage's network whose rules all fit.
-
-    Attributes:
-        weights: The rule of every parameter and buffer, with the spec that fits.
-        calls: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
-        inputs: The rule of every input of the largest call, with the spec that fits.
-        activations: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of
-            the largest output of one layer.
-        attention: The calls of attention, each as the arguments of `sdpa`, tensors without values.
-    """
+    """A stage's network whose rules all fit."""
 
     module: torch.nn.Module
-    weights: dict[str, WeightRule]
+    weights: dict[str, WeightRule]  #: The rule of every parameter and buffer, with the spec that fits.
+    #: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
     calls: list[recorder.NetworkCall]
-    inputs: dict[str, Rule]
+    inputs: dict[str, Rule]  #: The rule of every input of the largest call, with the spec that fits.
+    #: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of the largest
+    #: output of one layer.
     activations: int
+    #: The calls of attention, each as the arguments of `sdpa`, tensors without values.
     attention: list[dict[str, Any]]
 
 
@@ -101,14 +96,10 @@ def check_checkpoint(task: Task, folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """What a task's stages hold in memory.
+    """What a task's stages hold in memory."""
 
-    Attributes:
-        device_bytes: Weights on each device, by network.
-        host_bytes: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
-    """
-
-    device_bytes: dict[str, int]
+    device_bytes: dict[str, int]  #: Weights on each device, by network.
+    #: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
     host_bytes: list[tuple[int, int, str]]
 
 
@@ -291,15 +282,12 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
             positional = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))
-            arguments = {name: _as_shape(value) for name, value in (positional | kwargs).items()}
+            arguments = positional | kwargs
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    arguments[name] = jax.ShapeDtypeStruct(tuple(value.shape), shard.KINDS[value.dtype])
             self.calls.setdefault(repr(arguments), arguments)
         return function(*args, **kwargs)
-
-
-def _as_shape(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return jax.ShapeDtypeStruct(tuple(value.shape), shard.KINDS[value.dtype])
 
 
 def check_attention(task: Task, rehearsal: Rehearsal) -> None:

@@ -46,18 +46,7 @@ class TraceGuard(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What determines a network's programs beside its mesh, its weights and its inputs.
-
-    Attributes:
-        stacks: Its repeated blocks that become one block of stacked weights, by the path of their list.
-        place_of: Returns where one of the card's fields for this network is written, for errors.
-        outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
-        keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
-        free: Those of `keeps` that no rule places: the compiler chooses.
-        spare: Whether a rule for inputs may match none of them: a caller's own call may lack some.
-        differing: Operators that may compute something else than PyTorch, each with the reason.
-        strict: Whether an operator of which that is not known is refused.
-    """
+    """What determines a network's programs beside its mesh, its weights and its inputs."""
 
     module: torch.nn.Module
     inputs: Sequence[Rule]
@@ -66,16 +55,22 @@ class Network:
     precision: str
     places: Sequence[str] = ()
     activations: Sequence[ActivationRule] = ()
+    #: Its repeated blocks that become one block of stacked weights, by the path of their list.
     stacks: Mapping[str, Stack] = dataclasses.field(default_factory=dict)
     gathered: Set[str] = frozenset()
+    #: Returns where one of the card's fields for this network is written, for errors.
     place_of: Callable[[str], str] = str
     how: How = plainly
+    #: The names of its outputs, if more than the first is returned: `Stage.outputs`.
     outputs: Sequence[str] = ()
+    #: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
     keeps: Sequence[str] = ()
-    free: Set[str] = frozenset()
+    free: Set[str] = frozenset()  #: Those of `keeps` that no rule places: the compiler chooses.
+    #: Whether a rule for inputs may match none of them: a caller's own call may lack some.
     spare: bool = False
+    #: Operators that may compute something else than PyTorch, each with the reason.
     differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    strict: bool = False
+    strict: bool = False  #: Whether an operator of which that is not known is refused.
 
     def operators(self) -> engine.Operators:
         """Returns a place for the operators that it calls while it is traced."""

@@ -1,4 +1,4 @@
-"""What a card, or whoever ports a module of his own, says of one network: where its tensors lie, and how it is stacked."""
+"""What a card, or whoever ports a module of his own, says of one network: where its tensors lie, how it is stacked."""
 
 from __future__ import annotations
 
@@ -36,22 +36,18 @@ class OwnRules(Frozen):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is said of one network.
-
-    Attributes:
-        divides: For an axis, the number of the network's configuration that it must divide.
-        strict: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
-        strategy: The path of the strategy in there; none of a caller's own rules.
-    """
+    """What is said of one network."""
 
     name: str
     own: OwnRules
     document: Document
-    strategy: Sequence[str | int] = ()
+    strategy: Sequence[str | int] = ()  #: The path of the strategy in there; none of a caller's own rules.
     written: str = ""
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
+    #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()
+    #: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
     strict: bool = False
 
     @property

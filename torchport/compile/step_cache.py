@@ -80,13 +80,10 @@ def _around(
 
 @dataclasses.dataclass
 class _Slot:
-    """What one call of a step has kept for the same call of later steps.
-
-    Attributes:
-        differences: What was kept in the last whole step, and its differences to those before, one for each order.
-    """
+    """What one call of a step has kept for the same call of later steps."""
 
     shapes: dict[str, tuple[int, ...]]
+    #: What was kept in the last whole step, and its differences to those before, one for each order.
     differences: list[Any] = dataclasses.field(default_factory=list)
     step: int = -1
 

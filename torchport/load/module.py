@@ -83,16 +83,11 @@ def _closest(name: str, names: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A card's function that builds a module.
-
-    Attributes:
-        class_path: What it must return a module of, `package.module:Class`.
-        reference: How the card names it, `file.py:function`.
-    """
+    """A card's function that builds a module."""
 
     function: Callable[..., torch.nn.Module]
-    class_path: str
-    reference: str
+    class_path: str  #: What it must return a module of, `package.module:Class`.
+    reference: str  #: How the card names it, `file.py:function`.
 
 
 Maker = str | Builder

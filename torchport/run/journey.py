@@ -33,7 +33,7 @@ from torchport.run import resume
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_picture, write_video
 from torchport.stages import family
-from torchport.task import Execution, Task
+from torchport.task import Task
 from torchport.task.devices import devices
 from torchport.task.execution import SKIPPED
 
@@ -177,15 +177,11 @@ class Journey:
             hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, start[0]))
         facts = functools.partial(self._facts, stage, ledger)
         steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
-        count = self._execution.profile
+        count = self.task.request.execution.profile
         if count is None or stage.name not in DENOISING or not hosts.first():
             return steps
         profile = Profile(self.task.folder, stage.name, count)
         return dataclasses.replace(steps, track=profile.tracking(steps.track))
-
-    @property
-    def _execution(self) -> Execution:
-        return self.task.request.execution
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
@@ -201,7 +197,7 @@ class Journey:
         self._programs[stage.name] = compiled.rows() if isinstance(compiled, compile.Compiled) else []
         if isinstance(compiled, compile.Compiled) and compiled.jit:
             self.operators[stage.name] = compiled.called()
-        for line in memory_lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
+        for line in memory_lines(compiled, devices(self.task.machine)) if self.task.request.execution.memory else ():
             log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
@@ -236,7 +232,7 @@ class Journey:
             "settings": {**self._settings, **task.manifest_settings(stage)},
             "config": task.job.model_dump(),
             "backend": task.request.backend,
-            **self._execution.row(task.machine),
+            **self.task.request.execution.row(task.machine),
             "patches": ledger.rows(),
             "cache": _cache_row(task, stage, self.begins),
             **task.code(stage),

@@ -6,6 +6,7 @@ dim of a tensor, from the first on; `replicate` is written out, never implied.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,19 +197,9 @@ def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleErro
         "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
     )
     plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
-    return DeadRuleError(
-        place,
-        fact,
-        "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
-        rule=rule.match,
-    )
-
-
-def _some(plain: str, names: list[str]) -> list[str]:
-    """Returns the few names closest to a pattern, since a network may have thousands."""
-    import difflib
-
-    return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+    if len(names) >= 12:  # a network may have thousands
+        names = difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+    return DeadRuleError(place, fact, f"Remove it or mend it. {nearest(plain, names)}", rule=rule.match)
 
 
 def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:

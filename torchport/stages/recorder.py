@@ -23,27 +23,19 @@ BORDERS_LIMIT = 2**30
 
 @dataclasses.dataclass
 class NetworkCall:
-    """One set of shapes that a network is called with.
+    """One set of shapes that a network is called with."""
 
-    Attributes:
-        inputs: The inputs, without storage: tensors, and trees of tensors such as caches.
-        static: What is no tensor.
-        times: How often the verb calls with these.
-        flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included;
-            None where it was not to be counted.
-        kept: The tensors of it that stay on the devices, by path.
-        steps: The denoising steps that the verb takes in all its calls; 1 for another stage.
-        borders: Bytes of what the network and its units get and return in one call, each tensor once; None where it was
-            not to be counted.
-    """
-
-    inputs: dict[str, Any]
-    static: Static
-    times: int
+    inputs: dict[str, Any]  #: The inputs, without storage: tensors, and trees of tensors such as caches.
+    static: Static  #: What is no tensor.
+    times: int  #: How often the verb calls with these.
+    #: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included; None
+    #: where it was not to be counted.
     flops: int | None
     output: Any
-    kept: dict[str, torch.Tensor]
-    steps: int = 1
+    kept: dict[str, torch.Tensor]  #: The tensors of it that stay on the devices, by path.
+    steps: int = 1  #: The denoising steps that the verb takes in all its calls; 1 for another stage.
+    #: Bytes of what the network and its units get and return in one call, each tensor once; None where it was not to be
+    #: counted.
     borders: int | None = None
 
     @property

@@ -168,7 +168,8 @@ class UpstreamPipeline:
             self._check_takes("__call__", pipe.__call__, [name], place)
             default = parameters[name].default if name in parameters else None
             example = self.card.constants.get(name, default)
-            if type(example) in KINDS and not _is_like(value, example):
+            numbers = type(example) is float and type(value) is int
+            if type(example) in KINDS and type(value) is not type(example) and not numbers:
                 fact = f"It is {value!r}, and '{self.name}' takes {KINDS[type(example)]}"
                 raise BadValueError(place, fact, f"Write it as {example!r} is written", name=name)
 
@@ -182,11 +183,6 @@ class UpstreamPipeline:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
-
-
-def _is_like(value: Any, example: Any) -> bool:
-    """Whether a value may stand where the example stands: a whole number may for a number, true for neither."""
-    return type(value) is type(example) or (type(example) is float and type(value) is int)
 
 
 def is_guided(settings: Settings) -> bool:

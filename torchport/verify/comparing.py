@@ -70,7 +70,10 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
     task, found = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
-        planned = {stage.name: _planned(task, stage) for stage in task.denoising}
+        planned: dict[str, list[LoweredProgram] | None] = {}
+        for stage in task.denoising:  # None where they are not known beforehand
+            with stage_in_force(task, stage):
+                planned[stage.name] = plan_programs(task, stage, devices(task.machine)) if stage.like else None
         recording.wait(file, parent)  # until here the original runs beside this
         recorded = recording.read(file)
         folder = found.folder = recording.checkpoint_folder(task)
@@ -113,14 +116,6 @@ def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
         units.blocks()
         return with_effects(units, units.modules(key.block))
-
-
-def _planned(task: Task, stage: Stage) -> list[LoweredProgram] | None:
-    """Returns the programs that a plan has of a stage; None where they are not known beforehand."""
-    if stage.like is None:
-        return None
-    with stage_in_force(task, stage):
-        return plan_programs(task, stage, devices(task.machine))
 
 
 class _StageComparison:

@@ -11,13 +11,10 @@ import functools
 import traceback
 
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, caller, culprit, frames, of_syntax
 from torchport.compile.failure.frames import Owners as Owners
+from torchport.compile.failure.frames import caller, culprit, frames, of_syntax, to_list
 from torchport.errors import ForeignError
 from torchport.patch.declared.replacement import Explained
-
-MOST_FRAMES = 2
-"""Frames that are listed, the innermost ones."""
 
 
 def explained(owners: Owners) -> Explained:
@@ -44,9 +41,7 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     kind = failure.kind()
     fact, remedy, entry = CURES[kind](failure)
     error = kind(frame.place, fact, remedy, owner=frame.owner)
-    ours = [one for one in every if one.owner in OURS or one == frame]
-    # A comprehension has a frame of its own, on its function's line.
-    listed = [one for one, inner in zip(ours, [*ours[1:], None], strict=True) if one != inner][-MOST_FRAMES:]
+    listed = to_list(every, frame)
     more = f"{len(every) - len(listed)} more frames: "
     more += "its __cause__ has them" if owners.is_script else "torchport -v COMMAND"
     error.details = [

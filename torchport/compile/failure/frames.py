@@ -27,28 +27,24 @@ HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly"}
 Owner = Literal["upstream", "family", "patch", "script", "torchport", "library", "engine"]
 OURS: tuple[Owner, ...] = ("upstream", "family", "patch", "script")
 """Whose code a port can change: by a patch, or by an editor."""
+MOST_FRAMES = 2
+"""Frames that are listed, the innermost ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """Says whose code a module is.
-
-    Attributes:
-        card: The model card; None where only patches were named.
-        patches: Returns the patches in force. They are read only if there is an exception.
-        family: The name of the family's module; empty without a family.
-        others: Packages of upstream beside those that the card and the patches name.
-        is_script: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
-        unpatched: Whether the patches are left out on purpose. One that would have helped is then named.
-    """
+    """Says whose code a module is."""
 
     pack: Pack
-    card: Card | None
+    card: Card | None  #: The model card; None where only patches were named.
     document: Document | None
+    #: Returns the patches in force. They are read only if there is an exception.
     patches: Callable[[], Sequence[Entry]]
-    family: str = ""
+    family: str = ""  #: The name of the family's module; empty without a family.
+    #: Packages of upstream beside those that the card and the patches name.
     others: frozenset[str] = frozenset()
-    is_script: bool = False
+    is_script: bool = False  #: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
+    #: Whether the patches are left out on purpose. One that would have helped is then named.
     unpatched: bool = False
 
     @classmethod
@@ -82,18 +78,13 @@ class Owners:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One frame of a traceback.
-
-    Attributes:
-        file: Its file; of rewritten code, upstream's.
-        function: With its class; `<module>` where the module itself runs.
-    """
+    """One frame of a traceback."""
 
     owner: Owner
     module: str
-    file: str
+    file: str  #: Its file; of rewritten code, upstream's.
     line: int
-    function: str
+    function: str  #: With its class; `<module>` where the module itself runs.
     statement: str
 
     @property
@@ -139,6 +130,15 @@ def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
     if inner is not None or outer is None:
         return inner
     return dataclasses.replace(outer, owner="script") if outer.owner == "library" else outer
+
+
+def to_list(every: Sequence[Frame], frame: Frame) -> list[Frame]:
+    """Returns the frames that a person is shown, the innermost last: our own, and the one at fault.
+
+    A comprehension has a frame of its own, on its function's line.
+    """
+    ours = [other for other in every if other.owner in OURS or other == frame]
+    return [other for other, inner in zip(ours, [*ours[1:], None], strict=True) if other != inner][-MOST_FRAMES:]
 
 
 def of_syntax(error: BaseException) -> Frame | None:

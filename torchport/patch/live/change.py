@@ -42,19 +42,13 @@ class Change(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Placed:
-    """Something put in a slot.
-
-    Attributes:
-        retire: Makes a function that was put there fall through to the original.
-        stop: Makes a class that was put there what it was.
-        held: Whether somebody besides its namespace held the original.
-    """
+    """Something put in a slot."""
 
     slot: Slot
     value: Any
-    retire: Retire | None = None
-    stop: Callable[[], None] | None = None
-    held: bool = True
+    retire: Retire | None = None  #: Makes a function that was put there fall through to the original.
+    stop: Callable[[], None] | None = None  #: Makes a class that was put there what it was.
+    held: bool = True  #: Whether somebody besides its namespace held the original.
 
     def stands(self) -> bool:
         return self.slot.now() is self.value

@@ -138,18 +138,13 @@ _NEEDS_NO_OWNER = (list, set)  # their items are exchanged whoever owns them
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """One place that holds an object.
-
-    Attributes:
-        module: The module whose file has it, if it is known.
-        place: Where the object can be exchanged. None if it cannot.
-        container: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
-    """
+    """One place that holds an object."""
 
     where: str
-    module: str | None
+    module: str | None  #: The module whose file has it, if it is known.
     name: str | None
-    place: Place | None
+    place: Place | None  #: Where the object can be exchanged. None if it cannot.
+    #: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
     container: Any = None
 
 

@@ -28,19 +28,13 @@ _RESERVED = "__torchport_"
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """What a rewrite makes of a file's text.
-
-    Attributes:
-        part: The statement of the file that the function is in, on its lines; those before it are blank.
-        reads: The names that the call passes and the function does not bind itself.
-        line: The first line that is replaced, from 1.
-    """
+    """What a rewrite makes of a file's text."""
 
     text: str
-    part: str
+    part: str  #: The statement of the file that the function is in, on its lines; those before it are blank.
     name: str
-    reads: frozenset[str]
-    line: int
+    reads: frozenset[str]  #: The names that the call passes and the function does not bind itself.
+    line: int  #: The first line that is replaced, from 1.
 
 
 def _reserved_name(entry: Entry) -> str:

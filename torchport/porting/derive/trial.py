@@ -97,18 +97,13 @@ class Stop:
 
 @dataclasses.dataclass
 class PipelineTrial:
-    """Trials of one pipeline.
-
-    Attributes:
-        image: The pipeline's argument that takes an image; None for one that takes none.
-        unit: Pixels that height and width are multiples of; None before a trial.
-    """
+    """Trials of one pipeline."""
 
     cls: Any
     configurations: Configurations
     place: str
-    image: str | None = None
-    unit: int | None = None
+    image: str | None = None  #: The pipeline's argument that takes an image; None for one that takes none.
+    unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
 
     def observed(self) -> Observed:
         """Returns what the pipeline did, after mending what stopped it."""
