@@ -117,15 +117,10 @@ class Compiled:
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
-
-    Attributes:
-        first: The first of its modules that returned NaN or infinity, where that is looked for.
-        drops: True: tokens that are masked for good need not be traced.
-        seconds: Spent tracing and compiling in this run so far.
     """
 
     batches = True
-    drops = True
+    drops = True  #: Tokens that are masked for good need not be traced.
 
     def __init__(
         self,
@@ -156,8 +151,9 @@ class Compiled:
         self.attention = attention
         self.ledger: patch.Ledger | None = None
         self.jit = jit
+        #: The first of its modules that returned NaN or infinity, where that is looked for.
         self.first = None if jit else FirstNotFinite(module, network.name)
-        self.seconds = 0.0
+        self.seconds = 0.0  #: Spent tracing and compiling in this run so far.
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
         self.operators = network.operators()

@@ -104,15 +104,11 @@ class _Inert(list[Any]):
 
 
 class _Storages(pickle.Unpickler):
-    """Notes which storages a pickle of `torch.save` asks for, and how many bytes of each. It makes and runs nothing.
-
-    Attributes:
-        sizes: Bytes by the storage's key.
-    """
+    """Notes which storages a pickle of `torch.save` asks for, and how many bytes of each. It makes and runs nothing."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  #: Bytes by the storage's key.
 
     def find_class(self, module: str, name: str) -> Any:
         inert = _Inert()

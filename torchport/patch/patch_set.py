@@ -37,17 +37,15 @@ class _PatchSet:
     Args:
         records: The patches that this set brings. Those that were in force before are not among them.
         ledger: It hears of every error.
-
-    Attributes:
-        replaced: Changes of modules that were imported again since: somebody may still hold the old functions.
-        rebindings: What made holders of originals hold what took their place.
     """
 
     def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:
         self.records = list(records)
         self.ledger = ledger
         self.changed: list[Record] = []
+        #: Changes of modules that were imported again since: somebody may still hold the old functions.
         self.replaced: list[Change] = []
+        #: What made holders of originals hold what took their place.
         self.rebindings: list[aliases.Rebinding] = []
         self.disarm: list[Callable[[], None]] = []
         self.failed = False

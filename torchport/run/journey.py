@@ -54,9 +54,6 @@ class Journey:
     """A task on its way.
 
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
-
-    Attributes:
-        begins: The step, from 0, at which the network of the stage that was read for last begins.
     """
 
     def __init__(
@@ -133,6 +130,7 @@ class Journey:
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
+        #: The step, from 0, at which the network of the stage that was read for last begins.
         self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
         self._start = (self.begins, state)
         return inputs | self.task.noise(stage)

@@ -35,16 +35,13 @@ AFTER_REMOVAL = "the same command, after removing it"
 
 
 class Unfinished:
-    """A run's unfinished latents: saved every few steps, and read by the run that goes on from there.
-
-    Attributes:
-        step: How many steps the latents on the disk have gone through; 0 where there are none.
-    """
+    """A run's unfinished latents: saved every few steps, and read by the run that goes on from there."""
 
     def __init__(self, task: Task, upstream: Upstream | None = None) -> None:
         self.task = task
         self.upstream = upstream
         self.stage: StageName = "denoise"
+        #: How many steps the latents on the disk have gone through; 0 where there are none.
         self.step = 0
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:

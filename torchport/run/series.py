@@ -275,18 +275,13 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
 
 
 class _Taken:
-    """A video that this process makes, while its folder is locked.
-
-    Attributes:
-        journey: Its way; None before it has begun.
-        stage: The next stage on it; None where none is left.
-    """
+    """A video that this process makes, while its folder is locked."""
 
     def __init__(self, video: Video, lock: contextlib.ExitStack) -> None:
         self.video = video
         self.lock = lock
-        self.journey: Journey | None = None
-        self.stage: family.Stage | None = None
+        self.journey: Journey | None = None  #: Its way; None before it has begun.
+        self.stage: family.Stage | None = None  #: The next stage on it; None where none is left.
         self._stages: Iterator[family.Stage] = iter(())
 
     def start(self, common: path.Shared, stopping: Stopping) -> None:

@@ -18,18 +18,16 @@ class Conditions:
 
     Args:
         embeddings: By input of the network, what it is in the first call and in the second.
-
-    Attributes:
-        joined: The inputs that differ, for both conditions: one tensor for all steps, so that it is placed once.
-        first: The inputs of a first call whose second call has not come.
     """
 
     def __init__(self, embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]], network: str, place: str) -> None:
         self.embeddings = embeddings
         self.network = network
         self.place = place
+        #: The inputs that differ, for both conditions: one tensor for all steps, so that it is placed once.
         self.joined: dict[str, torch.Tensor] = {}
         self.step = -1
+        #: The inputs of a first call whose second call has not come.
         self.first: Mapping[str, Any] | None = None
         self.second = torch.empty(0)
 

@@ -26,13 +26,9 @@ LATENTS = "image_latents_"
 
 
 class _VaeStandIn(ComponentStandIn):
-    """Stands where the VAE stood. Its buffers may have no values.
+    """Stands where the VAE stood. Its buffers may have no values."""
 
-    Attributes:
-        is_blank: Whether a buffer without values was asked for.
-    """
-
-    is_blank = False
+    is_blank = False  #: Whether a buffer without values was asked for.
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the VAE; of a buffer without values, of it or of its modules, one of ones."""

@@ -21,20 +21,14 @@ OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
 class Loop:
-    """A scheduler in a pipeline's loop, whose `step` is ours.
-
-    Attributes:
-        scheduler: It is changed: upstream asks for its class, so it remains itself.
-        number: The steps that are over.
-        done: The steps whose results are known.
-        generator: Of the seed.
-    """
+    """A scheduler in a pipeline's loop, whose `step` is ours."""
 
     def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0) -> None:
+        #: It is changed: upstream asks for its class, so it remains itself.
         self.scheduler = scheduler
-        self.generator = generator
-        self.done = done
-        self.number = 0
+        self.generator = generator  #: Of the seed.
+        self.done = done  #: The steps whose results are known.
+        self.number = 0  #: The steps that are over.
         self.real = type(scheduler).step.__get__(scheduler)
         takes = inspect.signature(self.real).parameters
 
@@ -121,14 +115,12 @@ class Replay(Loop):
         steps: Progress, saving, and where to go on.
         leaves: Whether the loop is left where it calls another stage's network. Otherwise a stage before this one took
             those steps; where none did, as in a rehearsal, that network returns zeros.
-
-    Attributes:
-        state: What was saved after the last step.
     """
 
     def __init__(
         self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int, leaves: bool = False
     ) -> None:
+        #: The state is what was saved after the last step.
         done, self.state = steps.resume or (0, {})
         super().__init__(scheduler, generator, done)
         self.steps = steps

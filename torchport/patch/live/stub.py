@@ -64,14 +64,11 @@ class Stub(types.ModuleType):
 
 
 class _Server:
-    """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set.
-
-    Attributes:
-        stubs: What it answers with, by package, with what counts the imports that were served. There is none outside
-            every set, when it asks Python's own for everything.
-    """
+    """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set."""
 
     def __init__(self) -> None:
+        #: What it answers with, by package, with what counts the imports that were served. There is none outside every
+        #: set, when it asks Python's own for everything.
         self.stubs: dict[str, tuple[Stub, Calls]] = {}
 
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:

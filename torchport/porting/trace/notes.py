@@ -40,15 +40,12 @@ class Constant:
 
 
 class Notes:
-    """Collects stoppers and constants, each place once.
-
-    Attributes:
-        lowers: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
-    """
+    """Collects stoppers and constants, each place once."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners = owners
         self.stage = ""
+        #: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
         self.lowers = False
         self._met_lowered: dict[tuple[str, str], bool] = {}
         self.stoppers: dict[tuple[str, str], Stopper] = {}
