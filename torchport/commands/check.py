@@ -355,24 +355,15 @@ def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
             pass
         if _identities(modules) != inside:
             report.findings.append(of_entry(entries[0], "A second application changed something.", "apply"))
-    _compare(before, _identities(modules), entries, report)
-
-
-def _compare(
-    before: Mapping[str, list[tuple[str, int]]],
-    after: Mapping[str, list[tuple[str, int]]],
-    entries: Sequence[patch.Entry],
-    report: Report,
-) -> None:
-    """Adds a finding for each namespace that is not what it was, at the first patch of its module."""
+    after = _identities(modules)
     first = {entry.module: entry for entry in reversed(entries)}
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")
-    modules = {id(module) for module in list(sys.modules.values())}  # one that was imported meanwhile may be new
+    imported = {id(module) for module in list(sys.modules.values())}  # one that was imported meanwhile may be new
     for key in sorted(before.keys() & after.keys()):
         known = {name for name, _ in before[key]}
-        if [pair for pair in after[key] if pair[0] in known or pair[1] not in modules] != before[key]:
+        if [pair for pair in after[key] if pair[0] in known or pair[1] not in imported] != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
             report.findings.append(of_entry(first[key.partition(":")[0]], text, "undo"))
 

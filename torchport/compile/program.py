@@ -87,7 +87,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Executable:
+class _Executable:
     compiled: Any
     tables: tuple[list[jax.Array], ...]
 
@@ -377,7 +377,7 @@ class Compiled:
                 placed = [
                     jax.make_array_from_callback(t.shape, where, lambda index, t=t: t[index]) for t in self._tables
                 ]
-            return Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
+            return _Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
 
     def _placed(self, name: str, value: Any) -> Any:
         """Returns a tensor or a tree as arrays, each where its rule puts it; arrays stay where they are."""

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.config.card import STAGES
@@ -227,9 +227,12 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
     fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
     check_claims([record.entry for record in in_force.values()], fresh)
     records = _records_by_versions(fresh)
-    _load_and_check(records.values())
-    for record in records.values():
-        if record.outcome is None and record.entry.edits:
+    wanted = [record for record in records.values() if record.outcome is None]
+    loaded = load_all([record.entry for record in wanted])
+    check_sources([record.entry for record in wanted], loaded)
+    for record in wanted:
+        record.loaded = loaded.get(record.entry.id)
+        if record.entry.edits:
             record.imported = is_imported(record.entry)
             record.drift = "accepted" if accept_drift else drift.check(record.entry)
     ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
@@ -245,14 +248,6 @@ def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
         if reason is not None:
             record.outcome, record.detail = "not needed", reason
     return records
-
-
-def _load_and_check(records: Iterable[Record]) -> None:
-    wanted = [record for record in records if record.outcome is None]
-    loaded = load_all([record.entry for record in wanted])
-    check_sources([record.entry for record in wanted], loaded)
-    for record in wanted:
-        record.loaded = loaded.get(record.entry.id)
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:

@@ -209,25 +209,16 @@ def _run_upstream(
         task: The original's, whose card names a pipeline, or whose family has the function `upstream_loop`.
         inputs: What the stages before returned, and `noise` where it is given.
     """
+    settings = task.settings
     if hasattr(task.family, "upstream_loop"):
         [call] = calls.values()
-        task.family.upstream_loop(parts, call, task.settings, **inputs)
-    elif task.card.call is not None:
-        upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, task.card_document.place(["call"]))
-        _run_card(upstream, task, parts, calls, inputs)
-    else:
-        _run_pipeline(task, parts, calls, inputs)
-
-
-def _run_card(
-    upstream: UpstreamPipeline,
-    task: Task,
-    parts: Mapping[str, Any],
-    calls: Mapping[str, _MadeUpNetwork],
-    inputs: Mapping[str, Any],
-) -> None:
-    settings = task.settings
+        task.family.upstream_loop(parts, call, settings, **inputs)
+        return
     loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
+    if task.card.call is None:
+        _run_pipeline(task, parts, calls, inputs, loop)
+        return
+    upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, task.card_document.place(["call"]))
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
     embeddings = {name: value for name, value in inputs.items() if name not in (*moments, "noise")}
     stage = "encode" if "vae" in upstream.card.host else "encode_image"
@@ -237,11 +228,14 @@ def _run_card(
 
 
 def _run_pipeline(
-    task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
+    task: Task,
+    parts: Mapping[str, Any],
+    calls: Mapping[str, _MadeUpNetwork],
+    inputs: Mapping[str, Any],
+    loop: _UpstreamLoop,
 ) -> None:
     """Calls a pipeline whose arguments have their usual names, with what the family's `encode` returned."""
     settings, cls = task.settings, load.class_of(str(task.card.pipeline))
-    loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
     stand_ins = {name: ComponentStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
     components = {**parts, **stand_ins}
     if "guider" in parts:

@@ -24,7 +24,9 @@ def explained(owners: Owners) -> Explained:
 
 def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     """Returns the error of an exception of foreign code. None for one of torchport's own."""
-    causes = _causes(exception)
+    causes = [exception]  # upstream wraps errors in errors that say less
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
     if isinstance(causes[-1], MemoryError):  # no line of code is at fault
         return None
     every = frames(causes, owners)
@@ -51,11 +53,3 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     ]
     error.trace = "".join(traceback.format_exception(exception))
     return error
-
-
-def _causes(exception: BaseException) -> list[BaseException]:
-    """Returns an exception and what it was raised from: upstream wraps errors in errors that say less."""
-    causes = [exception]
-    while (cause := causes[-1].__cause__) is not None and cause not in causes:
-        causes.append(cause)
-    return causes

@@ -65,15 +65,6 @@ def first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def _part(lines: Sequence[bytes], spans: Sequence[tuple[int, int]], line: int) -> tuple[int, int, str]:
-    """Returns the lines of the statement that a line is in, and their text behind as many blank lines as before it.
-
-    A module may have a thousand functions that are rewritten: only this statement is parsed for each of them.
-    """
-    first, last = next(((first, last) for first, last in spans if first <= line <= last), (1, len(lines)))
-    return first, last, "\n" * (first - 1) + b"".join(lines[first - 1 : last]).decode()
-
-
 def edit(
     entry: Entry,
     text: str,
@@ -94,7 +85,10 @@ def edit(
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None
-    start, end, part = _part(lines, spans(text if home is None else home), line)
+    known = spans(text if home is None else home)
+    start, end = next((span for span in known if span[0] <= line <= span[1]), (1, len(lines)))
+    # A module may have a thousand functions that are rewritten: this statement alone is parsed, at its own line.
+    part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
     tree = ast.parse(part)
     function = find(tree)
     matches = _matches(entry, rewrite, function)

@@ -171,8 +171,16 @@ def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...], only: O
 
 
 def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
-    """Returns what is found in each function alone, and what is found from what other functions do."""
-    known = _helpers(codebase, found)
+    """Returns what is found in each function alone, and what is found from what other functions do.
+
+    A helper over process groups is a function of a module, or a method of an autograd function, that calls
+    torch.distributed; or one of the same module that leads there: by a call, by making an object whose constructor
+    does, or by a global that such a function sets.
+    """
+    direct = {site.unit for site in found if site.kind == "process-group"}
+    known: set[CodeUnit] = set()
+    for module in {unit.module for unit in direct}:
+        known |= _helpers_of(codebase, module, direct)
     there = {(site.unit, site.kind) for site in found}
     found += [
         site
@@ -185,20 +193,6 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
         if unit.owner is None and unit.name != MODULE
     }
     return found + list(_aliases(codebase, wanted))
-
-
-def _helpers(codebase: Codebase, sites: Iterable[Site]) -> set[CodeUnit]:
-    """Returns the helpers of a codebase over its process groups.
-
-    A helper is a function of a module, or a method of an autograd function, that calls torch.distributed; or one of the
-    same module that leads there: by a call, by making an object whose constructor does, or by a global that such a
-    function sets.
-    """
-    direct = {site.unit for site in sites if site.kind == "process-group"}
-    result: set[CodeUnit] = set()
-    for module in {unit.module for unit in direct}:
-        result |= _helpers_of(codebase, module, direct)
-    return result
 
 
 def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
