@@ -211,21 +211,16 @@ def _absent_package(failure: Failure) -> Cure:
         return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
     if failure.frame.owner in EDITED:
         return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
-    imported, why = _import_at(failure.frame), f"Imports {package}, which is not installed."
+    why, frame, module = f"Imports {package}, which is not installed.", failure.frame, failure.frame.module
+    tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     # A stub serves no import that is a call.
-    module = failure.frame.module
+    imported = next((n for n in imports if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
     entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
     if entry is None:
         return fact, "Install it", None
     cure = "Install it. If nothing of it is called in your job"
     return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
-
-
-def _import_at(frame: Frame) -> ast.stmt | None:
-    """Returns the import statement on a frame's line. None where the import is a call."""
-    tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return next((n for n in nodes if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
 
 
 def _any(failure: Failure) -> Cure:
