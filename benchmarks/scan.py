@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from torchport.config.pack import find_pack
-from torchport.porting import scan
+from torchport.porting.scan import scanning as scan
 
 Labels = dict[tuple[str, str, str], str]
 """The reach of each finding, by file, function and kind."""

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import yaml
 
-from torchport.porting import scan
+from torchport.porting.scan import scanning as scan
 from torchport.porting.scan.finding import BY_KIND
 
 

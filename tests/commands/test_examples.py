@@ -18,7 +18,7 @@ from fakes.small_port import SmallPort
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.torch import save_file
 
-from torchport import load, patch, shard
+from torchport import load, patch, save, shard
 from torchport.__main__ import cli
 from torchport.commands.explain import LANGUAGES, examples
 from torchport.config import machine, parse_document, read_document, validated
@@ -28,7 +28,6 @@ from torchport.config.strategy import Rule
 from torchport.errors import TorchportError, kinds
 from torchport.kernels.attention.tiles import Tile, check_vmem
 from torchport.run.path import run
-from torchport.save import artefact
 from torchport.task import Request
 
 EXAMPLES = examples()
@@ -167,7 +166,7 @@ def try_code(key, text, folder):
     elif key == "TP503":
         check_vmem(names["tile"], **KERNEL)
     elif key == "TP605":
-        artefact._check_finite(folder, "denoise", "latents", names["attention"])
+        save._check_finite(folder, "denoise", "latents", names["attention"])
 
 
 LINES = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchport.commands.verify import WRITERS, VerifyFlags, answer, findings_of
+from torchport.commands.verify import VerifyFlags, answer, findings_of, write_report
 from torchport.errors import BadValueError, OutputError, TorchportError
 from torchport.processes import child
 from torchport.task import Request
@@ -98,7 +98,7 @@ def test_a_patch_at_fault_is_a_finding_at_its_line(tmp_path):
     unit = Unit(0, 0, "transformer", "blocks.2", 2, "block", "transformer.blocks.2", 1e-6, 9e-4)
     one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8, units=(unit,), causes=(cause,))
     for name, what in (("a.sarif", '"startLine": 3'), ("a.json", '"exit_code": 1'), ("a.html", "patches/a.yaml:3")):
-        WRITERS[f".{name.partition('.')[2]}"](tmp_path / name, one)
+        write_report(tmp_path / name, one)
         assert what in (tmp_path / name).read_text()
     [finding] = findings_of(one).findings
     assert finding.text == (
@@ -121,10 +121,10 @@ def test_the_result_is_printed_before_a_report_that_cannot_be_written(torchport,
     one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8)
     monkeypatch.setattr(verification, "verify", lambda *_: one)
 
-    def write(file, verification):
+    def write(file, data):
         raise OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
 
-    monkeypatch.setitem(verify.WRITERS, ".json", write)
+    monkeypatch.setattr(verify.atomic, "write_json", write)
     words = ("--model", "cogvideox", "--config", "configs/cogvideox_demo.yaml", "--path", root)
     code, out, err = torchport("verify", *words, "--report", "r.json", capsys=capsys)
     assert (code, out[0]) == (2, one.first_line)

@@ -12,6 +12,7 @@ from torchport import shard as sharding
 from torchport.commands import shard
 from torchport.compile import in_force, network, preflight
 from torchport.compile.preflight import check
+from torchport.compile.rules import Rules, of_task
 from torchport.config import machine
 from torchport.config.strategy import ActivationRule, Rule, WeightRule
 from torchport.errors import (
@@ -169,7 +170,8 @@ def test_the_shipped_rules_pass(port):
 def test_an_input_rule_that_matches_nothing_is_refused_with_its_line(port, monkeypatch):
     task = port()
     rules = [Rule(match="hiden_states", spec=["dp"]), *task.card.strategies["tp"].inputs["transformer"]]
-    monkeypatch.setattr("torchport.task.Task.rule_places", lambda self, kind, name: ["card.yaml:7", "card.yaml:8"])
+    lines, places = ["card.yaml:7", "card.yaml:8"], Rules.places
+    monkeypatch.setattr(Rules, "places", lambda self, kind: lines if kind == "inputs" else places(self, kind))
     assert refusals(with_rules(task, inputs=rules), monkeypatch, DeadRuleError) == (
         "card.yaml:7: Rule 1, 'hiden_states', matches none of 7 tensors. "
         "Remove it or mend it. Did you mean 'hidden_states'? Known: encoder_attention_mask, encoder_attention_mask_2, "
@@ -180,7 +182,7 @@ def test_an_input_rule_that_matches_nothing_is_refused_with_its_line(port, monke
 def test_the_place_of_a_rule_is_its_own_line(port, root):
     task = port()
     for kind in ("weights", "inputs"):
-        places = task.rule_places(kind, "transformer")
+        places = of_task(task, "transformer").places(kind)
         lines = (root / "configs" / "models" / "hunyuan.yaml").read_text().splitlines()
         rules = getattr(task.card.strategies["tp"], kind)["transformer"]
         for place, rule in zip(places, rules, strict=True):

@@ -3,7 +3,6 @@
 import torch
 
 from torchport import save
-from torchport.save import artefact
 
 JOB = {"machine": "cpu:8", "mesh": {"dp": 2, "tp": 4}, "strategy": "tp", "steps": 2, "fps": 8, "dtypes": {}}
 SETTINGS = {"prompt": "A cat", "seed": 42, "steps": 2, "dtypes": {"net": "float32", "vae": "float32"}}
@@ -63,7 +62,7 @@ def write_run(folder, last=None, video=None, steps=(), job=None, settings=None, 
     last = latents() if last is None else last
     for number, tensor in enumerate(steps, 1):
         denoise = {**shared, "stage": "denoise", "inputs": {}, "done": number}
-        save.write(folder, artefact.step_name("denoise", number), {"latents": tensor}, denoise)
+        save.write(folder, save.step_name("denoise", number), {"latents": tensor}, denoise)
     denoised = save.write(folder, "denoise", {"latents": last}, {**shared, "stage": "denoise", "inputs": {}})
     inputs = {"denoise": denoised.sha256}
     video = frames() if video is None else video

@@ -22,15 +22,15 @@ from torchport.stages.family import Steps
 def test_stages_whose_attention_is_in_eight_bits_are_lossy():
     asked, exact = {"attention": "splash_int8"}, {"attention": None}
     stages = {
-        "encode": {"config": asked, "backend": "torchax"},
-        "denoise_first": {"config": exact, "backend": "torchax"},
-        "denoise": {"config": asked, "backend": "torchax"},
+        "encode": {"config": asked, "backend": "torchax", "cache": None},
+        "denoise_first": {"config": exact, "backend": "torchax", "cache": None},
+        "denoise": {"config": asked, "backend": "torchax", "cache": None},
     }
     lossy = "multiplies queries and keys in eight bits where scores have a bound"
     row = {"id": "attention splash_int8", "stage": "denoise", "equivalence": {"lossy": lossy}}
-    assert journey._eight_bits(stages) == [row]
+    assert journey._lossy(stages) == [row]
     stages["denoise"]["backend"] = "original"
-    assert journey._eight_bits(stages) == []
+    assert journey._lossy(stages) == []
 
 
 def test_a_second_networks_first_step_is_among_the_computed_ones_also_after_a_stop(monkeypatch, caplog):

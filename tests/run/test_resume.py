@@ -33,7 +33,6 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.run import resume
 from torchport.run.path import run
-from torchport.save import artefact
 from torchport.stages.outputs import not_finite
 from torchport.task import Execution, accept
 
@@ -750,10 +749,10 @@ def test_latents_after_the_last_saved_step_are_taken_again(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for number in (1, 2, 3, 17):
-        save.file_of(out, artefact.step_name("denoise", number)).write_bytes(b"")
-    artefact.remove_steps_after(out, "denoise", 2)
-    assert artefact.step_numbers(out, "denoise") == [1, 2]
-    assert artefact.step_numbers(out, "denoise_first") == []
+        save.file_of(out, save.step_name("denoise", number)).write_bytes(b"")
+    save.remove_steps_after(out, "denoise", 2)
+    assert save.step_numbers(out, "denoise") == [1, 2]
+    assert save.step_numbers(out, "denoise_first") == []
 
 
 def test_a_loop_whose_latents_have_another_name_cannot_keep_them(denoise):

@@ -10,8 +10,8 @@ from torchport import patch
 from torchport.commands import static_check
 from torchport.errors import UnreadableError
 from torchport.patch.source import drift
-from torchport.porting import scan
 from torchport.porting.draft import draft
+from torchport.porting.scan import scanning as scan
 from torchport.source import modules, parsing
 
 PYTHON = r"Python 3.\d+ cannot read it: "

@@ -223,7 +223,7 @@ def test_plans_and_checks_see_each_program_its_cache_and_the_rules_of_what_it_ke
         ),
     ],
 )
-def test_a_check_before_a_run_of_one_chunk_knows_that_its_cache_needs_rules(rules, kind, text):
+def test_a_check_before_a_run_of_one_chunk_knows_that_its_cache_needs_rules(rules, kind, text, monkeypatch):
     stage = Stage(
         "decode",
         lambda parts, call, settings, steps, chunk: call(chunk=chunk, cache=None),
@@ -233,11 +233,14 @@ def test_a_check_before_a_run_of_one_chunk_knows_that_its_cache_needs_rules(rule
         **OUTPUTS,
     )
     calls = recorder.network_calls(stage, {}, Chunks(), compile.plainly, None, count=False)
+    written = SimpleNamespace(
+        inputs=rules,
+        place=lambda kind: "card.yaml:9",
+        places=lambda kind: [f"card.yaml:{10 + n}" for n in range(len(rules))],
+    )
+    monkeypatch.setattr(preflight, "of_task", lambda task, component: written)
     task = SimpleNamespace(
-        card=SimpleNamespace(strategies={"tp": SimpleNamespace(inputs={"vae": rules})}),
         job=SimpleNamespace(strategy="tp", mesh={"dp": 2, "tp": 4}),
-        rules_place=lambda kind, component: "card.yaml:9",
-        rule_places=lambda kind, component: [f"card.yaml:{10 + n}" for n in range(len(rules))],
         family=SimpleNamespace(batch=lambda scale: 4),
         settings=SimpleNamespace(guidance_scale=1.0),
     )

@@ -121,8 +121,10 @@ def report_of(flags: CheckFlags) -> Report:
     if models or not names:
         report.extend(static_check.check_cards(pack, models))
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
-    if models:
-        names += _names_of(pack, cards)
+    if models:  # what the pack has not is a finding of the card
+        known = patch.upstreams(pack.folders)
+        listed = dict.fromkeys(name for stage in _stage_patches(pack, cards) for name in stage.names)
+        names += [name for name in listed if name.partition("/")[0] in known]
     if models and not names:  # the card cannot be read
         return report
     chosen = None if names else tuple(lower.patches for lower in pack.checked)
@@ -137,13 +139,6 @@ def report_of(flags: CheckFlags) -> Report:
         called = functools.partial(_not_called_by, pack, flags.model, flags.upstream_path)
     report.extend(check(pack.folders, names, checkout, called, _stage_patches(pack, cards), chosen))
     return report
-
-
-def _names_of(pack: Pack, cards: Iterable[Card]) -> list[str]:
-    """Returns the patches that cards name and the pack has; what it has not is a finding of the card."""
-    known = patch.upstreams(pack.folders)
-    names = dict.fromkeys(name for stage in _stage_patches(pack, cards) for name in stage.names)
-    return [name for name in names if name.partition("/")[0] in known]
 
 
 def stages_of(pack: Pack) -> list[StagePatches]:
@@ -360,31 +355,17 @@ def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
             pass
         if _identities(modules) != inside:
             report.findings.append(of_entry(entries[0], "A second application changed something.", "apply"))
-    _compare(before, _identities(modules), entries, report)
-
-
-def _compare(
-    before: Mapping[str, list[tuple[str, int]]],
-    after: Mapping[str, list[tuple[str, int]]],
-    entries: Sequence[patch.Entry],
-    report: Report,
-) -> None:
-    """Adds a finding for each namespace that is not what it was, at the first patch of its module."""
+    after = _identities(modules)
     first = {entry.module: entry for entry in reversed(entries)}
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")
+    imported = {id(module) for module in list(sys.modules.values())}  # one that was imported meanwhile may be new
     for key in sorted(before.keys() & after.keys()):
-        if not _is_left_alone(before[key], after[key]):
+        known = {name for name, _ in before[key]}
+        if [pair for pair in after[key] if pair[0] in known or pair[1] not in imported] != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
             report.findings.append(of_entry(first[key.partition(":")[0]], text, "undo"))
-
-
-def _is_left_alone(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> bool:
-    """Returns whether all names are what and where they were; a submodule that was imported meanwhile may be new."""
-    known = {name for name, _ in before}
-    modules = {id(module) for module in list(sys.modules.values())}
-    return [pair for pair in after if pair[0] in known or pair[1] not in modules] == before
 
 
 def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:
@@ -438,6 +419,11 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
     card, document = pack.card(model)
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
+
+    def ended(end: child.Ended) -> PatchError:
+        remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
+        return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
+
     with atomic.scratch() as folder:
         out = folder / "out"
         fields: dict[str, Any] = {"prompt": card.tiny.prompt, "cache": False}
@@ -447,7 +433,7 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
         request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=upstream_path, **fields)
         try:
             with progress.waiting(f"run {model}'s demo"):
-                child.call("torchport.run.path:run", request, ended=lambda end: _demo_ended(card, end))
+                child.call("torchport.run.path:run", request, ended=ended)
         except TorchportError as error:
             return Report([of_error(error, "called")])
         report = Report()
@@ -458,11 +444,6 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
             rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
             report.extend(not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage))
         return report
-
-
-def _demo_ended(card: Card, end: child.Ended) -> PatchError:
-    remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
-    return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
 
 
 def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:

@@ -66,11 +66,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
-    """Returns how far two runs are from each other.
-
-    Args:
-        floor: Of a run of A's job on another mesh.
-    """
+    """Returns how far two runs are from each other."""
     from torchport.verify import runs
 
     for other, place in ((b, str(b)), (floor, f"--floor {floor}")):

@@ -48,7 +48,10 @@ class Diagnosis:
 
 def examine(paths: Sequence[str]) -> list[Diagnosis]:
     """Returns a diagnosis of each thing; it changes nothing, and uses no network."""
+    from torchport.task import devices
+
     pack = find_pack(paths)
+    count, kind, _ = devices.visible_devices("tpu")
     return [
         Diagnosis("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
         *_versions(),
@@ -57,11 +60,13 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
         *_disk(),
         *_jax_cache(),
         *_checkpoints(pack),
-        *bad_combinations(os.environ, list(_tpu_kinds())),
+        *bad_combinations(os.environ, [kind] if count else []),
     ]
 
 
 def _versions() -> list[Diagnosis]:
+    from packaging.specifiers import SpecifierSet
+
     from torchport.save import manifest
 
     versions = manifest.versions()
@@ -74,7 +79,7 @@ def _versions() -> list[Diagnosis]:
         match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
         if match and match[1] in versions:
             specifier, version = match[2].strip(), versions[match[1]]
-            ok = _within(version, specifier)
+            ok = SpecifierSet(specifier).contains(version.partition("+")[0], prereleases=True)
             fact = version if ok else f"{version}, and torchport wants {specifier}: pip install '{match[1]}{specifier}'"
             tried = TRIED.get(match[1], version)
             if ok and version != tried:
@@ -104,12 +109,6 @@ def _operators() -> Diagnosis:
     return Diagnosis("note", what, fact)
 
 
-def _within(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(specifier).contains(version.partition("+")[0], prereleases=True)
-
-
 def _devices() -> list[Diagnosis]:
     from torchport.task import devices
 
@@ -124,13 +123,6 @@ def _devices() -> list[Diagnosis]:
             findings.append(Diagnosis("note", f"{name} devices", "none: configs/demo.yaml runs without"))
     findings.append(Diagnosis("ok", "host memory", f"{size_text(devices.host_memory())} free"))
     return findings
-
-
-def _tpu_kinds() -> set[str]:
-    from torchport.task import devices
-
-    count, kind, _ = devices.visible_devices("tpu")
-    return {kind} if count else set()
 
 
 def _disk() -> list[Diagnosis]:

@@ -117,7 +117,6 @@ def with_fields(overrides: tuple[str, ...], **fields: object) -> tuple[str, ...]
     """Returns the overrides of a config, with fields that have a flag of their own behind those of `--set`.
 
     Args:
-        overrides: Those of `--set`.
         fields: The values of the other flags; None for one that was not given.
     """
     return (*overrides, *(f"{name}={value}" for name, value in fields.items() if value is not None))

@@ -114,7 +114,7 @@ def command(**given: Any) -> None:
 
 def lines(summary: Summary, quiet: bool = False) -> list[str]:
     from torchport.config.card import DENOISING
-    from torchport.save.artefact import CONTACT_SHEET
+    from torchport.save import CONTACT_SHEET
 
     place = str(summary.video or summary.folder)
     if quiet:

@@ -79,29 +79,27 @@ def rule_rows(request: Request) -> list[RuleRow]:
 def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
     from torchport import shard
     from torchport.compile import preflight
+    from torchport.compile.rules import of_task
     from torchport.shard import activations
 
-    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearse(task, stage)
+    rules, rehearsal = of_task(task, name), preflight.rehearse(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
-    for rule, weight_rules in _by_rule(strategy.weights[name], rehearsal.weights):
+    for rule, weight_rules in _by_rule(rules.own.weights, rehearsal.weights):
         size = shard.device_bytes(
             {key: shapes[key] for key in weight_rules}, weight_rules, task.job.mesh, task.dtype(name)
         )
         yield _row(name, "weights", rule, weight_rules, size, ("gathered where they are used",) if rule.gather else ())
-    for entry, inputs in _by_rule(strategy.inputs[name], rehearsal.inputs):
+    for entry, inputs in _by_rule(rules.inputs, rehearsal.inputs):
         if rehearsal.calls:
             yield _row(name, "inputs", entry, inputs, None, ())
         else:
             order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
             more = ("the first that divides",) if entry.otherwise else ()
             yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
-    rules = strategy.activations.get(name, [])
-    used_rules = list(
-        activations.rule_by_module(rehearsal.module, rules, task.rules_place("activations", name)).values()
-    )
-    for kind in rules:
+    by_module = activations.rule_by_module(rehearsal.module, rules.own.activations, rules.place("activations"))
+    for kind in rules.own.activations:
         notes = ("may be padded",) if kind.uneven else ()
-        count = sum(rule is kind for rule in used_rules)
+        count = sum(rule is kind for rule in by_module.values())
         yield RuleRow(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
 
 

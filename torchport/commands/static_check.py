@@ -270,7 +270,10 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
         yield from _absent_builders(pack, card, document)
         if card.call is None:
             place = document.place(["family"])
-            yield from _unfilled_family(pack.family_file(card, place), place)
+            file = pack.family_file(card, place)
+            unwritten = ", ".join(sorted(_unwritten(tree_of(file))))
+            if unwritten:
+                yield ReplacementError(place, f"'{as_named(file)}' is a draft: {unwritten}", "Fill them in")
     except TorchportError as error:
         yield error
 
@@ -423,12 +426,6 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
     if open_:
         fact = f"'{entry.id}' is a draft: {', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not filled in"
         yield ReplacementError(entry.place, fact, "Fill it in" if len(open_) == 1 else "Fill them in", patch=entry.id)
-
-
-def _unfilled_family(file: Path, place: str) -> Iterator[ReplacementError]:
-    names = sorted(_unwritten(tree_of(file)))
-    if names:
-        yield ReplacementError(place, f"'{as_named(file)}' is a draft: {', '.join(names)}", "Fill them in")
 
 
 def _unwritten(tree: ast.Module) -> set[str]:

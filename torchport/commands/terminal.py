@@ -38,9 +38,11 @@ class Command(click.Command):
         rest = super().parse_args(ctx, args)  # --help ends here
         values, _, _ = self.make_parser(ctx).parse_args(args_as_written)
         for option in self.params:
-            for value in _texts(values.get(str(option.name))):
-                if isinstance(option, click.Option) or isinstance(option.type, click.Path):
-                    _check(option, value)
+            if isinstance(option, click.Option) or isinstance(option.type, click.Path):
+                given = values.get(str(option.name))
+                for value in given if isinstance(given, list | tuple) else [given]:
+                    if isinstance(value, str):
+                        _check(option, value)
         if import_path.current() is None:
             raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
         return rest
@@ -69,11 +71,6 @@ class Group(click.Group):
 def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
     """Returns a decorator that makes such a group of a function."""
     return click.group(name, cls=Group)
-
-
-def _texts(value: Any) -> list[str]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [text for text in values if isinstance(text, str)]
 
 
 def _check(option: click.Parameter, value: str) -> None:

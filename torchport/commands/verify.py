@@ -19,7 +19,10 @@ from torchport.files import atomic, folder
 if TYPE_CHECKING:
     from torchport.commands import findings
     from torchport.task import Request
-    from torchport.verify.report import Cause, Verification
+    from torchport.verify.report import Verification
+
+ENDINGS = (".html", ".json", ".sarif")
+"""Of the names of reports."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +112,16 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
 
 
 def write_report(file: Path, verification: Verification) -> None:
+    from torchport.commands import findings
+    from torchport.verify import report
+
     with _named(f"--report {file}"):
-        WRITERS[file.suffix](file, verification)
+        if file.suffix == ".html":
+            report.write(file, verification)
+        elif file.suffix == ".json":
+            atomic.write_json(file, report.data(verification))
+        else:
+            findings.write_report(findings_of(verification), file, findings.FORMATS)
 
 
 @contextlib.contextmanager
@@ -138,9 +149,9 @@ def _check(flags: VerifyFlags) -> None:
             if given:
                 raise BadValueError(flag, "The capture says what is compared", f"Capture with {flag}, and leave it out")
     if flags.file is not None:
-        if flags.file.suffix not in WRITERS:
+        if flags.file.suffix not in ENDINGS:
             fact = f"'{flags.file.suffix}' is the ending of no format"
-            raise BadValueError(f"--report {flags.file}", fact, f"Known: {', '.join(WRITERS)}")
+            raise BadValueError(f"--report {flags.file}", fact, f"Known: {', '.join(ENDINGS)}")
         folder.check_writable("--report", flags.file)
 
 
@@ -151,41 +162,13 @@ def findings_of(verification: Verification) -> findings.Report:
     if verification.exit_code and not verification.causes:
         text = verification.first_line
         return findings.Report([findings.Finding(PatchError.id, f"{verification.config}:1", text, "", "verify")])
-    return findings.Report(
-        [
-            findings.Finding(PatchError.id, cause.place, f"{cause.patch}: {words}", cause.patch, "verify")
-            for cause in verification.causes
-            for words in [f"{_broken(verification, cause)} It promises: {cause.promise}."]
-        ]
-    )
-
-
-def _broken(verification: Verification, cause: Cause) -> str:
-    without = "" if cause.without_it is None else f", and {cause.words(cause.without_it)} without it"
-    verdict = verification.verdict_words.capitalize()
-    return f"{verdict}: the error of {cause.unit} is {cause.words(cause.with_it)}{without}."
-
-
-def _write_html(file: Path, verification: Verification) -> None:
-    from torchport.verify import report
-
-    report.write(file, verification)
-
-
-def _write_json(file: Path, verification: Verification) -> None:
-    from torchport.verify import report
-
-    atomic.write_json(file, report.data(verification))
-
-
-def _write_sarif(file: Path, verification: Verification) -> None:
-    from torchport.commands import findings
-
-    findings.write_report(findings_of(verification), file, findings.FORMATS)
-
-
-WRITERS = {".html": _write_html, ".json": _write_json, ".sarif": _write_sarif}
-"""What writes a report, by the ending of its name."""
+    found = findings.Report()
+    for cause in verification.causes:
+        without = "" if cause.without_it is None else f", and {cause.words(cause.without_it)} without it"
+        words = f"{verification.verdict_words.capitalize()}: the error of {cause.unit} is {cause.words(cause.with_it)}"
+        text = f"{cause.patch}: {words}{without}. It promises: {cause.promise}."
+        found.findings.append(findings.Finding(PatchError.id, cause.place, text, cause.patch, "verify"))
+    return found
 
 
 def _reference(against: str) -> Path | None:

@@ -16,12 +16,10 @@ class FirstNotFinite:
 
     Args:
         module: The network; hooks are added to its modules.
-
-    Attributes:
-        text: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.
     """
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
+        #: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.
         self.text = ""
         self.name = name
         for path, part in module.named_modules():
@@ -59,11 +57,7 @@ def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
 
 
 class Eager:
-    """A module called as it is, in PyTorch, on the host: the original.
-
-    Attributes:
-        first: The first of its modules that returned NaN or infinity, where that is looked for.
-    """
+    """A module called as it is, in PyTorch, on the host: the original."""
 
     batches = False
     drops = False
@@ -75,6 +69,7 @@ class Eager:
         self.how = how
         self.outputs = outputs
         self.name = name
+        #: The first of its modules that returned NaN or infinity, where that is looked for.
         self.first: FirstNotFinite | None = None
 
     def place(self, **inputs: Any) -> dict[str, Any]:

@@ -19,9 +19,8 @@ import torch
 from torchport import load, shard
 from torchport.compile import program, step_cache
 from torchport.compile.eager import Eager, FirstNotFinite, How, plainly
-from torchport.compile.rules import Rules
-from torchport.config import Document
-from torchport.config.card import DENOISING, Implementation, ScoreBound
+from torchport.compile.rules import Rules, of_task
+from torchport.config.card import DENOISING, Implementation
 from torchport.config.step_cache import StepCache
 from torchport.config.strategy import WeightRule
 from torchport.errors import (
@@ -280,21 +279,16 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
-    rules = task.card.strategies[task.job.strategy].weights[component]
+    written = of_task(task, component)
+    rules, places = written.own.weights, written.places("weights")
     numbers = list(range(len(rules)))
     if stage.without:
         every = [name for name, _ in published(task, component).named_parameters()]
         others = shard.firsts(rules, [name for name in every if is_left_out(stage, name)])
         here = shard.firsts(rules, shapes)
         numbers = [n for n in numbers if n in here or n not in others]
-    places = task.rule_places("weights", component)
-    return shard.match(
-        [rules[n] for n in numbers],
-        shapes,
-        task.job.mesh,
-        task.rules_place("weights", component),
-        [place for n, place in enumerate(places) if n in numbers],
-    )
+    rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
+    return shard.match(rules, shapes, task.job.mesh, written.place("weights"), places)
 
 
 def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> Eager:
@@ -359,32 +353,24 @@ def compiled(
     Args:
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
     """
-    name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
-    entries = {what: entry for what, entry in task.card.score_bounds.items() if entry.component == name}
-    bounds, jit = _score_bounds(entries, task.card_document, weights), task.request.execution.jit
+    name, rules = str(stage.network), of_task(task, str(stage.network))
+    bounds, jit = _score_bounds(rules, weights), task.request.execution.jit
     cache = step_cache_of(task, stage)
     # Op by op a stack would be traced whole, and no value of a block could be seen.
-    stacks = task.card.stacks.get(name, {}) if task.job.stacked and jit else {}
+    stacks = rules.own.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
     if cache is not None:
         stacks = step_cache.stacks(cache, stacks)
-        call = step_cache.calling(call, cache, name, task.program_place(name, "stacks"))
-    network = program.Network(
+        call = step_cache.calling(call, cache, name, rules.program_place("stacks"))
+    network = _ruled(
         module,
-        strategy.inputs[name],
-        name,
-        place=task.rules_place("inputs", name),
-        places=task.rule_places("inputs", name),
-        precision=task.card.components[name].precision,
-        activations=strategy.activations.get(name, []),
+        rules,
+        weight_rules(task, stage, module),
         stacks=stacks,
-        gathered=shard.gathered(weight_rules(task, stage, module)),
-        place_of=functools.partial(task.program_place, name),
         how=call,
         outputs=stage.outputs if cache is None else ("output", step_cache.KEPT),
         keeps=stage.keeps if cache is None else (step_cache.KEPT,),
         free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
-        differing=task.card.operators,
         strict=task.request.execution.strict,
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
@@ -420,9 +406,16 @@ def ported(
         weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
     else:
         weights = shard.place(tensors.items(), chosen, mesh)
-    bounds = _score_bounds(rules.bounds, rules.document, weights)
+    bounds = _score_bounds(rules, weights)
     _release(module)
-    network = program.Network(
+    more: dict[str, Any] = {"stacks": rules.own.stacks, "spare": rules.of_card, "strict": rules.strict}
+    network = _ruled(module, rules, chosen, how=how, outputs=("output",), **more)
+    return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
+
+
+def _ruled(module: torch.nn.Module, rules: Rules, weights: Mapping[str, WeightRule], **fields: Any) -> program.Network:
+    """Returns a network under its rules, with what else is said of it."""
+    return program.Network(
         module,
         rules.inputs,
         rules.name,
@@ -430,16 +423,11 @@ def ported(
         places=rules.places("inputs"),
         precision=rules.own.precision,
         activations=rules.own.activations,
-        stacks=rules.own.stacks,
-        gathered=shard.gathered(chosen),
+        gathered=shard.gathered(weights),
         place_of=rules.program_place,
-        how=how,
-        outputs=("output",),
-        spare=rules.of_card,
         differing=rules.own.operators,
-        strict=rules.strict,
+        **fields,
     )
-    return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
 
 
 def _release(module: torch.nn.Module) -> None:
@@ -452,21 +440,19 @@ def _release(module: torch.nn.Module) -> None:
                 owner._parameters[name] = shapes.setdefault(id(parameter), shape)
 
 
-def _score_bounds(
-    entries: Mapping[str, ScoreBound], document: Document, weights: Mapping[str, Any]
-) -> dict[str, float]:
+def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
     """Returns the bounds of a network's attention scores that its gains give.
 
     Weights that are shapes have no gains. We then assume that scores are within the card's bounds.
     """
     if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights.values()):
-        return dict.fromkeys(entries, 1.0)
+        return dict.fromkeys(rules.bounds, 1.0)
     # This host cannot read a gain whose parts lie on other hosts.
     spread = {key: array for key, array in weights.items() if not array.is_fully_addressable}
     weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
     bounds: dict[str, float] = {}
-    for what, entry in entries.items():
-        place = document.place(["score_bounds", what])
+    for what, entry in rules.bounds.items():
+        place = rules.document.place(["score_bounds", what])
         limit = bound.of_weights(weights, entry.queries, entry.keys, what, place)
         if limit is not None:
             bounds[what] = limit

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchport import load, shard
 from torchport.compile import network
+from torchport.compile.rules import Rules, of_task
 from torchport.config.card import DENOISING
 from torchport.config.machine import HOST
 from torchport.config.strategy import Rule, WeightRule, dims_of
@@ -39,22 +40,17 @@ far smaller."""
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """A stage's network whose rules all fit.
-
-    Attributes:
-        weights: The rule of every parameter and buffer, with the spec that fits.
-        calls: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
-        inputs: The rule of every input of the largest call, with the spec that fits.
-        activations: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of
-            the largest output of one layer.
-        attention: The calls of attention, each as the arguments of `sdpa`, tensors without values.
-    """
+    """A stage's network whose rules all fit."""
 
     module: torch.nn.Module
-    weights: dict[str, WeightRule]
+    weights: dict[str, WeightRule]  #: The rule of every parameter and buffer, with the spec that fits.
+    #: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
     calls: list[recorder.NetworkCall]
-    inputs: dict[str, Rule]
+    inputs: dict[str, Rule]  #: The rule of every input of the largest call, with the spec that fits.
+    #: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of the largest
+    #: output of one layer.
     activations: int
+    #: The calls of attention, each as the arguments of `sdpa`, tensors without values.
     attention: list[dict[str, Any]]
 
 
@@ -100,14 +96,10 @@ def check_checkpoint(task: Task, folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """What a task's stages hold in memory.
+    """What a task's stages hold in memory."""
 
-    Attributes:
-        device_bytes: Weights on each device, by network.
-        host_bytes: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
-    """
-
-    device_bytes: dict[str, int]
+    device_bytes: dict[str, int]  #: Weights on each device, by network.
+    #: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
     host_bytes: list[tuple[int, int, str]]
 
 
@@ -192,24 +184,24 @@ def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
             if key.startswith(prefix) and not network.is_left_out(stage, key)
         }
     )
-    every = task.card.strategies[task.job.strategy].weights[name]
+    written = of_task(task, name)
     # Buffers are made later: rules for them match nothing yet, or only what an earlier rule matches.
-    firsts = shard.firsts(every, shapes)
-    rules = [rule for n, rule in enumerate(every) if n in firsts]
-    rule_of = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", name))
+    firsts = shard.firsts(written.own.weights, shapes)
+    rules = [rule for n, rule in enumerate(written.own.weights) if n in firsts]
+    rule_of = shard.match(rules, shapes, task.job.mesh, written.place("weights"))
     return shard.device_bytes(shapes, rule_of, task.job.mesh, task.dtype(name))
 
 
 def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     """Returns a stage's network with the rules of all its tensors; patches must be in place."""
-    name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
-    mesh = shard.abstract_mesh(task.job.mesh, task.machine)
+    name = str(stage.network)
+    rules, mesh = of_task(task, name), shard.abstract_mesh(task.job.mesh, task.machine)
     with without_values(), jax.sharding.use_abstract_mesh(mesh):
         parts = network.as_shapes(task, stage)
         module = network.module_of(stage, parts)
         weights = network.weight_rules(task, stage, module)
-        place = task.rules_place("activations", name)
-        check_called = activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
+        place = rules.place("activations")
+        check_called = activations.check(module, rules.own.activations, dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
         largest, attention = [0], _Attention()
@@ -219,34 +211,33 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
             )
         check_called()
     inputs = input_rules(task, name, calls)
-    per_device = [_activation_bytes(call, rules, task, largest[0]) for call, rules in zip(calls, inputs, strict=True)]
+    per_device = [_activation_bytes(call, fitted, task, largest[0]) for call, fitted in zip(calls, inputs, strict=True)]
     most = max(range(len(calls)), key=lambda n: sum(tensor.numel() for tensor in calls[n].tensors.values()))
     return Rehearsal(module, weights, calls, inputs[most], max(per_device), list(attention.calls.values()))
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
-    rules = task.card.strategies[task.job.strategy].inputs[component]
+    rules = of_task(task, component)
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
-    shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
-    return [_fitting_rules(task, component, call) for call in calls]
+    shard.check_alive(rules.inputs, names, rules.place("inputs"), rules.places("inputs"))
+    return [_fitting_rules(task, component, rules, call) for call in calls]
 
 
-def _fitting_rules(task: Task, component: str, call: recorder.NetworkCall) -> dict[str, Rule]:
+def _fitting_rules(task: Task, component: str, rules: Rules, call: recorder.NetworkCall) -> dict[str, Rule]:
     """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole.
 
     Outputs that become inputs of later calls must have such a rule, too.
     """
-    rules = task.card.strategies[task.job.strategy].inputs[component]
-    place, places = task.rules_place("inputs", component), task.rule_places("inputs", component)
+    mesh, place = task.job.mesh, rules.place("inputs")
     shapes = shard.named_shapes({**call.tensors, **call.kept})
-    rule_of = {key: shard.input_rule(rules, key, shapes[key], task.job.mesh, place, component) for key in shapes}
-    ways, batch = task.job.mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
+    rule_of = {key: shard.input_rule(rules.inputs, key, shapes[key], mesh, place, component) for key in shapes}
+    ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
     for key, rule in rule_of.items():
         axes = {axis for part in dims_of(rule.spec) for axis in part}
         if ways > 1 and shapes[key][:1] == (batch,) and "dp" not in axes:
-            number = next(n for n, other in enumerate(rules) if shard.matches(other, key))
+            number = next(n for n, other in enumerate(rules.inputs) if shard.matches(other, key))
             raise MeshError(
-                places[number],
+                rules.places("inputs")[number],
                 f"'{rule.match}' gives every device the whole batch of '{key}' {list(shapes[key])}, an input of "
                 f"{component}, and the mesh has dp={ways}",
                 "Split it with the spec [dp]",
@@ -274,12 +265,10 @@ def _largest_output(module: torch.nn.Module, largest: list[int]) -> Iterator[Non
             largest[0] = max(largest[0], output.numel() * output.dtype.itemsize)
 
     layers = [part for part in module.modules() if any(p.ndim > 1 for p in part.parameters(recurse=False))]
-    handles = [part.register_forward_hook(note) for part in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part in layers:
+            hooks.enter_context(part.register_forward_hook(note))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Attention(TorchFunctionMode):
@@ -293,15 +282,12 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
             positional = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))
-            arguments = {name: _as_shape(value) for name, value in (positional | kwargs).items()}
+            arguments = positional | kwargs
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    arguments[name] = jax.ShapeDtypeStruct(tuple(value.shape), shard.KINDS[value.dtype])
             self.calls.setdefault(repr(arguments), arguments)
         return function(*args, **kwargs)
-
-
-def _as_shape(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return jax.ShapeDtypeStruct(tuple(value.shape), shard.KINDS[value.dtype])
 
 
 def check_attention(task: Task, rehearsal: Rehearsal) -> None:

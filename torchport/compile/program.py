@@ -46,20 +46,7 @@ class TraceGuard(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What determines a network's programs beside its mesh, its weights and its inputs.
-
-    Attributes:
-        module: The network; a program that is made of it changes it.
-        stacks: Its repeated blocks that become one block of stacked weights, by the path of their list.
-        gathered: Weights that are gathered where they are used.
-        place_of: Returns where one of the card's fields for this network is written, for errors.
-        outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
-        keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
-        free: Those of `keeps` that no rule places: the compiler chooses.
-        spare: Whether a rule for inputs may match none of them: a caller's own call may lack some.
-        differing: Operators that may compute something else than PyTorch, each with the reason.
-        strict: Whether an operator of which that is not known is refused.
-    """
+    """What determines a network's programs beside its mesh, its weights and its inputs."""
 
     module: torch.nn.Module
     inputs: Sequence[Rule]
@@ -68,16 +55,22 @@ class Network:
     precision: str
     places: Sequence[str] = ()
     activations: Sequence[ActivationRule] = ()
+    #: Its repeated blocks that become one block of stacked weights, by the path of their list.
     stacks: Mapping[str, Stack] = dataclasses.field(default_factory=dict)
     gathered: Set[str] = frozenset()
+    #: Returns where one of the card's fields for this network is written, for errors.
     place_of: Callable[[str], str] = str
     how: How = plainly
+    #: The names of its outputs, if more than the first is returned: `Stage.outputs`.
     outputs: Sequence[str] = ()
+    #: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
     keeps: Sequence[str] = ()
-    free: Set[str] = frozenset()
+    free: Set[str] = frozenset()  #: Those of `keeps` that no rule places: the compiler chooses.
+    #: Whether a rule for inputs may match none of them: a caller's own call may lack some.
     spare: bool = False
+    #: Operators that may compute something else than PyTorch, each with the reason.
     differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    strict: bool = False
+    strict: bool = False  #: Whether an operator of which that is not known is refused.
 
     def operators(self) -> engine.Operators:
         """Returns a place for the operators that it calls while it is traced."""
@@ -94,7 +87,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Executable:
+class _Executable:
     compiled: Any
     tables: tuple[list[jax.Array], ...]
 
@@ -121,21 +114,13 @@ class Compiled:
     """A network's forward as programs on a mesh, one for each set of input shapes.
 
     Args:
-        network: The network; its module is changed.
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
-        attention: What the config and the weights say of attention.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
-
-    Attributes:
-        first: The first of its modules that returned NaN or infinity, where that is looked for.
-        batches: True: one program takes all conditions of guidance.
-        drops: True: tokens that are masked for good need not be traced.
-        seconds: Spent tracing and compiling in this run so far.
     """
 
     batches = True
-    drops = True
+    drops = True  #: Tokens that are masked for good need not be traced.
 
     def __init__(
         self,
@@ -166,8 +151,9 @@ class Compiled:
         self.attention = attention
         self.ledger: patch.Ledger | None = None
         self.jit = jit
+        #: The first of its modules that returned NaN or infinity, where that is looked for.
         self.first = None if jit else FirstNotFinite(module, network.name)
-        self.seconds = 0.0
+        self.seconds = 0.0  #: Spent tracing and compiling in this run so far.
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
         self.operators = network.operators()
@@ -391,7 +377,7 @@ class Compiled:
                 placed = [
                     jax.make_array_from_callback(t.shape, where, lambda index, t=t: t[index]) for t in self._tables
                 ]
-            return Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
+            return _Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
 
     def _placed(self, name: str, value: Any) -> Any:
         """Returns a tensor or a tree as arrays, each where its rule puts it; arrays stay where they are."""
@@ -455,16 +441,12 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
     def leave() -> None:
         entered.pop().__exit__(None, None, None)
 
-    handles = []
-    for part, scope in _scope_names(module, name).items():
-        handles.append(part.register_forward_pre_hook(lambda _, inputs, scope=scope: enter(scope)))
-        # Also after an exception: upstream may catch it and go on.
-        handles.append(part.register_forward_hook(lambda _, inputs, output: leave(), always_call=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part, scope in _scope_names(module, name).items():
+            hooks.enter_context(part.register_forward_pre_hook(lambda _, inputs, scope=scope: enter(scope)))
+            # Also after an exception: upstream may catch it and go on.
+            hooks.enter_context(part.register_forward_hook(lambda _, inputs, output: leave(), always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _scope_names(module: torch.nn.Module, name: str) -> Mapping[torch.nn.Module, str]:

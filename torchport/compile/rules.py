@@ -1,7 +1,4 @@
-"""What a card, or whoever ports a module of his own, says of one network: where its tensors lie, and how it is stacked.
-
-A run has the same from its task. `network` builds both.
-"""
+"""What a card, or whoever ports a module of his own, says of one network: where its tensors lie, how it is stacked."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from torchport.config import Document, Frozen, parse_document, validated
 from torchport.config.card import Card, ScoreBound, Stack, Word
 from torchport.config.strategy import ActivationRule, Axis, Rule, WeightRule, shared_strategies
 from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.task import Task
 
 Kind = Literal["weights", "inputs", "activations"]
 PLACE = "port(strategy=...)"
@@ -38,22 +36,18 @@ class OwnRules(Frozen):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is said of one network.
-
-    Attributes:
-        divides: For an axis, the number of the network's configuration that it must divide.
-        strict: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
-        strategy: The path of the strategy in there; none of a caller's own rules.
-    """
+    """What is said of one network."""
 
     name: str
     own: OwnRules
     document: Document
-    strategy: Sequence[str | int] = ()
+    strategy: Sequence[str | int] = ()  #: The path of the strategy in there; none of a caller's own rules.
     written: str = ""
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
+    #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()
+    #: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
     strict: bool = False
 
     @property
@@ -100,6 +94,10 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
     return Rules(component, own, document, at, card.written(component), bounds, divides, extra)
+
+
+def of_task(task: Task, component: str) -> Rules:
+    return of_card(task.card, task.card_document, task.job.strategy, component)
 
 
 def of_shared(name: str, strategy: str) -> Rules:

@@ -50,11 +50,6 @@ class Stacked(torch.nn.Module):
         carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
         first: How many blocks of the list are before them.
         after: Called after each block, within the scan.
-
-    Attributes:
-        gather: Called for each of a block's weights, by name, before the block is: what makes them whole, one block at
-            a time.
-        around: What is called in place of the blocks, with what enters them and what runs them.
     """
 
     def __init__(
@@ -75,7 +70,10 @@ class Stacked(torch.nn.Module):
         self.place = place
         self.first = first
         self.after = after
+        #: Called for each of a block's weights, by name, before the block is: what makes them whole, one block at a
+        #: time.
         self.gather: Gather = lambda name, weight: weight
+        #: What is called in place of the blocks, with what enters them and what runs them.
         self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +92,9 @@ class Stacked(torch.nn.Module):
                 name=self.name,
             )
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        tensors, static = _split({key: value for key, value in given.items() if key not in self.carries})
+        beside = {key: value for key, value in given.items() if key not in self.carries}
+        tensors = {key: value for key, value in beside.items() if _has_tensor(value)}
+        static = {key: value for key, value in beside.items() if key not in tensors}
         before = _state(self.block)
 
         written: set[int] = set()
@@ -182,11 +182,7 @@ class _StackedList(torch.nn.ModuleList):
 
 
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
-    """Puts stacked blocks in the place of the `ModuleList`s that are declared, and returns how many each has.
-
-    Args:
-        module: The network, changed in place.
-    """
+    """Puts stacked blocks in the place of the `ModuleList`s that are declared, and returns how many each has."""
     counts: dict[str, int] = {}
     for name, entry in stacks.items():
         where = place(name)
@@ -303,14 +299,6 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if not key.startswith("_")
-    }
-
-
-def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns arguments that hold tensors, whole or in a tuple, and the others."""
-    with_tensors = {key for key, value in arguments.items() if _has_tensor(value)}
-    return {k: v for k, v in arguments.items() if k in with_tensors}, {
-        k: v for k, v in arguments.items() if k not in with_tensors
     }
 
 

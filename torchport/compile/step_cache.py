@@ -80,13 +80,10 @@ def _around(
 
 @dataclasses.dataclass
 class _Slot:
-    """What one call of a step has kept for the same call of later steps.
-
-    Attributes:
-        differences: What was kept in the last whole step, and its differences to those before, one for each order.
-    """
+    """What one call of a step has kept for the same call of later steps."""
 
     shapes: dict[str, tuple[int, ...]]
+    #: What was kept in the last whole step, and its differences to those before, one for each order.
     differences: list[Any] = dataclasses.field(default_factory=list)
     step: int = -1
 
@@ -96,10 +93,6 @@ class StepCached:
 
     Args:
         steps: The loop's; what a saved step kept is among its state.
-
-    Attributes:
-        curve: By step, the norm of what was kept over that of the step before, the mean of its calls (`calibrate`). A
-            stage that goes on from another one's steps goes on with its curve, too.
     """
 
     batches = True
@@ -112,6 +105,8 @@ class StepCached:
         self.full = frozenset(cache.computed(total))
         self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
         self.slots: list[_Slot] = []
+        #: By step, the norm of what was kept over that of the step before, the mean of its calls (`calibrate`). A stage
+        #: that goes on from another one's steps goes on with its curve, too.
         self.curve: list[float] = []
         self._ratios: list[float] = []  # of the calls of the step in progress
         self.saved: dict[str, torch.Tensor] = {}

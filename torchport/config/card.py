@@ -41,15 +41,18 @@ Implementation = Literal["plain", "splash", "splash_transposed", "splash_int8", 
 _CLASS_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
-def _importable(text: str) -> str:
-    if not re.fullmatch(_CLASS_PATH, text):
-        raise ValueError("It must be 'package.module:Class'")
-    return text
+def _written(pattern: str, remedy: str) -> pydantic.AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(remedy)
+        return text
+
+    return pydantic.AfterValidator(check)
 
 
 ClassPath = Annotated[
     str,
-    pydantic.AfterValidator(_importable),
+    _written(_CLASS_PATH, "It must be 'package.module:Class'"),
     pydantic.WithJsonSchema({"type": "string", "pattern": f"^{_CLASS_PATH}$"}),
 ]
 Word = Annotated[str, pydantic.Field(min_length=1)]
@@ -60,26 +63,15 @@ GENERIC = "diffusers"
 _FAMILY_PATH = rf"\w+/\w+|{GENERIC}"
 
 
-def _beside_patches(text: str) -> str:
-    if not re.fullmatch(_FAMILY_PATH, text):
-        raise ValueError(
-            "It must be 'folder/file', a Python file in patches/ without its ending, or 'diffusers'; "
-            "before, it was a module of torchport"
-        )
-    return text
-
-
 FamilyPath = Annotated[
     str,
-    pydantic.AfterValidator(_beside_patches),
+    _written(
+        _FAMILY_PATH,
+        "It must be 'folder/file', a Python file in patches/ without its ending, or 'diffusers'; "
+        "before, it was a module of torchport",
+    ),
     pydantic.WithJsonSchema({"type": "string", "pattern": f"^({_FAMILY_PATH})$"}),
 ]
-
-
-def _beside_family(text: str) -> str:
-    if not re.fullmatch(r"\w+\.py:[A-Za-z_]\w*", text):
-        raise ValueError("It must be 'file.py:function', a Python file in the folder of the card's family")
-    return text
 
 
 def _inside_checkpoint(text: str) -> str:
@@ -88,7 +80,13 @@ def _inside_checkpoint(text: str) -> str:
     return text
 
 
-BuilderPath = Annotated[str, pydantic.AfterValidator(_beside_family)]
+BuilderPath = Annotated[
+    str,
+    _written(
+        r"\w+\.py:[A-Za-z_]\w*",
+        "It must be 'file.py:function', a Python file in the folder of the card's family",
+    ),
+]
 FilePath = Annotated[Word, pydantic.AfterValidator(_inside_checkpoint)]
 
 

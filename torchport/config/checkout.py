@@ -37,7 +37,11 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
             raise UpstreamError(f"--upstream-path {named}", f"This is {other}: it has {file}", clone)
     if not (folder / checkout.has).is_file():
         raise UpstreamError(f"--upstream-path {named}", f"It has no {checkout.has}", clone)
-    _check_imported(checkout, folder)
+    # The modules of two copies of the package would mix.
+    copy = getattr(sys.modules.get(checkout.package), "__file__", None)
+    if copy is not None and not Path(copy).resolve().is_relative_to(folder):
+        fact = f"'{checkout.package}' was imported from {copy}"
+        raise UpstreamError(f"--upstream-path {folder}", fact, "Start a new process")
     return folder
 
 
@@ -83,16 +87,6 @@ def _package(checkout: Checkout, folder: Path) -> Path:
     """Returns the folder of the package, or the file of one that is a single module."""
     module = folder / f"{checkout.package}.py"
     return module if module.is_file() else folder / checkout.package
-
-
-def _check_imported(checkout: Checkout, folder: Path) -> None:
-    """Refuses a process that has imported another copy of the package: the modules of both would mix."""
-    module = sys.modules.get(checkout.package)
-    file = getattr(module, "__file__", None)
-    if file is not None and not Path(file).resolve().is_relative_to(folder):
-        raise UpstreamError(
-            f"--upstream-path {folder}", f"'{checkout.package}' was imported from {file}", "Start a new process"
-        )
 
 
 @contextlib.contextmanager

@@ -294,7 +294,9 @@ def _fact(name: str, value: Any) -> str:
 def _kind_refusal(model: type[Frozen], document: Document, location: Location, value: Any) -> TorchportError:
     """Returns the refusal of a value that is of none of the kinds which a key of it tells apart."""
     name, place = ".".join(str(part) for part in location), document.place(location)
-    key, kinds = _kinds(model, location)
+    literals = [_literals(candidate) for candidate in _models(model, location)]
+    key = next(key for key in literals[0] if all(key in other for other in literals))
+    kinds = [str(values[key][0]) for values in literals]
     if not isinstance(value, dict):
         sample = value if value in kinds else kinds[0]
         remedy = f"It must be a mapping of keys to values, such as {{{key}: {sample}}}"
@@ -312,13 +314,6 @@ def _kind_refusal(model: type[Frozen], document: Document, location: Location, v
 
 def _known(key: str, kinds: Sequence[str]) -> str:
     return f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
-
-
-def _kinds(model: type[Frozen], location: Location) -> tuple[str, list[str]]:
-    """Returns the key that tells the alternatives at a location apart, and its value in each of them."""
-    literals = [_literals(candidate) for candidate in _models(model, location)]
-    key = next(key for key in literals[0] if all(key in other for other in literals))
-    return key, [str(values[key][0]) for values in literals]
 
 
 def _literals(model: type[pydantic.BaseModel]) -> dict[str, tuple[Any, ...]]:

@@ -76,13 +76,11 @@ class Chip:
     host_memory: int | None = None
 
 
-def _chips() -> dict[str, Chip]:
-    rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return {name: Chip(name, **{**row, "kinds": tuple(row["kinds"])}) for name, row in rows.items()}
-
-
 FILE = Path(__file__).with_name("chips.yaml")
-TPU_CHIPS = _chips()
+TPU_CHIPS = {
+    name: Chip(name, **{**row, "kinds": tuple(row["kinds"])})
+    for name, row in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()
+}
 """Limits are per JAX device; those of a core say so."""
 
 

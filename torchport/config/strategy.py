@@ -49,7 +49,16 @@ def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
     return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
 
 
-class Rule(Frozen):
+class _ShareableRule(Frozen):
+    _is_shared: bool = pydantic.PrivateAttr(False)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it comes from `strategies.yaml`: such a rule may match nothing."""
+        return self._is_shared
+
+
+class Rule(_ShareableRule):
     """One sharding rule: the tensors whose whole name matches, and the mesh axes of their dims."""
 
     match: Regex
@@ -58,12 +67,6 @@ class Rule(Frozen):
     """The axis of each dim, from dim 0 on: `[tp]`, `[null, tp]`, `[[dp, tp]]`; or `replicate`."""
     otherwise: list[Spec] = []
     """Specs to try in this order if an axis does not divide its dim. Without them that is an error."""
-    _is_shared: bool = pydantic.PrivateAttr(False)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it comes from `strategies.yaml`: such a rule may match nothing."""
-        return self._is_shared
 
 
 class WeightRule(Rule):
@@ -79,7 +82,7 @@ class WeightRule(Rule):
         return self
 
 
-class ActivationRule(Frozen):
+class ActivationRule(_ShareableRule):
     """One rule for what modules return: those whose whole name matches, and the mesh axes of their outputs' dims."""
 
     match: Regex
@@ -88,12 +91,6 @@ class ActivationRule(Frozen):
     """A spec for each tensor that the module returns, in order. `null` leaves that tensor to the compiler."""
     uneven: bool = False
     """Whether the compiler may pad a dim that its axes do not divide. Otherwise that is an error."""
-    _is_shared: bool = pydantic.PrivateAttr(False)
-
-    @property
-    def is_shared(self) -> bool:
-        """As that of `Rule`."""
-        return self._is_shared
 
 
 class Strategy(Frozen):

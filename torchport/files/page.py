@@ -53,9 +53,10 @@ def table(caption: str, heads: str, rows: Sequence[Sequence[object]], bad: int =
 
 
 def rendered(template: Path, **values: Any) -> str:
-    """Returns the page of a template, which imports the macros: `{% import "page.html" as draw %}`."""
+    """Returns the text of a template; one of HTML imports the macros: `{% import "page.html" as draw %}`."""
     import jinja2
 
-    folders = [template.parent, Path(__file__).parent]
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folders), autoescape=True, trim_blocks=True)
+    loader = jinja2.FileSystemLoader([template.parent, Path(__file__).parent])
+    autoescape = template.suffix == ".html"
+    environment = jinja2.Environment(loader=loader, autoescape=autoescape, trim_blocks=True, keep_trailing_newline=True)
     return environment.get_template(template.name).render(**values)

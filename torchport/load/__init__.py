@@ -9,48 +9,24 @@ from torchport.config.card import Card, Component
 from torchport.errors import BadValueError, CheckpointForeignError
 from torchport.load import checkpoint, pretrained
 from torchport.load.foreign import check_values
-from torchport.load.layout import Layout, layout_of
-from torchport.load.lora import Lora, Loras
-from torchport.load.module import (
-    Builder,
-    Maker,
-    Recipe,
-    account,
-    build,
-    check_dtype,
-    class_of,
-    configuration,
-    default_dtype,
-    fill,
-    fill_buffers,
-    published,
-    tensors,
-)
-from torchport.load.pretrained import part, text_encoder
-
-__all__ = [
-    "Builder",
-    "Layout",
-    "Lora",
-    "Loras",
-    "Maker",
-    "Recipe",
-    "account_component",
-    "build",
-    "check_init",
-    "class_of",
-    "configuration",
-    "default_dtype",
-    "fill",
-    "fill_buffers",
-    "is_built_here",
-    "layout_of",
-    "part",
-    "published",
-    "reads_config",
-    "tensors",
-    "text_encoder",
-]
+from torchport.load.layout import Layout as Layout
+from torchport.load.layout import layout_of as layout_of
+from torchport.load.lora import Lora as Lora
+from torchport.load.lora import Loras as Loras
+from torchport.load.module import Builder as Builder
+from torchport.load.module import Maker as Maker
+from torchport.load.module import Recipe as Recipe
+from torchport.load.module import account, check_dtype
+from torchport.load.module import build as build
+from torchport.load.module import class_of as class_of
+from torchport.load.module import configuration as configuration
+from torchport.load.module import default_dtype as default_dtype
+from torchport.load.module import fill as fill
+from torchport.load.module import fill_buffers as fill_buffers
+from torchport.load.module import published as published
+from torchport.load.module import tensors as tensors
+from torchport.load.pretrained import part as part
+from torchport.load.pretrained import text_encoder as text_encoder
 
 
 def is_built_here(component: Component) -> bool:

@@ -43,16 +43,11 @@ CODES = {name: code for code, name in FLOATS.items()} | {
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A folder in the diffusers format (`model_index.json`, one folder per component).
-
-    Attributes:
-        identity: What the manifest calls it: `repo@commit`, or the folder's name.
-        digests: Of each component that is there, by name: two copies of one checkpoint agree.
-    """
+    """A folder in the diffusers format (`model_index.json`, one folder per component)."""
 
     folder: Path
-    identity: str
-    digests: dict[str, str]
+    identity: str  #: What the manifest calls it: `repo@commit`, or the folder's name.
+    digests: dict[str, str]  #: Of each component that is there, by name: two copies of one checkpoint agree.
 
 
 def is_folder(name: str) -> bool:

@@ -27,23 +27,17 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a component's tensors lie in its folder; by default in safetensors, under the module's own names.
+    """How a component's tensors lie in its folder; by default in safetensors, under the module's own names."""
 
-    Attributes:
-        file: From the folder: safetensors, an index of several, or a file of `torch.save`; None: whatever lies there.
-        key: Where a file of `torch.save` has the state dict.
-        rename: Rules from the file's names to the module's.
-        unread: Regular expressions of the file's names that the module does not use.
-        without: Modules whose tensors are not wanted, though they lie there.
-        loras: LoRA files that are merged into them.
-    """
-
+    #: From the folder: safetensors, an index of several, or a file of `torch.save`; None: whatever lies there.
     file: str | None = None
-    key: str | None = None
-    rename: Sequence[RenameRule] = ()
-    unread: Sequence[str] = ()
+    key: str | None = None  #: Where a file of `torch.save` has the state dict.
+    rename: Sequence[RenameRule] = ()  #: Rules from the file's names to the module's.
+    unread: Sequence[str] = ()  #: Regular expressions of the file's names that the module does not use.
     places: Sequence[str] = ()
+    #: Modules whose tensors are not wanted, though they lie there.
     without: Sequence[str] = dataclasses.field(default=(), compare=False)
+    #: LoRA files that are merged into them.
     loras: Loras | None = dataclasses.field(default=None, compare=False)
 
     @property

@@ -53,14 +53,10 @@ _OTHER_SUMS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """One place where a trainer has written settings.
-
-    Attributes:
-        values: The settings of the component, without the name of the network before them.
-    """
+    """One place where a trainer has written settings."""
 
     name: str
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  #: The settings of the component, without the name of the network before them.
 
 
 class _Adapter:
@@ -261,14 +257,11 @@ class Lora(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loras:
-    """The LoRA files of a component.
-
-    Attributes:
-        names: The card's rules from the names of the component's layers to those in such files.
-    """
+    """The LoRA files of a component."""
 
     component: str
     files: Sequence[Lora]
+    #: The card's rules from the names of the component's layers to those in such files.
     names: Sequence[LoraName] = ()
     places: Sequence[str] = ()
 

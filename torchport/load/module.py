@@ -84,16 +84,11 @@ def _closest(name: str, names: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A card's function that builds a module.
-
-    Attributes:
-        class_path: What it must return a module of, `package.module:Class`.
-        reference: How the card names it, `file.py:function`.
-    """
+    """A card's function that builds a module."""
 
     function: Callable[..., torch.nn.Module]
-    class_path: str
-    reference: str
+    class_path: str  #: What it must return a module of, `package.module:Class`.
+    reference: str  #: How the card names it, `file.py:function`.
 
 
 Maker = str | Builder
@@ -249,23 +244,16 @@ MOST = 20_000
 def building(
     name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
 ) -> Iterator[None]:
-    """Refuses a configuration from which a module cannot be built, or would be built without end.
-
-    Args:
-        name: Of what builds it.
-    """
+    """Refuses a configuration from which a module cannot be built, or would be built without end."""
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
         if next(count) > MOST:
             raise ValueError(f"it asks for more than {MOST} parameters")
 
-    hook = register_module_parameter_registration_hook(check_count)
-    try:
-        with reading(kind, place, f"{name} cannot be built from it", remedy):
-            yield
-    finally:
-        hook.remove()
+    fact = f"{name} cannot be built from it"
+    with register_module_parameter_registration_hook(check_count), reading(kind, place, fact, remedy):
+        yield
 
 
 def tensors(
@@ -288,11 +276,7 @@ def tensors(
 
 
 def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:
-    """Returns where each tensor of a module is, all keys, shapes and dtypes accounted for, either way round.
-
-    Args:
-        module: Built without storage.
-    """
+    """Returns where each tensor of a module is, all keys, shapes and dtypes accounted for, either way round."""
     state, stored = module.state_dict(), layout.stored(folder)
     missing = sorted(set(state) - set(stored))
     foreign = sorted(set(stored) - set(state))

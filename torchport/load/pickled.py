@@ -24,8 +24,6 @@ def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> di
     """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape. No values are read.
 
     Args:
-        file: A state dict, or a dict that has one.
-        key: Where it has it, see `tensors`.
         unread: Names that need not be tensors.
     """
     state = tensors(file, key, unread)
@@ -106,15 +104,11 @@ class _Inert(list[Any]):
 
 
 class _Storages(pickle.Unpickler):
-    """Notes which storages a pickle of `torch.save` asks for, and how many bytes of each. It makes and runs nothing.
-
-    Attributes:
-        sizes: Bytes by the storage's key.
-    """
+    """Notes which storages a pickle of `torch.save` asks for, and how many bytes of each. It makes and runs nothing."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  #: Bytes by the storage's key.
 
     def find_class(self, module: str, name: str) -> Any:
         inert = _Inert()

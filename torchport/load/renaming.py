@@ -73,7 +73,6 @@ def file_names(
     """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
 
     Args:
-        rules: First match first.
         is_unread: Whether a name in the file is left out there.
     """
     turned = [turn for turn in map(_turned, rules) if turn is not None]

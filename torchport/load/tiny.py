@@ -261,15 +261,11 @@ class _Contents:
         for file, tree in self.trees.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.name.endswith(".index.json"):
-                _write_indexed(file, tree)
-            else:
-                file.write_bytes(_bytes(file, tree))
-
-
-def _write_indexed(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    shard = file.name.removesuffix(".safetensors.index.json") + "-00001-of-00001.safetensors"
-    (file.parent / shard).write_bytes(_bytes(file.with_name(shard), tensors))
-    file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}))
+                name = file.name.removesuffix(".safetensors.index.json")
+                shard = file.with_name(f"{name}-00001-of-00001.safetensors")
+                file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tree, shard.name)}))
+                file = shard
+            file.write_bytes(_bytes(file, tree))
 
 
 def _bytes(file: Path, tensors: Mapping[str, Any]) -> bytes:
@@ -288,7 +284,6 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
     """Draws every parameter from its own generator, so that the order of modules does not matter.
 
     Args:
-        module: In host memory; changed in place.
         what: The component's name; two components with equal shapes differ.
         scale: Standard deviation times sqrt(fan-in) of weights; gains lie around 1, biases around 0.
     """

@@ -25,24 +25,19 @@ from torchport.patch.live.registry import registry
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """One patch of a run.
-
-    Attributes:
-        outcome: "not needed" or, after a run, the last state. None while it can still change.
-        detail: What led to that outcome, or what else is worth printing.
-        drift: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
-        imported: Whether the target is a name that its module imports. Then that name alone is changed. None where
-            the source does not say.
-    """
+    """One patch of a run."""
 
     entry: Entry
     loaded: Any = None
     calls: Calls = dataclasses.field(default_factory=Calls)
     change: Change | None = None
+    #: "not needed" or, after a run, the last state. None while it can still change.
     outcome: str | None = None
-    detail: str = ""
+    detail: str = ""  #: What led to that outcome, or what else is worth printing.
     late: bool = False
-    drift: str = ""
+    drift: str = ""  #: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
+    #: Whether the target is a name that its module imports. Then that name alone is changed. None where the source does
+    #: not say.
     imported: bool | None = None
 
     def state(self) -> str:
@@ -58,14 +53,10 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A torchax lowering, for `compile` to register through torchax's public `override_op_definition`.
-
-    Attributes:
-        target: The torch function or ATen overload, `module:attribute.path`.
-    """
+    """A torchax lowering, for `compile` to register through torchax's public `override_op_definition`."""
 
     id: str
-    target: str
+    target: str  #: The torch function or ATen overload, `module:attribute.path`.
     function: Callable[..., Any]
     place: str
 

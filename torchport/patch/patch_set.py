@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.config.card import STAGES
@@ -37,17 +37,15 @@ class _PatchSet:
     Args:
         records: The patches that this set brings. Those that were in force before are not among them.
         ledger: It hears of every error.
-
-    Attributes:
-        replaced: Changes of modules that were imported again since: somebody may still hold the old functions.
-        rebindings: What made holders of originals hold what took their place.
     """
 
     def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:
         self.records = list(records)
         self.ledger = ledger
         self.changed: list[Record] = []
+        #: Changes of modules that were imported again since: somebody may still hold the old functions.
         self.replaced: list[Change] = []
+        #: What made holders of originals hold what took their place.
         self.rebindings: list[aliases.Rebinding] = []
         self.disarm: list[Callable[[], None]] = []
         self.failed = False
@@ -191,7 +189,9 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
     if stage is not None and stage not in STAGES:
         raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
     with registry.lock:
-        _check_thread()
+        if registry.sets and registry.owner != threading.get_ident():
+            fact = "Another thread has patches applied"
+            raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
         patches = _patch_set(entries, stage, accept_drift)
         patches.enter()
         registry.sets.append(patches)
@@ -204,12 +204,6 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
         with registry.lock:
             _leave(patches)
     patches.ledger.raise_pending()
-
-
-def _check_thread() -> None:
-    if registry.sets and registry.owner != threading.get_ident():
-        fact = "Another thread has patches applied"
-        raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
 
 
 def _leave(patches: _PatchSet) -> None:
@@ -233,8 +227,14 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
     fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
     check_claims([record.entry for record in in_force.values()], fresh)
     records = _records_by_versions(fresh)
-    _load_and_check(records.values())
-    _check_drift(records.values(), accept_drift)
+    wanted = [record for record in records.values() if record.outcome is None]
+    loaded = load_all([record.entry for record in wanted])
+    check_sources([record.entry for record in wanted], loaded)
+    for record in wanted:
+        record.loaded = loaded.get(record.entry.id)
+        if record.entry.edits:
+            record.imported = is_imported(record.entry)
+            record.drift = "accepted" if accept_drift else drift.check(record.entry)
     ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
     return _PatchSet(list(records.values()), ledger)
 
@@ -248,21 +248,6 @@ def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
         if reason is not None:
             record.outcome, record.detail = "not needed", reason
     return records
-
-
-def _load_and_check(records: Iterable[Record]) -> None:
-    wanted = [record for record in records if record.outcome is None]
-    loaded = load_all([record.entry for record in wanted])
-    check_sources([record.entry for record in wanted], loaded)
-    for record in wanted:
-        record.loaded = loaded.get(record.entry.id)
-
-
-def _check_drift(records: Iterable[Record], accept_drift: bool) -> None:
-    for record in records:
-        if record.outcome is None and record.entry.edits:
-            record.imported = is_imported(record.entry)
-            record.drift = "accepted" if accept_drift else drift.check(record.entry)
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:

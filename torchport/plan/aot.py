@@ -67,21 +67,17 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         network.check_classes(task)
         network.check_heads(task)
         check_loras(task, stage)
-        outline = _outline(task, stage, devices)
+        parts, mesh = network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
+        module, how = network.module_of(stage, parts), network.how(stage, task)
+        weights = network.shapes(task, stage, module, mesh)
+        # What upstream keeps of a call, as tables of positions, would be on meta where the program is traced.
+        called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
+        preflight.input_rules(task, stage.network, called)
+        kernels: list[dispatch.Traced | dispatch.Pass] = []
+        program = network.compiled(task, stage, module, weights, mesh, record=kernels.append)
         if not bounded:
-            outline.program.attention = dataclasses.replace(outline.program.attention, bounds={})
-        yield outline
-
-
-def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:
-    name, parts, mesh = str(stage.network), network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
-    module, how = network.module_of(stage, parts), network.how(stage, task)
-    weights = network.shapes(task, stage, module, mesh)
-    # What upstream keeps of a call, as tables of positions, would be on meta where the program is traced.
-    called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
-    preflight.input_rules(task, name, called)
-    kernels: list[dispatch.Traced | dispatch.Pass] = []
-    return StageNetwork(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
+            program.attention = dataclasses.replace(program.attention, bounds={})
+        yield StageNetwork(program, called, kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +345,6 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
 
     Args:
         task: The job; it travels as it is, and nothing of it is read again.
-        folder: For the dump; it is made.
         bounded: Whether scores lie within the bounds that the card names.
     """
     dump = folder.resolve()

@@ -12,7 +12,6 @@ from torchport.files.page import BarChart, BarPart, PageTable
 from torchport.plan.figures import (
     BlockTime,
     JobPlan,
-    KnownTime,
     Memory,
     Operation,
     Overflow,
@@ -93,9 +92,11 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
         )
         text.append(f"  {whole:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
     if step := stage.step.known:
+        left = step.model_s - step.attention_s
+        divided = "" if step.factor == 1.0 else f"; the last two divided by {step.factor:.3g} make {left:.3g}"
         text.append(
             f"  {whole:8}  {step.model_s:.3g} s by the model (attention {step.attention_s:.3g}, other "
-            f"{step.other_s:.3g}, communication {step.communication_s:.3g}{_divided(step)}); "
+            f"{step.other_s:.3g}, communication {step.communication_s:.3g}{divided}); "
             f"the arithmetic alone at peak takes {stage.step.floor_s:.3g} s"
         )
     if stage.largest:
@@ -110,11 +111,15 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
 
 
 def _words(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
-    found = [finding for finding in stage.findings if isinstance(finding, kind)]
-    return [_overflow_line(each) if isinstance(each, Overflow) else _estimate_line(each) for each in found]
+    return [_finding_line(finding) for finding in stage.findings if isinstance(finding, kind)]
 
 
-def _estimate_line(finding: Underestimate) -> str:
+def _finding_line(finding: Overflow | Underestimate) -> str:
+    if isinstance(finding, Overflow):
+        where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
+        asked, limit = finding.asked_bytes, finding.limit_bytes
+        sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
+        return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
     negative = f", {finding.negative} of them negative" if finding.negative else ""
     return (
         f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
@@ -148,17 +153,6 @@ def _block_lines(block: BlockTime) -> list[str]:
             for collective in block.collectives
         ),
     ]
-
-
-def _divided(step: KnownTime) -> str:
-    factor, left = step.factor, step.model_s - step.attention_s
-    return "" if factor == 1.0 else f"; the last two divided by {factor:.3g} make {left:.3g}"
-
-
-def _overflow_line(finding: Overflow) -> str:
-    where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
-    sizes = "" if finding.asked_bytes is None else f": {finding.asked_bytes:,} bytes, limit {finding.limit_bytes:,}"
-    return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
 
 
 def write(file: Path, job: JobPlan, command: str) -> None:

@@ -48,21 +48,6 @@ class SweptMesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepRow:
-    """The figures of one plan by which it is compared; None for what is not known."""
-
-    strategy: str
-    mesh: dict[Axis, int]
-    fits: bool
-    peak_bytes: int | None
-    block_other_ms: float | None
-    block_collectives_bytes: int | float | None
-    block_attention_ms: float | None
-    uncalibrated_s: float | None
-    model_s: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Sweep:
     model: str
     machine: str
@@ -122,7 +107,12 @@ def sweep(
     outcomes = [(choice, outcome) for (choice, _), outcome in results]
     planned = [(choice, outcome) for choice, outcome in outcomes if not isinstance(outcome, TorchportError)]
     failed = [(choice, outcome) for choice, outcome in outcomes if isinstance(outcome, TorchportError)]
-    return Sweep(card.model, machine.name, sorted(planned, key=lambda pair: _rank(pair[1])), failed, skipped)
+
+    def rank(pair: tuple[SweptMesh, JobPlan]) -> tuple[bool, float]:
+        seconds = pair[1].stage(STAGE).step.model_s
+        return not pair[1].fits, math.inf if seconds is None else seconds
+
+    return Sweep(card.model, machine.name, sorted(planned, key=rank), failed, skipped)
 
 
 def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
@@ -150,20 +140,15 @@ def _flat(value: Any) -> Iterator[str]:
             yield from _flat(part)
 
 
-def _rank(job: JobPlan) -> tuple[bool, float]:
-    seconds = job.stage(STAGE).step.model_s
-    return not job.fits, math.inf if seconds is None else seconds
-
-
 def data(swept: Sweep) -> dict[str, Any]:
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
     return {
         "model": swept.model,
         "machine": swept.machine,
         "versions": versions(),
-        "assumptions": _assumptions(swept),
-        "lossy": _lossy(swept),
-        "rows": [dataclasses.asdict(_row(choice, job)) for choice, job in swept.planned],
+        "assumptions": swept.planned[0][1].assumptions if swept.planned else [],
+        "lossy": swept.planned[0][1].lossy if swept.planned else [],
+        "rows": [_row(choice, job) for choice, job in swept.planned],
         **{
             key: [{"strategy": c.strategy, "mesh": c.mesh, "id": e.id, "error": str(e)} for c, e in pairs]
             for key, pairs in refused
@@ -171,28 +156,21 @@ def data(swept: Sweep) -> dict[str, Any]:
     }
 
 
-def _assumptions(swept: Sweep) -> list[str]:
-    return swept.planned[0][1].assumptions if swept.planned else []
-
-
-def _lossy(swept: Sweep) -> list[str]:
-    return swept.planned[0][1].lossy if swept.planned else []
-
-
-def _row(choice: SweptMesh, job: JobPlan) -> SweepRow:
+def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
+    """Returns the figures of a plan by which it is compared; None for what is not known."""
     stage = job.stage(STAGE)
     block = stage.per_block
-    return SweepRow(
-        strategy=choice.strategy,
-        mesh=choice.mesh,
-        fits=job.fits,
-        peak_bytes=stage.per_device.peak_bytes,
-        block_other_ms=None if block is None else block.other_ms,
-        block_collectives_bytes=None if block is None else moved_bytes(block.collectives),
-        block_attention_ms=None if block is None else block.attention_ms,
-        uncalibrated_s=stage.step.uncalibrated_s,
-        model_s=stage.step.model_s,
-    )
+    return {
+        "strategy": choice.strategy,
+        "mesh": choice.mesh,
+        "fits": job.fits,
+        "peak_bytes": stage.per_device.peak_bytes,
+        "block_other_ms": None if block is None else block.other_ms,
+        "block_collectives_bytes": None if block is None else moved_bytes(block.collectives),
+        "block_attention_ms": None if block is None else block.attention_ms,
+        "uncalibrated_s": stage.step.uncalibrated_s,
+        "model_s": stage.step.model_s,
+    }
 
 
 def lines(swept: Sweep) -> list[str]:
@@ -200,16 +178,15 @@ def lines(swept: Sweep) -> list[str]:
     rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:
         row = _row(choice, job)
-        moved = None if row.block_collectives_bytes is None else row.block_collectives_bytes / 1e6
-        gib = None if row.peak_bytes is None else row.peak_bytes / GIB
-        figures = (gib, row.block_other_ms, moved, row.block_attention_ms, row.model_s)
+        moved = None if row["block_collectives_bytes"] is None else row["block_collectives_bytes"] / 1e6
+        gib = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
+        figures = (gib, row["block_other_ms"], moved, row["block_attention_ms"], row["model_s"])
         words = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
-        rows.append((choice.strategy, choice.mesh_text, "yes" if row.fits else "NO", *words))
+        rows.append((choice.strategy, choice.mesh_text, "yes" if job.fits else "NO", *words))
     text = [f"{swept.model} on {swept.machine}; other, moved and attention are of one block, model s of a step"]
     text += table(rows, left=3)
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
     text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
-    text += [f"lossy: {reason}" for reason in _lossy(swept)]
-    if swept.planned:
-        text.append(f"assumed: {'; '.join(_assumptions(swept))}")
+    for _, job in swept.planned[:1]:
+        text += [*(f"lossy: {reason}" for reason in job.lossy), f"assumed: {'; '.join(job.assumptions)}"]
     return text

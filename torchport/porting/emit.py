@@ -48,7 +48,9 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     outcome = Outcome()
     with on_path(root):
         home = home_of(report, path, out)
-        drawn = list(_drawn(_open(report), outcome))
+        wanted = "path" if report.entries else "unknown"
+        some = [finding for finding in report.findings if finding.verdict == "rewrite" and not finding.only]
+        drawn = list(_drawn([finding for finding in some if finding.reach == wanted], outcome))
         for drawing in drawn:
             _write(drawing, home, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
@@ -85,12 +87,6 @@ def _start(finding: ScanFinding) -> Path | None:
     file = Path(os.path.realpath(finding.file)).with_suffix("")
     file = file.parent if file.name == "__init__" else file
     return file.parents[len(names) - 1] if list(file.parts[-len(names) :]) == names else None
-
-
-def _open(report: ScanReport) -> list[ScanFinding]:
-    wanted = "path" if report.entries else "unknown"
-    some = [finding for finding in report.findings if finding.verdict == "rewrite" and not finding.only]
-    return [finding for finding in some if finding.reach == wanted]
 
 
 def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:

@@ -87,12 +87,14 @@ def call(
     # The process must import the torchport that this one has, also where that lies in the current folder alone.
     folders = [] if root in trusted else [root]
     entries = [*(str(folder.absolute()) for folder in first), *folders, *trusted]
+    variables = {**os.environ, **(environment or {})}
+    search_path = import_path.without_empty(variables.pop("PYTHONPATH", ""))
     with atomic.scratch() as folder:
         (folder / _REQUEST).write_bytes(pickle.dumps((function, arguments)))
         code = _CODE.format(path=entries, folder=str(folder), parent=os.getpid())
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
-            env=_environment(environment or {}),
+            env=variables | ({"PYTHONPATH": search_path} if search_path else {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -121,13 +123,6 @@ def _end_of(process: subprocess.Popen[str], stop: threading.Event | None) -> End
         except BaseException:
             process.kill()
             raise
-
-
-def _environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """Returns a child's variables: this process's, some additions, and a `PYTHONPATH` without empty entries."""
-    variables = {**os.environ, **additions}
-    search_path = import_path.without_empty(variables.pop("PYTHONPATH", ""))
-    return variables | ({"PYTHONPATH": search_path} if search_path else {})
 
 
 def answer(name: str, parent: int) -> None:

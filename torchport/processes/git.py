@@ -123,11 +123,7 @@ def _differs(folder: Path, mode: str, digest: str, name: str) -> bool:
         content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
     except OSError:  # it is gone, or no file any more
         return True
-    contents = [content, content.replace(b"\r\n", b"\n")]
-    return digest not in (_blob(content, len(digest)) for content in contents)
-
-
-def _blob(content: bytes, digits: int) -> str:
-    """Returns git's hash of a file's content: SHA-1, or SHA-256 in a repository that has longer hashes."""
-    new = hashlib.sha1 if digits == 40 else hashlib.sha256
-    return new(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    new = hashlib.sha1 if len(digest) == 40 else hashlib.sha256  # by the repository's format
+    contents = (content, content.replace(b"\r\n", b"\n"))
+    blobs = (b"blob %d\0" % len(content) + content for content in contents)
+    return digest not in (new(blob, usedforsecurity=False).hexdigest() for blob in blobs)

@@ -25,11 +25,7 @@ _HOOK = str(Path(__file__).parent / "site")
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuses a command line that names no program.
-
-    Args:
-        words: `FILE ARGS...`, or `-m package.module ARGS...`.
-    """
+    """Refuses a command line that names no program."""
     place = "torchport exec"
     if not words or (words[0] == "-m" and len(words) < 2):
         raise BadValueError(place, "No script is named", "Add it: -- script.py ARGS, or -- -m package.module ARGS")

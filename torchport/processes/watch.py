@@ -44,17 +44,12 @@ OVER = "over"
 
 
 class Watch:
-    """Ends this process if another has failed or is lost: a program that waits for the other never gets an error.
-
-    Attributes:
-        folder: Where what is finished lies, once that is known.
-        over: Whether this process has come to its end by itself.
-    """
+    """Ends this process if another has failed or is lost: a program that waits for the other never gets an error."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
-        self.folder: Path | None = None
-        self.over = threading.Event()
+        self.folder: Path | None = None  #: Where what is finished lies, once that is known.
+        self.over = threading.Event()  #: Whether this process has come to its end by itself.
         self.last_words = {number: "" for number in range(state.num_processes) if number != state.process_id}
         self.heard = dict.fromkeys(self.last_words, time.monotonic())
         self.words = dict.fromkeys(self.last_words, 0)

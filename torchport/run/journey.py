@@ -30,11 +30,10 @@ from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, size_text, track
 from torchport.run import resume
-from torchport.save import artefact
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_picture, write_video
 from torchport.stages import family
-from torchport.task import Execution, Task
+from torchport.task import Task
 from torchport.task.devices import devices
 from torchport.task.execution import SKIPPED
 
@@ -55,9 +54,6 @@ class Journey:
     """A task on its way.
 
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
-
-    Attributes:
-        begins: The step, from 0, at which the network of the stage that was read for last begins.
     """
 
     def __init__(
@@ -134,6 +130,7 @@ class Journey:
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
+        #: The step, from 0, at which the network of the stage that was read for last begins.
         self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
         self._start = (self.begins, state)
         return inputs | self.task.noise(stage)
@@ -154,18 +151,15 @@ class Journey:
             tensors |= {f"{STATE * follows}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
-                _check_flags(task, stage, save.file_of(folder, name), manifest)
-                self._compare_upstream(save.file_of(folder, name), manifest)
+                file = save.file_of(folder, name)
+                _check_flags(task, stage, file, manifest)
+                theirs = manifest.upstream
+                if self.upstream and theirs and theirs.model_dump() != self.upstream.row():  # as with versions
+                    made = git.Revision(theirs.commit, theirs.dirty, "unknown")
+                    log.warning("%s was made by %s at %s; this run has %s", file, theirs.package, made, self.upstream)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
         return {"shas": shas, "settings": settings}, tensors
-
-    def _compare_upstream(self, file: Path, manifest: Manifest) -> None:
-        """Warns of an artefact that another commit of the upstream made: as with versions, it is taken."""
-        if self.upstream is None or manifest.upstream is None or manifest.upstream.model_dump() == self.upstream.row():
-            return
-        theirs = git.Revision(manifest.upstream.commit, manifest.upstream.dirty, "unknown")
-        log.warning("%s was made by %s at %s; this run has %s", file, self.upstream.package, theirs, self.upstream)
 
     def inputs_of(self, stage: family.Stage) -> dict[str, str]:
         return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
@@ -178,18 +172,14 @@ class Journey:
             start = unfinished if unfinished[0] else start
             self.steps += self.task.settings.steps - start[0]
             self._start = start
-            hosts.from_first(functools.partial(artefact.remove_steps_after, self.task.folder, stage.name, start[0]))
+            hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, start[0]))
         facts = functools.partial(self._facts, stage, ledger)
         steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
-        count = self._execution.profile
+        count = self.task.request.execution.profile
         if count is None or stage.name not in DENOISING or not hosts.first():
             return steps
         profile = Profile(self.task.folder, stage.name, count)
         return dataclasses.replace(steps, track=profile.tracking(steps.track))
-
-    @property
-    def _execution(self) -> Execution:
-        return self.task.request.execution
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
@@ -209,7 +199,7 @@ class Journey:
         lap("run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
         self.operators |= {name: compiled.called() for name, compiled in programs.items() if compiled.jit}
-        for compiled in (programs.values() or [call]) if self._execution.memory else ():
+        for compiled in (programs.values() or [call]) if self.task.request.execution.memory else ():
             for line in memory_lines(compiled, devices(self.task.machine)):
                 log.info("memory of '%s': %s", stage.name, line)
         compiling = sum(each.seconds for each in programs.values())
@@ -245,7 +235,7 @@ class Journey:
             "settings": {**self._settings, **task.manifest_settings(stage)},
             "config": task.job.model_dump(),
             "backend": task.request.backend,
-            **self._execution.row(task.machine),
+            **self.task.request.execution.row(task.machine),
             "patches": ledger.rows(),
             "cache": _cache_row(task, stage, self.begins),
             **task.code(stage),
@@ -365,13 +355,16 @@ def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] |
     return {"kind": cache.kind, "steps": steps, "computed": list(computed_by(cache, steps, begins))}
 
 
-def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
-    return [
-        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
-        for name, stage in stages.items()
-        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
-    ]
+def _lossy(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the deviations of stages, as manifests list them, by a step cache or by attention in eight bits."""
+    lossy: list[tuple[str, StageName, str]] = []
+    for name, stage in stages.items():
+        if (row := stage["cache"]) is not None:
+            lossy.append((f"cache {row['kind']}", name, f"computes {len(row['computed'])} of {row['steps']} steps"))
+        is_int8 = name in DENOISING and stage["config"].get("attention") == "splash_int8"
+        if is_int8 and stage["backend"] != "original":
+            lossy.append(("attention splash_int8", name, LOSSY_INT8))
+    return [{"id": id, "stage": name, "equivalence": {"lossy": how}} for id, name, how in lossy]
 
 
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
@@ -384,21 +377,12 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     # A lowering that nothing called has changed nothing.
     rows = [row for stage in stages.values() for row in stage["patches"] if row["state"] != "armed"]
-    caches = [
-        {
-            "id": f"cache {row['kind']}",
-            "stage": name,
-            "equivalence": {"lossy": f"computes {len(row['computed'])} of {row['steps']} steps"},
-        }
-        for name, stage in stages.items()
-        if (row := stage["cache"]) is not None
-    ]
     manifest = {
         "schema_version": SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *_eight_bits(stages)],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *_lossy(stages)],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)

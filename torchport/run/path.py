@@ -1,4 +1,4 @@
-"""The path: patch, load, shard, compile, run, save. All else that a run does is in `bookkeeping`."""
+"""The path: patch, load, shard, compile, run, save. All else that a run does is in `journey`."""
 
 from __future__ import annotations
 
@@ -178,16 +178,13 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
 
 
 class StageAtHand:
-    """A stage that is loaded once, for one run or for several of one shape.
-
-    Attributes:
-        is_loading: Whether it is being loaded: an error of that moment is one of all runs.
-    """
+    """A stage that is loaded once, for one run or for several of one shape."""
 
     def __init__(self, common: Shared, stage: family.Stage, ledger: patch.Ledger) -> None:
         self.common = common
         self.stage = stage
         self.ledger = ledger
+        #: Whether it is being loaded: an error of that moment is one of all runs.
         self.is_loading = False
         self.parts: dict[str, Any] = {}
         self.call: Any = None

@@ -18,7 +18,6 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save import artefact
 from torchport.save.manifest import Manifest, leaves, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
@@ -36,16 +35,13 @@ AFTER_REMOVAL = "the same command, after removing it"
 
 
 class Unfinished:
-    """A run's unfinished latents: saved every few steps, and read by the run that goes on from there.
-
-    Attributes:
-        step: How many steps the latents on the disk have gone through; 0 where there are none.
-    """
+    """A run's unfinished latents: saved every few steps, and read by the run that goes on from there."""
 
     def __init__(self, task: Task, upstream: Upstream | None = None) -> None:
         self.task = task
         self.upstream = upstream
         self.stage: StageName = "denoise"
+        #: How many steps the latents on the disk have gone through; 0 where there are none.
         self.step = 0
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -62,7 +58,7 @@ class Unfinished:
             remedy = "Give them this name in `steps.finished` (docs/families.md), or leave 'keep_steps' out"
             place = self.task.job_document.place(["keep_steps"])
             raise BadValueError(place, f"{fact} {', '.join(map(repr, sorted(state)))}", remedy)
-        name, tensors = artefact.step_name(self.stage, number), {"latents": latents}
+        name, tensors = save.step_name(self.stage, number), {"latents": latents}
         hosts.from_first(lambda: save.write(self.task.folder, name, tensors, {**facts, "done": number}).sha256)
 
     def read(

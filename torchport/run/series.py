@@ -275,18 +275,13 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
 
 
 class _Taken:
-    """A video that this process makes, while its folder is locked.
-
-    Attributes:
-        journey: Its way; None before it has begun.
-        stage: The next stage on it; None where none is left.
-    """
+    """A video that this process makes, while its folder is locked."""
 
     def __init__(self, video: Video, lock: contextlib.ExitStack) -> None:
         self.video = video
         self.lock = lock
-        self.journey: Journey | None = None
-        self.stage: family.Stage | None = None
+        self.journey: Journey | None = None  #: Its way; None before it has begun.
+        self.stage: family.Stage | None = None  #: The next stage on it; None where none is left.
         self._stages: Iterator[family.Stage] = iter(())
 
     def start(self, common: path.Shared, stopping: Stopping) -> None:
@@ -408,14 +403,11 @@ def _is_everywhere(error: TorchportError) -> bool:
 
 
 def lines(videos: Sequence[Video]) -> list[str]:
-    times = [f"{video.seconds:8.1f} s" if video.seconds else "" for video in videos]
-    rows = [(f"{v.name:5}", f"{v.state:9}", f"{time:10}", _about(v)) for v, time in zip(videos, times, strict=True)]
+    rows = []
+    for video in videos:
+        time = f"{video.seconds:8.1f} s" if video.seconds else ""
+        about = str(video.task.folder) if video.error is None else f"error[{video.error.id}] {video.error.place}"
+        rows.append((f"{video.name:5}", f"{video.state:9}", f"{time:10}", about))
     states = [video.state for video in videos]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     return [*table(rows, left=4), f"{len(videos)} videos: {counts}"]
-
-
-def _about(video: Video) -> str:
-    if video.error is not None:
-        return f"error[{video.error.id}] {video.error.place}"
-    return str(video.task.folder)

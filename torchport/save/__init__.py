@@ -1,37 +1,394 @@
-"""A stage's files: the artefact with its manifest, stage files of hand-written ports, pictures, video."""
+"""What one stage hands to the next: a safetensors file that holds its own manifest.
 
-from torchport.save.artefact import (
-    CONTACT_SHEET,
-    PICTURE,
-    VIDEO,
-    check_lineage,
-    discard_stale,
-    file_of,
-    read,
-    read_file,
-    read_manifest,
-    readable_manifest,
-    remove,
-    sha256_of,
-    write,
-    write_copy,
-    write_file,
-)
+An artefact is one file, so that one renaming replaces it: there is never a new half beside an old one. The manifest is
+in the file's metadata, under a checksum of its own; the JSON beside it is a copy for people.
+"""
 
-__all__ = [
-    "CONTACT_SHEET",
-    "PICTURE",
-    "VIDEO",
-    "check_lineage",
-    "discard_stale",
-    "file_of",
-    "read",
-    "read_file",
-    "read_manifest",
-    "readable_manifest",
-    "remove",
-    "sha256_of",
-    "write",
-    "write_copy",
-    "write_file",
-]
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+
+from torchport.config.card import StageName
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, NotFiniteError
+from torchport.files import atomic
+from torchport.load.foreign import reading
+from torchport.progress import log
+from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
+
+_TEXT, _CHECKSUM = "torchport", "torchport.sha256"
+"""Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
+
+VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"
+
+
+def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
+    """Writes an artefact. At every moment either the older one or this one is there, whole."""
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        _check_finite(folder, name, key, tensor)
+    manifest = Manifest(
+        schema_version=SCHEMA,
+        tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
+        sha256=sha256_of(tensors),
+        **facts,
+    )
+    # The copy goes first: it must never describe another artefact than the one beside it.
+    atomic.remove(_copy(folder, name))
+    write_file(file_of(folder, name), tensors, text_of(manifest))
+    return manifest
+
+
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> None:
+    """Writes tensors as safetensors, with a text under a checksum of its own.
+
+    Args:
+        file: An older one gives way, once the new one is whole.
+    """
+    from safetensors.torch import save
+
+    data = save(dict(tensors), {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
+    with atomic.writing(file) as temporary:
+        temporary.write_bytes(data)
+
+
+def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
+    return _manifest_text(file, made_by), _load(file, made_by)
+
+
+def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    atomic.write_text(_copy(folder, name), text_of(manifest))
+
+
+def _copy(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Returns a checksum of tensors that two runs share if they agree in every bit."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name}\0{_dtype(tensor)} {list(tensor.shape)}\0".encode())
+        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise NotFiniteError(
+            str(file_of(folder, name)),
+            f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite",
+            "Nothing was written. Compare with --backend original: if that is finite, a patch or a precision is wrong",
+            key=key,
+        )
+
+
+def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
+    """Removes artefacts of later stages that were made from another artefact of this name."""
+    changed: dict[StageName, str] = {name: sha256}
+    for stage in later:
+        file = file_of(folder, stage)
+        manifest = readable_manifest(file)
+        if manifest is None:
+            continue
+        inputs = manifest.inputs
+        if any(inputs.get(input_name) not in (None, sha) for input_name, sha in changed.items()):
+            log.warning("removed %s: it was made from another '%s'", file, name)
+            remove(folder, stage)
+            changed[stage] = ""
+            if stage == later[-1]:
+                atomic.remove(folder / VIDEO, folder / CONTACT_SHEET, folder / PICTURE)
+
+
+def remove(folder: Path, name: str) -> None:
+    atomic.remove(_copy(folder, name), file_of(folder, name))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def read(
+    folder: Path,
+    name: str,
+    identity: Mapping[str, Any],
+    components: Mapping[str, str],
+    made_by: str,
+    embeddings: Collection[str] | None = None,
+) -> tuple[dict[str, torch.Tensor], Manifest | None]:
+    """Returns a stage's artefact, verified against its manifest.
+
+    Args:
+        identity: What it must have been made for: the identity of the reading stage's task.
+        embeddings: The card's names for embeddings; see `hand_written.read`.
+
+    Returns:
+        The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
+    """
+    file = file_of(folder, name)
+    if not file.is_file():
+        old = folder / HAND_WRITTEN.get(name, "")
+        if old.is_file():
+            return _read_hand_written(old, identity, embeddings), None
+        raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
+    manifest = read_manifest(file, made_by)
+    if manifest.stage != name.partition(".")[0]:
+        raise ArtefactForeignError(
+            str(file), f"It is an artefact of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
+        )
+    tensors = _load(file, made_by)
+    if sha256_of(tensors) != manifest.sha256:
+        raise _broken_error(file, "Its tensors are not those that were written", made_by)
+    _check_copy(folder, name, manifest)
+    _check_identity(file, name, identity, manifest.identity, components, manifest.components)
+    return tensors, manifest
+
+
+def _broken_error(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
+    return ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {made_by}")
+
+
+def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    """Refuses JSON that differs from its artefact's manifest: whoever edited it expects an effect."""
+    copy = _copy(folder, name)
+    if not copy.is_file():
+        return
+    if _bytes(copy) != text_of(manifest).encode():
+        raise ArtefactBrokenError(
+            str(copy),
+            f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts",
+            "Remove it: the artefact is complete without it",
+        )
+
+
+def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(load(_bytes(file)))
+    except SafetensorError as error:
+        raise _broken_error(file, f"It is not safetensors: {error}", made_by) from error
+
+
+def _bytes(file: Path, head: bool = False) -> bytes:
+    """Returns a file's bytes, or only the header of a safetensors file, without its length."""
+    try:
+        with file.open("rb") as stream:
+            if not head:
+                return stream.read()
+            length = int.from_bytes(stream.read(8), "little")
+            return stream.read(min(length, file.stat().st_size))
+    except OSError as error:
+        fact = f"It cannot be read: {error.strerror}"
+        raise ArtefactBrokenError(str(file), fact, "Look at the disk and at the file's permissions") from error
+
+
+def read_manifest(file: Path, made_by: str = "the command that made it") -> Manifest:
+    """Returns the manifest that an artefact holds; the tensors are not read.
+
+    Raises:
+        ArtefactForeignError: Of another schema version.
+        ArtefactBrokenError: Not an artefact, or a damaged one.
+    """
+    text = _manifest_text(file, made_by)
+    try:
+        version = Version.model_validate_json(text).schema_version
+        if version == SCHEMA:
+            return Manifest.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        fact = f"Its manifest's field '{where}' is missing or not what it must be" if where else "It holds no manifest"
+        raise _broken_error(file, fact, made_by) from error
+    raise _other_schema(file, version, made_by)
+
+
+def readable_manifest(file: Path) -> Manifest | None:
+    """Returns the manifest of an artefact that an earlier run may have left; None if there is none that can be read."""
+    if not file.is_file():
+        return None
+    try:
+        return read_manifest(file)
+    except (ArtefactBrokenError, ArtefactForeignError) as error:
+        log.warning("left as it is: %s", error)
+        return None
+
+
+def _other_schema(file: Path, version: Any, made_by: str) -> ArtefactForeignError:
+    remedy = f"This torchport reads {SCHEMA}: make the artefact again with: {made_by}"
+    return ArtefactForeignError(str(file), f"Its schema version is {version!r}", remedy)
+
+
+def _manifest_text(file: Path, made_by: str) -> str:
+    try:
+        metadata = dict(json.loads(_bytes(file, head=True)).get("__metadata__", {}))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _broken_error(file, "It is not safetensors: its header cannot be read", made_by) from error
+    if _TEXT not in metadata:
+        if file.with_suffix(".json").is_file():
+            raise _other_schema(file, 1, made_by)  # which kept the manifest in a second file alone
+        raise _broken_error(file, "It holds no manifest", made_by)
+    text = str(metadata[_TEXT])
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_CHECKSUM):
+        raise _broken_error(file, "Its manifest is not the one that was written", made_by)
+    return text
+
+
+def _check_identity(
+    file: Path,
+    name: str,
+    identity: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    components: Mapping[str, str],
+    made_with: Mapping[str, str],
+) -> None:
+    for key, value in identity.items():
+        if key not in stored or stored[key] != value:
+            raise ArtefactForeignError(
+                str(file),
+                f"'{name}' was made for {key} {stored.get(key)!r}, and this run is for {value!r}",
+                "Make it again, or run with what it was made for",
+                key=key,
+                found=stored.get(key),
+                wanted=value,
+            )
+    for key in sorted(set(components) & set(made_with)):
+        if components[key] != made_with[key]:
+            raise ArtefactForeignError(
+                str(file),
+                f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}",
+                f"Use the same --checkpoint for all stages; here {key} is {components[key]}",
+                key=key,
+            )
+
+
+def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
+    """Refuses an artefact if its folder holds other inputs than those that it was made from."""
+    for stage, sha in manifest.inputs.items():
+        beside = file_of(folder, stage)
+        if beside.is_file() and read_manifest(beside).sha256 != sha:
+            raise ArtefactForeignError(
+                str(file_of(folder, name)),
+                f"'{name}' was made from another '{stage}' than the one beside it",
+                f"Run --stage {name} again",
+                stage=stage,
+            )
+
+
+HAND_WRITTEN = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
+"""Their names, by stage."""
+
+_EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+EMBEDDINGS = (*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS))
+"""What they hold of prompts, where a card does not name it."""
+_IMAGES = ("image_latents", "image_embeds")
+_SIZES = {"height": "height", "width": "width", "video_length": "frames", "num_frames": "frames", "frames": "frames"}
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
+}
+
+
+def _read_hand_written(
+    file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | None
+) -> dict[str, torch.Tensor]:
+    """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
+
+    Those files have no checksum and no patch ledger. This checks the names and kinds of their tensors, and the sizes
+    that they name. If they name none, it checks the sizes of `generation_config.json` beside them.
+
+    Args:
+        file: `stage1_embeddings.safetensors` or `stage2_latents.safetensors`.
+        embeddings: The card's names for embeddings, where it has any: latents are then returned as `latents_BCTHW`,
+            since the model may have other ones.
+    """
+    from safetensors import safe_open
+
+    log.warning("%s has no manifest: it is taken as it is, only sizes can be checked", file)
+    beside = file.parent / "generation_config.json"
+    with reading(ArtefactBrokenError, str(file), "It cannot be read", "Copy or make it again"):
+        with safe_open(str(file), framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
+        for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
+            if name in tensors:
+                tensors[name] = _cast(name, tensors[name], str(dtype).removeprefix("torch."))
+        config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
+        # What the file itself says counts: the configuration may be an earlier stage's.
+        sizes: dict[str, tuple[str, int, Path]] = {}
+        for place, values in ((beside, config), (file, metadata)):
+            sizes |= {_SIZES[field]: (field, int(values[field]), place) for field in _SIZES if field in values}
+    _check_hand_written(file, tensors, bool(identity.get("guidance")), EMBEDDINGS if embeddings is None else embeddings)
+    for key, (field, size, place) in sizes.items():
+        if identity.get(key, size) != size:
+            raise ArtefactForeignError(
+                str(place),
+                f"'{field}' is {size}, and this run's {key} is {identity[key]}",
+                f"Run with --set {key}={size}",
+                key=key,
+            )
+    return tensors if embeddings is None or "latents" not in tensors else {"latents_BCTHW": tensors["latents"]}
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns a tensor in the dtype that the metadata names; only masks may change between float and integer."""
+    torch_dtype = _DTYPES[dtype]
+    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != torch_dtype.is_floating_point):
+        raise TypeError(f"'{name}' is {str(tensor.dtype)[6:]}, and 'dtype_info' says {dtype}")
+    return tensor.to(torch_dtype)
+
+
+def _check_hand_written(
+    file: Path, tensors: Mapping[str, torch.Tensor], guided: bool, of_prompts: Collection[str]
+) -> None:
+    """Refuses a hand-written port's file whose tensors are not those of its stage."""
+    embeddings = file.name == HAND_WRITTEN["encode"]
+    names = list(of_prompts) if embeddings else ["latents"]
+    required = [name for name in names if guided or not name.startswith("negative_")]
+    for name in sorted({*tensors, *required}):
+        tensor, fact = tensors.get(name), ""
+        if tensor is None:
+            fact = f"It lacks '{name}'"
+        elif name not in names and not (embeddings and name in _IMAGES):
+            fact = f"It holds '{name}'"
+        elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            fact = f"'{name}' is {str(tensor.dtype)[6:]}"
+        elif name == "latents" and tensor.ndim != 5:
+            fact = f"'{name}' has shape {list(tensor.shape)}"
+        elif not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            fact = f"'{name}' has {bad} of {tensor.numel()} values that are NaN or infinite"
+        if fact:
+            holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
+            raise ArtefactForeignError(
+                str(file), fact, f"It must hold floating-point {holds}: make it again", name=name
+            )
+
+
+def step_name(stage: StageName, number: int) -> str:
+    """Returns the name of the artefact that holds the latents after a step; steps count from 1."""
+    return f"{stage}.step-{number:04}"
+
+
+def step_numbers(folder: Path, stage: StageName) -> list[int]:
+    files = folder.glob(f"{stage}.step-*.safetensors")
+    matches = (re.fullmatch(rf"{stage}\.step-(\d{{4}})\.safetensors", file.name) for file in files)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def remove_steps_after(folder: Path, stage: StageName, number: int) -> None:
+    """Removes the latents after all steps of a stage behind this one: an earlier run's, or to be taken again."""
+    atomic.remove(
+        *(file_of(folder, step_name(stage, later)) for later in step_numbers(folder, stage) if later > number)
+    )

@@ -6,6 +6,7 @@ dim of a tensor, from the first on; `replicate` is written out, never implied.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,16 +144,8 @@ def match(
     """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`."""
     rule_of: dict[str, RuleT] = {}
     for name in shapes:
-        rule = next((rule for rule in rules if matches(rule, name)), None)
-        if rule is None:
-            size = math.prod(shapes[name])
-            raise UnmatchedError(
-                place,
-                f"No rule matches '{name}' {list(shapes[name])} ({size} elements)",
-                "Add a rule for it, with `spec: replicate` if every device shall have it whole",
-                name=name,
-            )
-        rule_of[name] = rule
+        size = math.prod(shapes[name])
+        rule_of[name] = _first(rules, name, place, f"'{name}' {list(shapes[name])} ({size} elements)")
     check_alive(rules, list(shapes), place, places)
     return {name: _with_fitting_spec(name, shapes[name], rule, mesh, place) for name, rule in rule_of.items()}
 
@@ -170,16 +163,17 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
             raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)
 
 
+def _first(rules: Sequence[RuleT], name: str, place: str, what: str) -> RuleT:
+    for rule in rules:
+        if matches(rule, name):
+            return rule
+    remedy = "Add a rule for it, with `spec: replicate` if every device shall have it whole"
+    raise UnmatchedError(place, f"No rule matches {what}", remedy, name=name)
+
+
 def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
     """Returns the rule of one input of a network, with the spec that fits its shape."""
-    rule = next((rule for rule in rules if matches(rule, name)), None)
-    if rule is None:
-        raise UnmatchedError(
-            place,
-            f"No rule matches the input '{name}' {list(shape)} of {what}",
-            "Add a rule for it, with `spec: replicate` if every device shall have it whole",
-            name=name,
-        )
+    rule = _first(rules, name, place, f"the input '{name}' {list(shape)} of {what}")
     try:
         return _with_fitting_spec(name, shape, rule, mesh, place)
     except MeshError as error:
@@ -196,19 +190,9 @@ def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleErro
         "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
     )
     plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
-    return DeadRuleError(
-        place,
-        fact,
-        "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
-        rule=rule.match,
-    )
-
-
-def _some(plain: str, names: list[str]) -> list[str]:
-    """Returns the few names closest to a pattern, since a network may have thousands."""
-    import difflib
-
-    return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+    if len(names) >= 12:  # a network may have thousands
+        names = difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+    return DeadRuleError(place, fact, f"Remove it or mend it. {nearest(plain, names)}", rule=rule.match)
 
 
 def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:

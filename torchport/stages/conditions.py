@@ -18,20 +18,16 @@ class Conditions:
 
     Args:
         embeddings: By input of the network, what it is in the first call and in the second.
-        place: Where the card names these inputs, for errors.
-
-    Attributes:
-        joined: The inputs that differ, for both conditions: one tensor for all steps, so that it is placed once.
-        step: That of the last first call.
-        first: The inputs of a first call whose second call has not come.
     """
 
     def __init__(self, embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]], network: str, place: str) -> None:
         self.embeddings = embeddings
         self.network = network
         self.place = place
+        #: The inputs that differ, for both conditions: one tensor for all steps, so that it is placed once.
         self.joined: dict[str, torch.Tensor] = {}
         self.step = -1
+        #: The inputs of a first call whose second call has not come.
         self.first: Mapping[str, Any] | None = None
         self.second = torch.empty(0)
 
@@ -39,7 +35,6 @@ class Conditions:
         """Returns the inputs with which the network computes both conditions; None at the second call of a step.
 
         Args:
-            inputs: Of upstream's call.
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
         """
         is_second = self.first is not None and self.step == step

@@ -30,15 +30,10 @@ def processor_of(pipe: Any) -> Any:
 
 
 class Pending(torch.Tensor):
-    """Stands for a tensor of one video that will be computed later; all but its batch, and a part, is refused.
+    """Stands for a tensor of one video that will be computed later; all but its batch, and a part, is refused."""
 
-    Attributes:
-        refusal: Returns the error, by the name of the function.
-        picked: The dim and the position that upstream picked, `2:0`; "" for the whole tensor.
-    """
-
-    refusal: Callable[[str], BadValueError]
-    picked: str
+    refusal: Callable[[str], BadValueError]  #: Returns the error, by the name of the function.
+    picked: str  #: The dim and the position that upstream picked, `2:0`; "" for the whole tensor.
 
     @classmethod
     def of(cls, refusal: Callable[[str], BadValueError], picked: str = "") -> Pending:
@@ -91,13 +86,7 @@ class Decoding(Encoded):
     """Stands where the VAE stood after the loop, and notes what its `decode` is called with.
 
     Args:
-        vae: For its configuration and its buffers.
-        dtype: What the pipeline is told that it has.
         tensors: What `denoise` kept of an image.
-        place: Where the card names its call, for errors.
-
-    Attributes:
-        inputs: What `decode` is called with, by its own names; None before.
     """
 
     def __init__(
@@ -112,6 +101,7 @@ class Decoding(Encoded):
         super().__init__(vae, dtype, loop, tensors, "denoise")
         self.name = name
         self.place = place
+        #: What `decode` is called with, by its own names; None before.
         self.inputs: dict[str, Any] | None = None
         self.video = Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
         self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchport.config.card import TOKENS, Card, PipelineCall, StageName
+from torchport.config.card import TOKENS, Card, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.stages import frames, picture
 from torchport.stages.decoding import Decoding, part_of
@@ -41,12 +41,7 @@ DECODER = ("decoder", "post_quant_conv")
 
 
 def family(card: Card, place: str) -> ModuleType:
-    """Returns the family of a card that has `family: diffusers`, as a module with the names that every family has.
-
-    Args:
-        card: The model card, which has `pipeline` and `call`.
-        place: Where `call` is written, for errors.
-    """
+    """Returns the family of a card that has `family: diffusers`, as a module with the names that every family has."""
     module = ModuleType(__name__)
     assert card.call is not None  # `check_call`
     takes_image = False if card.call.image is None else ALWAYS
@@ -62,8 +57,7 @@ def batch(guidance_scale: float) -> int:
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
-    upstream = UpstreamPipeline(card.pipeline, card.call, place)
-    pipeline, networks = _Stages(upstream, card.call, place), card.call.networks
+    pipeline, networks = _Stages(card.pipeline, card.call, place), card.call.networks
     encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders))
     encoding, on_host = [encode], "vae" in card.call.host
     if card.call.image is not None and on_host:
@@ -114,24 +108,8 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stages:
-    """The functions of the stages.
-
-    Attributes:
-        upstream: The pipeline.
-        card: The card's section `call`.
-        place: Where that is written.
-    """
-
-    upstream: UpstreamPipeline
-    card: PipelineCall
-    place: str
-
-    @property
-    def name(self) -> str:
-        """The pipeline's class."""
-        return self.upstream.name
+class _Stages(UpstreamPipeline):
+    """The functions of the stages."""
 
     @property
     def network(self) -> str:
@@ -144,14 +122,14 @@ class _Stages:
         And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
-        values = list(self.upstream.encoded(encoders, settings))
+        values = list(self.encoded(encoders, settings))
         if len(values) != len(self.card.embeddings):
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
         wanted = self._embeddings(settings)
         if self.card.negative_apart:
             negative = dataclasses.replace(settings, prompt=settings.negative_prompt)
-            values += self.upstream.encoded(encoders, negative) if is_guided(settings) else [None] * len(values)
+            values += self.encoded(encoders, negative) if is_guided(settings) else [None] * len(values)
         outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
         outputs = {name: value[0] if name in self.card.lists else value for name, value in outputs.items()}
         for name, value in outputs.items():
@@ -174,8 +152,6 @@ class _Stages:
         Args:
             parts: The scheduler, and networks and VAE for their configurations.
             call: The VAE, called as `image_encoded`.
-            settings: The image and the video's size.
-            steps: Not used: there is one call.
         """
         embeddings = self.embeddings_like(parts, settings)  # no image depends on them
         return self._moments(parts, settings, embeddings, call, is_read=settings.image is not None)
@@ -267,8 +243,6 @@ class _Stages:
 
         Args:
             parts: The scheduler, and network and VAE for their configurations.
-            call: The network.
-            settings: Size, steps, guidance and seed.
             steps: Progress, saving and resuming.
             **inputs: What `encode` returned; and `noise`, where it is not to be drawn, in the pipeline's own layout.
 
@@ -325,7 +299,7 @@ class _Stages:
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, str(self._image_stage))
-        run = functools.partial(self.upstream.called, parts, settings, embeddings, replay, calls, vae)
+        run = functools.partial(self.called, parts, settings, embeddings, replay, calls, vae)
         latents = run(is_latent=True, latents=noise)
         last = latents_of(replay.state)
         is_other = last is not None and last.shape != latents.shape  # the pipeline turned them round after its loop
@@ -357,7 +331,7 @@ class _Stages:
     ) -> torch.Tensor:
         """Returns the latents in upstream's loop at its first step, where it is left."""
         try:
-            self.upstream.called(parts, settings, embeddings, loop, {}, vae, is_latent=True, **arguments)
+            self.called(parts, settings, embeddings, loop, {}, vae, is_latent=True, **arguments)
         except FirstStep as reached:
             return reached.sample
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
@@ -380,7 +354,6 @@ class _Stages:
         Args:
             parts: The VAE, the scheduler, and the network for its configuration.
             call: The VAE, called as `decoded`; None: it runs on the host, in upstream's own code.
-            settings: The size, and whether to decode in tiles.
             steps: Progress.
             **inputs: `latents` and what else `denoise` returned; or `latents_BCTHW` of a hand-written port.
 
@@ -401,11 +374,11 @@ class _Stages:
         if call is None:
             next(progress, None)
             vae = Encoded(parts["vae"], dtype, replay, image, "denoise")
-            video = self.upstream.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
-            pixels = frames.pixels(self.upstream.checked_frames(video, settings))
+            video = self.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
+            pixels = frames.pixels(self.checked_frames(video, settings))
         else:
             noted = Decoding(parts["vae"], dtype, replay, image, self.name, self.place)
-            result = self.upstream.called(parts, settings, embeddings, replay, {}, noted, is_latent=False)
+            result = self.called(parts, settings, embeddings, replay, {}, noted, is_latent=False)
             next(progress, None)
             pixels = call(**noted.inputs_of(result))
         next(progress, None)
@@ -421,15 +394,10 @@ class _Stages:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `frames.pixels` makes of the video that upstream's VAE decodes: `call` of the stage."""
         video = part_of(vae.decode(**inputs, return_dict=False)[0], picked)  # type: ignore[operator]
-        return frames.pixels(self.upstream.post_processed(vae, video, settings))
+        return frames.pixels(self.post_processed(vae, video, settings))
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns the latents of a hand-written port as the pipeline has them.
-
-        Args:
-            latents_BCTHW: Of its stage file.
-            shape: The pipeline's.
-        """
+        """Returns the latents of a hand-written port as the pipeline has them."""
         rule = self.card.hand_written
         if rule is None:
             fact = f"Its latents are [B, C, T, H, W], and the card does not say how '{self.name}' has them"

@@ -30,7 +30,6 @@ def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
 
     Args:
         checkpoints: The one that the checkpoint has.
-        settings: The job's guider and guidance scale.
     """
     if settings.guider is None:
         return checkpoints.new(**{SCALE: settings.guidance_scale})
@@ -89,9 +88,6 @@ def _reason(cls: Any, base: Any) -> str | None:
 def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
     """Returns how many conditions a guider asks for, in one step or another; it takes all steps of a tiny video.
 
-    Args:
-        guider: It has taken no step.
-
     Raises:
         BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.
     """
@@ -120,7 +116,6 @@ def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Ten
     Args:
         guider: It has taken no step.
         inputs: The conditions, as `prepare_inputs` takes them.
-        saved: What `state` returned.
     """
     guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
     guider.prepare_inputs(dict(inputs))  # at the first step it makes its buffer

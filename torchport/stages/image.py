@@ -26,13 +26,9 @@ LATENTS = "image_latents_"
 
 
 class _VaeStandIn(ComponentStandIn):
-    """Stands where the VAE stood. Its buffers may have no values.
+    """Stands where the VAE stood. Its buffers may have no values."""
 
-    Attributes:
-        is_blank: Whether a buffer without values was asked for.
-    """
-
-    is_blank = False
+    is_blank = False  #: Whether a buffer without values was asked for.
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the VAE; of a buffer without values, of it or of its modules, one of ones."""
@@ -58,9 +54,6 @@ class Encoding(_VaeStandIn):
 
     Args:
         vae: With weights; or on meta, and then only the shapes are right.
-        dtype: What the pipeline is told that it has.
-        loop: The pipeline's.
-        place: Where the card names the pipeline's call, for errors.
         call: The VAE as the stage's network, which returns what `moments_of` does; None: this one encodes.
     """
 
@@ -110,9 +103,7 @@ class Encoded(_VaeStandIn):
 
     Args:
         vae: The VAE; without storage if it is not to decode.
-        dtype: What the pipeline is told that it has.
         tensors: What `encode` kept, or what `denoise` kept, by name.
-        stage: Which stage kept them.
     """
 
     def __init__(

@@ -20,19 +20,14 @@ def of_call(output: Any, names: Sequence[str], network: str) -> Any:
     Args:
         output: A tensor, or a tuple, list, mapping or object of several outputs.
         names: Of the outputs, `Stage.outputs`; none for the first output alone.
-        network: What errors call the network.
 
     Returns:
         Without names the first output, a tensor. With names a tuple, one tree of tensors for each name.
     """
-    if not names:
-        return _first(output, network)
-    return tuple(
-        plain(name, value, network) for name, value in zip(names, _by_names(output, names, network), strict=True)
-    )
-
-
-def _first(output: Any, network: str) -> torch.Tensor:
+    if names:
+        return tuple(
+            plain(name, value, network) for name, value in zip(names, _by_names(output, names, network), strict=True)
+        )
     values: Any = list(output.values()) if isinstance(output, Mapping) else output
     value = values[0] if isinstance(values, tuple | list) and values else values
     if not isinstance(value, torch.Tensor):

@@ -36,7 +36,8 @@ def read(file: Path | None) -> Any:
     with Explained(lambda _: BadValueError(place, "It is no picture that can be read", "Name a picture")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of damaged metadata, and reads the picture
-            name = _format(file)
+            with file.open("rb") as stream:
+                name = next(_formats(stream.read(64)), None)
             if name is None or name not in FORMATS:
                 formats = ", ".join(FORMATS.values())
                 fact = f"Its format is {name}" if name else "It is no picture that can be read"
@@ -48,14 +49,8 @@ def read(file: Path | None) -> Any:
                 return _in_rgb(ImageOps.exif_transpose(picture), place)
 
 
-def _format(file: Path) -> str | None:
-    """Returns what Pillow calls a file's format, by its first bytes; None if nobody knows it."""
-    with file.open("rb") as stream:
-        start = stream.read(64)
-    return next(_formats(start), None)
-
-
 def _formats(start: bytes) -> Iterator[str]:
+    """Yields what Pillow may call a file's format, by its first bytes."""
     from PIL import Image
 
     Image.init()

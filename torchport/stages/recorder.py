@@ -23,28 +23,19 @@ BORDERS_LIMIT = 2**30
 
 @dataclasses.dataclass
 class NetworkCall:
-    """One set of shapes that a network is called with.
+    """One set of shapes that a network is called with."""
 
-    Attributes:
-        inputs: The inputs, without storage: tensors, and trees of tensors such as caches.
-        static: What is no tensor.
-        times: How often the verb calls with these.
-        flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included;
-            None where it was not to be counted.
-        output: What the call returns, without storage.
-        kept: The tensors of it that stay on the devices, by path.
-        steps: The denoising steps that the verb takes in all its calls; 1 for another stage.
-        borders: Bytes of what the network and its units get and return in one call, each tensor once; None where it was
-            not to be counted.
-    """
-
-    inputs: dict[str, Any]
-    static: Static
-    times: int
+    inputs: dict[str, Any]  #: The inputs, without storage: tensors, and trees of tensors such as caches.
+    static: Static  #: What is no tensor.
+    times: int  #: How often the verb calls with these.
+    #: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included; None
+    #: where it was not to be counted.
     flops: int | None
     output: Any
-    kept: dict[str, torch.Tensor]
-    steps: int = 1
+    kept: dict[str, torch.Tensor]  #: The tensors of it that stay on the devices, by path.
+    steps: int = 1  #: The denoising steps that the verb takes in all its calls; 1 for another stage.
+    #: Bytes of what the network and its units get and return in one call, each tensor once; None where it was not to be
+    #: counted.
     borders: int | None = None
 
     @property
@@ -60,7 +51,6 @@ class Recorder:
 
     Args:
         module: The network; it is moved to meta.
-        how: How it is called, `how(module, **inputs)`.
         stage: What it returns: see `Stage.outputs` and `Stage.keeps`.
         count: Whether arithmetic and borders are counted, which takes as long as all else.
     """
@@ -132,13 +122,10 @@ def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> I
         leaves = pytree.tree_leaves((args, kwargs, output))
         tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
-    modules = [network.get_submodule(path) for path in ["", *unit_paths(network)]]
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path in ["", *unit_paths(network)]:
+            hooks.enter_context(network.get_submodule(path).register_forward_hook(note, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_meta(value: Any) -> bool:
@@ -164,7 +151,6 @@ def network_calls(
 
     Args:
         stage: It has a network, and says what its inputs are like (`Stage.like`).
-        parts: The stage's, without storage.
         module: What is compiled of the network; it is moved to meta.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.

@@ -21,20 +21,14 @@ OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
 class Loop:
-    """A scheduler in a pipeline's loop, whose `step` is ours.
-
-    Attributes:
-        scheduler: It is changed: upstream asks for its class, so it remains itself.
-        number: The steps that are over.
-        done: The steps whose results are known.
-        generator: Of the seed.
-    """
+    """A scheduler in a pipeline's loop, whose `step` is ours."""
 
     def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0) -> None:
+        #: It is changed: upstream asks for its class, so it remains itself.
         self.scheduler = scheduler
-        self.generator = generator
-        self.done = done
-        self.number = 0
+        self.generator = generator  #: Of the seed.
+        self.done = done  #: The steps whose results are known.
+        self.number = 0  #: The steps that are over.
         self.real = type(scheduler).step.__get__(scheduler)
         takes = inspect.signature(self.real).parameters
 
@@ -42,7 +36,10 @@ class Loop:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self.number == 0:
                 self._check_timesteps()
-                self._check_batch(self.sample(args, kwargs))
+                count = self.sample(args, kwargs).shape[0]
+                if count != 1:  # nothing after the loop takes several
+                    fact = f"The pipeline makes {count} videos at once"
+                    raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
             self.number += 1
             if "generator" in takes:
                 kwargs.setdefault("generator", self.generator)  # most pipelines leave it to draw what no seed decides
@@ -61,12 +58,6 @@ class Loop:
             name = type(self.scheduler).__name__
             fact = f"It is {len(timesteps)}, and '{name}' makes timesteps of NaN or infinity of it"
             raise BadValueError("'steps'", fact, "Take more")
-
-    def _check_batch(self, sample: torch.Tensor) -> None:
-        """Refuses several videos at once: nothing after the loop takes them."""
-        if sample.shape[0] != 1:
-            fact = f"The pipeline makes {sample.shape[0]} videos at once"
-            raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
 
     @property
     def is_done(self) -> bool:
@@ -121,20 +112,15 @@ class Replay(Loop):
     hold. That is saved after each step.
 
     Args:
-        generator: Of the seed.
         steps: Progress, saving, and where to go on.
-        name: The pipeline's, for errors.
-        total: The number of steps.
         leaves: Whether the loop is left where it calls another stage's network. Otherwise a stage before this one took
             those steps; where none did, as in a rehearsal, that network returns zeros.
-
-    Attributes:
-        state: What was saved after the last step.
     """
 
     def __init__(
         self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int, leaves: bool = False
     ) -> None:
+        #: The state is what was saved after the last step.
         done, self.state = steps.resume or (0, {})
         super().__init__(scheduler, generator, done)
         self.steps = steps
@@ -211,7 +197,6 @@ class Finished(Loop):
     Code of upstream's after the loop draws what it would have drawn in the process that took the steps.
 
     Args:
-        latents: What the last step returned.
         state: Of the seed's generator after the last step; None if the artefact lacks it.
     """
 
@@ -252,11 +237,7 @@ class Finished(Loop):
 
 
 class FirstStep(BaseException):
-    """Leaves a pipeline's loop at its first step.
-
-    Attributes:
-        sample: The latents there.
-    """
+    """Leaves a pipeline's loop at its first step."""
 
     def __init__(self, sample: torch.Tensor) -> None:
         super().__init__()

@@ -18,7 +18,6 @@ class ComponentStandIn(torch.nn.Module):
 
     Args:
         component: Without storage.
-        dtype: What the pipeline is told that it has.
         loop: Says which steps are done.
         call: The network; None if it is never needed, or another stage's.
         conditions: Makes one batch of two calls; None: each is computed by itself. So does a call that takes no batch.

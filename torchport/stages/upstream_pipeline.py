@@ -25,13 +25,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 @dataclasses.dataclass(frozen=True)
 class UpstreamPipeline:
-    """A pipeline of diffusers.
-
-    Attributes:
-        class_path: `package.module:Class`.
-        card: The card's section `call`.
-        place: Where that is written.
-    """
+    """A pipeline of diffusers."""
 
     class_path: str
     card: PipelineCall
@@ -84,8 +78,6 @@ class UpstreamPipeline:
 
         Args:
             parts: The networks, for their configurations.
-            settings: Those of the card's `settings` go in.
-            embeddings: By the pipeline's names for them.
             replay: The scheduler's steps, and the seed's generator.
             calls: The stage's network, by its name; none where every step is done.
             vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.
@@ -176,7 +168,8 @@ class UpstreamPipeline:
             self._check_takes("__call__", pipe.__call__, [name], place)
             default = parameters[name].default if name in parameters else None
             example = self.card.constants.get(name, default)
-            if type(example) in KINDS and not _is_like(value, example):
+            numbers = type(example) is float and type(value) is int
+            if type(example) in KINDS and type(value) is not type(example) and not numbers:
                 fact = f"It is {value!r}, and '{self.name}' takes {KINDS[type(example)]}"
                 raise BadValueError(place, fact, f"Write it as {example!r} is written", name=name)
 
@@ -190,11 +183,6 @@ class UpstreamPipeline:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
-
-
-def _is_like(value: Any, example: Any) -> bool:
-    """Whether a value may stand where the example stands: a whole number may for a number, true for neither."""
-    return type(value) is type(example) or (type(example) is float and type(value) is int)
 
 
 def is_guided(settings: Settings) -> bool:

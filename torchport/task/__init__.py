@@ -152,21 +152,6 @@ class Task:
     def dtype(self, component: str) -> str:
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
-    def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
-        return self.card_document.place(["strategies", self.job.strategy, kind, self.card.written(component)])
-
-    def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
-        strategy = self.card.strategies[self.job.strategy]
-        rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
-        path = ["strategies", self.job.strategy, kind, self.card.written(component)]
-        return [self.card_document.place([*path, number]) for number in range(len(rules))]
-
-    def program_place(self, component: str, what: str) -> str:
-        """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
-        if what == "activations":
-            return self.rules_place("activations", component)
-        return self.card_document.place(["stacks", self.card.written(component), what.removeprefix("stacks.")])
-
     def identity(self, stage: StageName) -> dict[str, Any]:
         """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree."""
         identity: dict[str, Any] = {"model": self.card.artefacts}
@@ -182,7 +167,13 @@ class Task:
     @functools.cached_property
     def loras(self) -> list[dict[str, Any]]:
         """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
-        return _lora_rows(self.job)
+        listed: list[dict[str, Any]] = []
+        for lora in self.job.lora:
+            file = expand_home(lora.path)
+            row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
+            beside = config_beside(file)
+            listed.append({**row, "config": _sha256(beside)} if beside else row)
+        return listed
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
@@ -201,7 +192,10 @@ class Task:
         if stage.name == "encode":
             manifest_settings["encode"] = self.job.encode
         if "seed" in manifest_settings:
-            manifest_settings["noise"] = _digest(self.request.noise)
+            manifest_settings["noise"] = None  # of the seed
+            if self.request.noise is not None:
+                raw = self.request.noise.detach().to(torch.float32).contiguous().numpy().tobytes()
+                manifest_settings["noise"] = hashlib.sha256(raw).hexdigest()[:16]
         return manifest_settings
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
@@ -256,25 +250,6 @@ def _with_family(fields: dict[str, Any]) -> Task:
 
 def _checkpoint(request: Request, job: Job, card: Card) -> str:
     return request.checkpoint or job.checkpoint or card.checkpoint
-
-
-def _digest(noise: torch.Tensor | None) -> str | None:
-    """Returns a hash of the caller's noise, for the manifest; None for noise from the seed."""
-    if noise is None:
-        return None
-    raw = noise.detach().to(torch.float32).contiguous().numpy().tobytes()
-    return hashlib.sha256(raw).hexdigest()[:16]
-
-
-def _lora_rows(job: Job) -> list[dict[str, Any]]:
-    """Returns a job's LoRA files as manifests list them: by their bytes, wherever they lie."""
-    listed: list[dict[str, Any]] = []
-    for lora in job.lora:
-        file = expand_home(lora.path)
-        row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
-        beside = config_beside(file)
-        listed.append({**row, "config": _sha256(beside)} if beside else row)
-    return listed
 
 
 def _sha256(file: Path) -> str:

@@ -93,7 +93,9 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     if not lacks:
         return
     more = "more" if need.activations else "activations"
-    wants = [*_on_devices(machine, need), _on_host(need), f"the checkpoint {need.checkpoint}"]
+    beside = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
+    on_host = f"{size_text(need.host_bytes)} of host memory for weights{beside}"
+    wants = [*_on_devices(machine, need), on_host, f"the checkpoint {need.checkpoint}"]
     raise MachineError(
         f"machine {machine.name}",
         f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}",
@@ -110,11 +112,6 @@ def _on_devices(machine: Machine, need: Need) -> list[str]:
     beside = f" and at least {size_text(most)} of activations" if most else ""
     weights = f"{size_text(need.device_bytes[need.largest])} of weights ({need.largest})"
     return [f"{need.devices} device(s) of {machine.name} with {weights}{beside} on each"]
-
-
-def _on_host(need: Need) -> str:
-    beside = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
-    return f"{size_text(need.host_bytes)} of host memory for weights{beside}"
 
 
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:

@@ -86,21 +86,16 @@ class WatchedCall:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handles: list[Any] = []
         self._patch_counts = self.counts()
-        try:
+        with contextlib.ExitStack() as hooks:
             for path, module in self.modules.items():
                 enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
-                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(leave, with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
                 if path in self.skipped:
                     vars(module)["forward"] = functools.partial(self._skip, path)
+                    hooks.callback(vars(module).pop, "forward", None)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for path in self.skipped:
-                vars(self.modules[path]).pop("forward", None)
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         number = self._call_counts[path]

@@ -70,7 +70,10 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
     task, found = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
-        planned = {stage.name: _planned(task, stage) for stage in task.denoising}
+        planned: dict[str, list[LoweredProgram] | None] = {}
+        for stage in task.denoising:  # None where they are not known beforehand
+            with stage_in_force(task, stage):
+                planned[stage.name] = plan_programs(task, stage, devices(task.machine)) if stage.like else None
         recording.wait(file, parent)  # until here the original runs beside this
         recorded = recording.read(file)
         folder = found.folder = recording.checkpoint_folder(task)
@@ -115,14 +118,6 @@ def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -
         return with_effects(units, units.modules(key.block))
 
 
-def _planned(task: Task, stage: Stage) -> list[LoweredProgram] | None:
-    """Returns the programs that a plan has of a stage; None where they are not known beforehand."""
-    if stage.like is None:
-        return None
-    with stage_in_force(task, stage):
-        return plan_programs(task, stage, devices(task.machine))
-
-
 class _StageComparison:
     """Compares a stage's network; what it finds is added to `found`."""
 
@@ -161,15 +156,12 @@ class _StageComparison:
             units = Units(port, call, None if outputs_of is None else outputs_of(call))
             measured = measured_units(units, is_over)
             self.found.measured += measured
-            if not any(item.unit.verdict is Verdict.OTHER for item in measured):
-                self._judge_again(call, units)
-
-    def _judge_again(self, call: RecordedCall, units: Units) -> None:
-        """Judges a call's program by a better estimate of the rounding, where none of its units is at fault."""
-        for number, unit in enumerate(self.found.networks):
-            if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
-                units.estimate_rounding(unit.added)
-                self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
+            if any(item.unit.verdict is Verdict.OTHER for item in measured):
+                continue
+            for number, unit in enumerate(self.found.networks):  # by a better estimate of the rounding
+                if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
+                    units.estimate_rounding(unit.added)
+                    self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the loop from where the stage before ended, and notes how far it is from the original."""

@@ -79,12 +79,10 @@ def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor],
             keep(path, tensors[0])
 
     named = [] if module is None else [(path, each) for path, each in module.named_modules() if path]
-    handles = [each.register_forward_hook(functools.partial(returns, path)) for path, each in named]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, each in named:
+            hooks.enter_context(each.register_forward_hook(functools.partial(returns, path)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclasses.dataclass(frozen=True)

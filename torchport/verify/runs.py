@@ -14,7 +14,6 @@ from torchport import save
 from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.errors import ArtefactForeignError, ArtefactMissingError
 from torchport.progress import track
-from torchport.save import artefact
 from torchport.save.manifest import Manifest, leaves
 from torchport.stages.frames import pixels
 from torchport.verify import yardstick
@@ -74,7 +73,7 @@ class FinishedRun:
 
     def latents_after(self, number: int) -> torch.Tensor:
         stage = self.steps[number]
-        name = artefact.step_name(stage, number)
+        name = save.step_name(stage, number)
         tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
         assert manifest is not None  # hand-written ports have no such files
         theirs, ours = origin(manifest), origin(self.manifests[stage])
@@ -104,7 +103,7 @@ def read(folder: Path) -> FinishedRun:
     for stage, manifest in manifests.items():
         save.check_lineage(folder, stage, manifest)
     denoising = [stage for stage in DENOISING if stage in manifests]
-    steps = {number: stage for stage in denoising for number in artefact.step_numbers(folder, stage)}
+    steps = {number: stage for stage in denoising for number in save.step_numbers(folder, stage)}
     video = _tensor(folder, "decode", "frames")
     levels = video if video.dtype == torch.uint8 else pixels(video)[0]
     return FinishedRun(folder, manifests, levels[0], _tensor(folder, "denoise", "latents"), dict(sorted(steps.items())))

@@ -163,20 +163,15 @@ class _MadeUpNetwork:
         tensors = {name: leaf for name, leaf in outputs.leaves(inputs).items() if isinstance(leaf, torch.Tensor)}
         values = {name: value for name, value in inputs.items() if type(value) in (bool, int, float, str)}
         batch = next(tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 2)
-        rows = []
+        rows = []  # each depends on the step and the condition alone
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
             condition = self._condition(row)
             number = self.record.count(self.network, condition)
             self.record.add(ConditionCall(self.network, condition, number, row, values))
-            rows.append(self._made_up(condition, number))
-        return torch.stack(rows)
-
-    def _made_up(self, condition: str, number: int) -> torch.Tensor:
-        """Returns the output for one condition, which depends on the step and the condition alone."""
-        seed = 1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE)
-        values = torch.randn(self.template.shape[1:], generator=torch.Generator().manual_seed(seed))
-        return values.to(self.template.dtype)
+            seed = 1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE)
+            rows.append(torch.randn(self.template.shape[1:], generator=torch.Generator().manual_seed(seed)))
+        return torch.stack(rows).to(self.template.dtype)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns the condition whose embeddings are nearest; the prompt's where both are as near."""
@@ -215,25 +210,16 @@ def _run_upstream(
         task: The original's, whose card names a pipeline, or whose family has the function `upstream_loop`.
         inputs: What the stages before returned, and `noise` where it is given.
     """
+    settings = task.settings
     if hasattr(task.family, "upstream_loop"):
         [call] = calls.values()
-        task.family.upstream_loop(parts, call, task.settings, **inputs)
-    elif task.card.call is not None:
-        upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, task.card_document.place(["call"]))
-        _run_card(upstream, task, parts, calls, inputs)
-    else:
-        _run_pipeline(task, parts, calls, inputs)
-
-
-def _run_card(
-    upstream: UpstreamPipeline,
-    task: Task,
-    parts: Mapping[str, Any],
-    calls: Mapping[str, _MadeUpNetwork],
-    inputs: Mapping[str, Any],
-) -> None:
-    settings = task.settings
+        task.family.upstream_loop(parts, call, settings, **inputs)
+        return
     loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
+    if task.card.call is None:
+        _run_pipeline(task, parts, calls, inputs, loop)
+        return
+    upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, task.card_document.place(["call"]))
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
     embeddings = {name: value for name, value in inputs.items() if name not in (*moments, "noise")}
     stage = "encode" if "vae" in upstream.card.host else "encode_image"
@@ -243,11 +229,14 @@ def _run_card(
 
 
 def _run_pipeline(
-    task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
+    task: Task,
+    parts: Mapping[str, Any],
+    calls: Mapping[str, _MadeUpNetwork],
+    inputs: Mapping[str, Any],
+    loop: _UpstreamLoop,
 ) -> None:
     """Calls a pipeline whose arguments have their usual names, with what the family's `encode` returned."""
     settings, cls = task.settings, load.class_of(str(task.card.pipeline))
-    loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
     stand_ins = {name: ComponentStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
     components = {**parts, **stand_ins}
     if "guider" in parts:
@@ -388,19 +377,14 @@ def _denoise(
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
             parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
-            done = stage.run(parts, calls[str(stage.network)], task.settings, Steps(resume=_resume(done)), **start)
+            state = {name: value for name, value in done.items() if name != "done"}
+            steps = Steps(resume=(int(done["done"]), state) if done else None)
+            done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
             start = dict(inputs)
 
 
 def _bare(stage: Stage) -> Stage:
     return dataclasses.replace(stage, prepare=None)
-
-
-def _resume(first: Mapping[str, torch.Tensor]) -> tuple[int, Mapping[str, torch.Tensor]] | None:
-    """Returns where the second of two denoising stages goes on."""
-    if not first:
-        return None
-    return int(first["done"]), {name: value for name, value in first.items() if name != "done"}
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:

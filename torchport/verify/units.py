@@ -238,7 +238,8 @@ class Units:
         path = border.path
         inside = [other for other in paths if other != path and _within(other, path)]
         if border.side == "in":
-            owner = _owner(path, [*paths, block])
+            owners = [other for other in (*paths, block) if other and other != path and _within(path, other)]
+            owner = max(owners, key=len, default="")
             before = path.removeprefix(f"{owner}.") if owner else path
             return "forward", owner, f"{owner and f'.{owner}'}.forward before {before}"
         if not path:
@@ -264,12 +265,6 @@ def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[
 
 def _within(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
-
-
-def _owner(path: str, paths: Collection[str]) -> str:
-    """Returns the nearest of some modules that a module lies in; empty for the network itself."""
-    owners = [other for other in paths if other and other != path and path.startswith(f"{other}.")]
-    return max(owners, key=len, default="")
 
 
 def _takes_place(value: Any, original: Any) -> bool:

@@ -296,16 +296,16 @@ def _clue(search: Search) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskWithout(Task):
+class _TaskWithout(Task):
     without: frozenset[str] = frozenset()
 
     def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
         return [entry for entry in super().patches(stages) if entry.id not in self.without]
 
 
-def _task_without(task: Task, ids: Collection[str]) -> TaskWithout:
+def _task_without(task: Task, ids: Collection[str]) -> _TaskWithout:
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
-    return TaskWithout(**fields, without=frozenset(ids))
+    return _TaskWithout(**fields, without=frozenset(ids))
 
 
 @dataclasses.dataclass(frozen=True)

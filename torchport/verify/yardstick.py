@@ -44,7 +44,7 @@ def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return wide
 
 
-class Wide(TorchFunctionMode):
+class _Wide(TorchFunctionMode):
     """Computes in float64 what a module's code casts to float32, or makes in it, as many norms and tables do.
 
     Such code says that the dtype should be wide. The yardstick's is wider. Where the yardstick's is float32, nothing
@@ -72,7 +72,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
     What upstream gives to `torch.compile` runs as it is written: flex attention has no compiled float64 on a CPU.
     """
-    with torch.compiler.set_stance("force_eager"), Wide(dtype):
+    with torch.compiler.set_stance("force_eager"), _Wide(dtype):
         yield
 
 

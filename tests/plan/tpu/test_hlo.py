@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchport.errors import TopologyError, UnknownNameError
+from torchport.errors import TopologyError
 from torchport.plan.tpu import hlo
 from torchport.plan.tpu.absent import environment
 from torchport.plan.tpu.hlo import INTERNAL, HloLoop, SourceLine
@@ -118,11 +118,11 @@ def test_an_instruction_has_its_shapes_bytes_operands_and_the_compilers_estimate
     line = f"ROOT %f.2 = ({shapes}) fusion(%p, /*index=1*/%p), kind=kLoop, calls=%sum, {metadata}, {cost(77)}"
     found = program(tmp_path, SUM, entry(line))
     made = found.computations["main"].instructions["f.2"]
-    assert (found.devices, found.entry, found.computations["main"].root) == (8, "main", "f.2")
+    assert (found.entry, found.computations["main"].root) == ("main", "f.2")
     assert made.shapes == (("bf16", (8, 128)), ("s4", (3,)), ("pred", (5,)), ("u32", ()))
     assert made.bytes == 8 * 128 * 2 + 2 + 5 + 4
     assert (made.opcode, made.operands, made.calls, made.cycles) == ("fusion", ("p", "p"), ("sum",), 77)
-    assert made.op_name == "a[\\'b.c\\'], calls=%p" and made.kernel is None and made.trips is None
+    assert made.kernel is None and made.trips is None
 
 
 def test_the_constants_of_a_program_are_added_up_wherever_they_are(tmp_path):
@@ -160,10 +160,6 @@ def test_a_source_is_the_innermost_line_that_is_not_internal(tmp_path):
     assert made["r"].source is None
     assert str(BLOCK) == "model/block.py:12 in Block.forward"
     assert str(attention) == "model/attention.py:7 in Block.forward"
-    everything = hlo.read(tmp_path, internal=()).computations["main"].instructions
-    assert everything["c5"].source == SourceLine(
-        "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", 1778, "Module.__call__"
-    )
 
 
 def test_parents_that_are_numbered_as_frames_are_lead_to_the_same_lines(tmp_path):
@@ -365,7 +361,7 @@ def test_groups_of_devices_are_written_out(tmp_path, written, groups):
     )
     (found,) = exchange(tmp_path, line)
     assert (found.kind, found.bytes, found.times, found.source) == ("all-reduce", 256, 1, BLOCK)
-    assert found.groups == groups and found.group_size == len(groups[0]) and not found.overlapped
+    assert found.groups == groups and found.group_size == len(groups[0])
 
 
 def test_an_exchange_that_starts_and_ends_apart_is_one(tmp_path):
@@ -383,11 +379,11 @@ def test_an_exchange_that_starts_and_ends_apart_is_one(tmp_path):
         "%x = f32[8] async-done(%w)",
         before=wrapped,
     )
-    assert [(one.kind, one.bytes, one.group_size, one.overlapped) for one in found] == [
-        ("all-gather", 64, 2, True),
-        ("all-reduce", 16, 2, True),
-        ("collective-permute", 32, 2, True),
-        ("all-to-all", 32, 2, True),
+    assert [(one.kind, one.bytes, one.group_size) for one in found] == [
+        ("all-gather", 64, 2),
+        ("all-reduce", 16, 2),
+        ("collective-permute", 32, 2),
+        ("all-to-all", 32, 2),
     ]
     assert found[2].groups == ((0, 1), (1, 0))
 
@@ -421,30 +417,8 @@ def test_an_exchange_that_fusions_carry_on_is_one_and_their_cycles_count(tmp_pat
         "%i = f32[8] fusion(%p), kind=kCustom, calls=%end",
     ]
     (found,) = exchange(tmp_path, *lines, before="".join(parts))
-    assert (found.kind, found.bytes, found.overlapped) == ("all-gather", 32, True)
+    assert (found.kind, found.bytes) == ("all-gather", 32)
     assert hlo.read(tmp_path).cycles() == 20
-
-
-def test_a_block_is_the_difference_of_two_programs(tmp_path):
-    def unrolled(blocks):
-        lines = [f"%first = f32[] copy(%p), {cost(100)}"]
-        for block in range(blocks):
-            lines += [
-                f"%c.{block} = f32[4] copy(%p), {cost(30)}",
-                f"%r.{block} = f32[4] all-reduce(%c.{block}), replica_groups=[2,4]<=[8], to_apply=%sum",
-                f'%k.{block} = f32[4] custom-call(%p), custom_call_target="tpu_custom_call"',
-            ]
-        return program(tmp_path, SUM, entry(*lines, "ROOT %end = f32[] bitcast(%p)"))
-
-    found = hlo.per_block(unrolled(2), unrolled(5), 3)
-    assert (found.cycles, found.collectives, found.kernels) == (30, {("all-reduce", 16, 4): 1}, {"k": 1})
-
-
-def test_a_computation_that_is_not_there_is_refused(tmp_path):
-    found = program(tmp_path, entry("ROOT %c = f32[] copy(%p)"))
-    assert refusal(lambda: found.cycles("mains"), UnknownNameError) == (
-        f"{found.file}: There is no computation 'mains'. Did you mean 'main'? Known: main."
-    )
 
 
 @pytest.mark.parametrize(
@@ -528,7 +502,7 @@ def test_a_real_scan_over_blocks_is_a_loop_with_their_exchanges(tmp_path):
     subprocess.run([sys.executable, "-P", str(script)], env=given, check=True, capture_output=True)
     found = hlo.read(dump)
     (loop,) = found.loop_bodies()
-    assert (found.devices, loop.trips, loop.times) == (8, 6, 1)
+    assert (loop.trips, loop.times) == (6, 1)
     lines = script.read_text().splitlines()
     sent = found.collectives(loop.body)
     assert [(one.kind, one.bytes, one.group_size) for one in sent] == [

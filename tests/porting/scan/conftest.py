@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from torchport.porting import scan
+from torchport.porting.scan import scanning as scan
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_the_count_tells_covered_from_what_needs_a_patch(scanned):
 
 def test_every_row_that_must_be_patched_of_a_copy_is_covered(root, pack):
     """The fake of an upstream that tests of its patches use has the hostile code of the original."""
-    from torchport.porting import scan
+    from torchport.porting.scan import scanning as scan
 
     name = "hunyuanvideo_1_5_transformer:HunyuanVideo_1_5_DiffusionTransformer"
     report = scan.scan(root / "tests" / "fakes" / "hyvideo", [f"hyvideo.models.transformers.{name}"], pack.folders)

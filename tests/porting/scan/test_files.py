@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from torchport.porting import scan
+from torchport.porting.scan import scanning as scan
 from torchport.porting.scan.codebase import find_sources
 
 GOOD = "import torch\ndef f(x: torch.Tensor):\n    return x.item()\n"

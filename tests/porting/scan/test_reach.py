@@ -253,7 +253,7 @@ def test_a_folder_without_init_is_no_part_of_a_name(scanned):
 
 
 def test_a_package_can_be_scanned_from_its_inside(codebase):
-    from torchport.porting import scan
+    from torchport.porting.scan import scanning as scan
 
     folder = codebase({"up/__init__.py": "", "up/net.py": "from up.inner import f\ndef run(x):\n    f(x)\n"})
     (folder / "up" / "inner.py").write_text("def f(x):\n    x.item()\n")
@@ -277,7 +277,7 @@ def test_an_entry_that_is_not_there_is_refused(scanned, entry, said):
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    from torchport.porting import scan
+    from torchport.porting.scan import scanning as scan
 
     with pytest.raises(BadValueError, match="There is no such folder or file"):
         scan.scan(tmp_path / "absent")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchport.porting import scan
+from torchport.porting.scan import scanning as scan
 
 ENTRIES = (
     "hyvideo.models.transformers.hunyuanvideo_1_5_transformer:HunyuanVideo_1_5_DiffusionTransformer",

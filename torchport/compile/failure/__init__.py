@@ -11,13 +11,10 @@ import functools
 import traceback
 
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, caller, culprit, frames, of_syntax
 from torchport.compile.failure.frames import Owners as Owners
+from torchport.compile.failure.frames import caller, culprit, frames, of_syntax, to_list
 from torchport.errors import ForeignError
 from torchport.patch.declared.replacement import Explained
-
-MOST_FRAMES = 2
-"""Frames that are listed, the innermost ones."""
 
 
 def explained(owners: Owners) -> Explained:
@@ -27,7 +24,9 @@ def explained(owners: Owners) -> Explained:
 
 def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     """Returns the error of an exception of foreign code. None for one of torchport's own."""
-    causes = _causes(exception)
+    causes = [exception]  # upstream wraps errors in errors that say less
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
     if isinstance(causes[-1], MemoryError):  # no line of code is at fault
         return None
     every = frames(causes, owners)
@@ -44,9 +43,7 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     kind = failure.kind()
     fact, remedy, entry = CURES[kind](failure)
     error = kind(frame.place, fact, remedy, owner=frame.owner)
-    ours = [one for one in every if one.owner in OURS or one == frame]
-    # A comprehension has a frame of its own, on its function's line.
-    listed = [one for one, inner in zip(ours, [*ours[1:], None], strict=True) if one != inner][-MOST_FRAMES:]
+    listed = to_list(every, frame)
     more = f"{len(every) - len(listed)} more frames: "
     more += "its __cause__ has them" if owners.is_script else "torchport -v COMMAND"
     error.details = [
@@ -56,11 +53,3 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     ]
     error.trace = "".join(traceback.format_exception(exception))
     return error
-
-
-def _causes(exception: BaseException) -> list[BaseException]:
-    """Returns an exception and what it was raised from: upstream wraps errors in errors that say less."""
-    causes = [exception]
-    while (cause := causes[-1].__cause__) is not None and cause not in causes:
-        causes.append(cause)
-    return causes

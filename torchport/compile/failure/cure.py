@@ -200,7 +200,8 @@ def _absent_package(failure: Failure) -> Cure:
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:
-        version = ", ".join(f"{key} {value}" for key, value in _versions(package).items()) or "an unknown version"
+        names = importlib.metadata.packages_distributions().get(package, [])
+        version = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) or "an unknown version"
         fact = f"{failure.frame.caller} takes a name from {package} that it does not have"
         return fact, f"Install a version of {package} that has it; here is {version}", None
     fact = f"{failure.frame.caller} needs the package {package}, and it is not installed"
@@ -210,26 +211,16 @@ def _absent_package(failure: Failure) -> Cure:
         return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
     if failure.frame.owner in EDITED:
         return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
-    imported, why = _import_at(failure.frame), f"Imports {package}, which is not installed."
+    why, frame, module = f"Imports {package}, which is not installed.", failure.frame, failure.frame.module
+    tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     # A stub serves no import that is a call.
-    module = failure.frame.module
+    imported = next((n for n in imports if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
     entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
     if entry is None:
         return fact, "Install it", None
     cure = "Install it. If nothing of it is called in your job"
     return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
-
-
-def _versions(package: str) -> dict[str, str]:
-    names = importlib.metadata.packages_distributions().get(package, [])
-    return {name: importlib.metadata.version(name) for name in names}
-
-
-def _import_at(frame: Frame) -> ast.stmt | None:
-    """Returns the import statement on a frame's line. None where the import is a call."""
-    tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return next((n for n in nodes if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
 
 
 def _any(failure: Failure) -> Cure:

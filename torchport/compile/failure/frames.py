@@ -27,28 +27,24 @@ HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly"}
 Owner = Literal["upstream", "family", "patch", "script", "torchport", "library", "engine"]
 OURS: tuple[Owner, ...] = ("upstream", "family", "patch", "script")
 """Whose code a port can change: by a patch, or by an editor."""
+MOST_FRAMES = 2
+"""Frames that are listed, the innermost ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """Says whose code a module is.
-
-    Attributes:
-        card: The model card; None where only patches were named.
-        patches: Returns the patches in force. They are read only if there is an exception.
-        family: The name of the family's module; empty without a family.
-        others: Packages of upstream beside those that the card and the patches name.
-        is_script: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
-        unpatched: Whether the patches are left out on purpose. One that would have helped is then named.
-    """
+    """Says whose code a module is."""
 
     pack: Pack
-    card: Card | None
+    card: Card | None  #: The model card; None where only patches were named.
     document: Document | None
+    #: Returns the patches in force. They are read only if there is an exception.
     patches: Callable[[], Sequence[Entry]]
-    family: str = ""
+    family: str = ""  #: The name of the family's module; empty without a family.
+    #: Packages of upstream beside those that the card and the patches name.
     others: frozenset[str] = frozenset()
-    is_script: bool = False
+    is_script: bool = False  #: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
+    #: Whether the patches are left out on purpose. One that would have helped is then named.
     unpatched: bool = False
 
     @classmethod
@@ -82,18 +78,13 @@ class Owners:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One frame of a traceback.
-
-    Attributes:
-        file: Its file; of rewritten code, upstream's.
-        function: With its class; `<module>` where the module itself runs.
-    """
+    """One frame of a traceback."""
 
     owner: Owner
     module: str
-    file: str
+    file: str  #: Its file; of rewritten code, upstream's.
     line: int
-    function: str
+    function: str  #: With its class; `<module>` where the module itself runs.
     statement: str
 
     @property
@@ -141,6 +132,15 @@ def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
     return dataclasses.replace(outer, owner="script") if outer.owner == "library" else outer
 
 
+def to_list(every: Sequence[Frame], frame: Frame) -> list[Frame]:
+    """Returns the frames that a person is shown, the innermost last: our own, and the one at fault.
+
+    A comprehension has a frame of its own, on its function's line.
+    """
+    ours = [other for other in every if other.owner in OURS or other == frame]
+    return [other for other, inner in zip(ours, [*ours[1:], None], strict=True) if other != inner][-MOST_FRAMES:]
+
+
 def of_syntax(error: BaseException) -> Frame | None:
     """Returns the line of an upstream's file that is not Python; its own frame never ran. None for other exceptions."""
     if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
@@ -176,7 +176,8 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
     file = code.co_filename
     if file.startswith("<torchport: "):  # rewritten code has upstream's lines
         file = file.rpartition(" in ")[2].removesuffix(">")
-    name, owner = _name(code.co_qualname), _owner(module, file, owners)
+    name = re.sub(r"(\.<locals>)?\.<\w+>.*", "", code.co_qualname)  # without comprehensions and lambdas inside it
+    owner = _owner(module, file, owners)
     owner = "engine" if owner == "patch" and _is_passage(module, name, statement) else owner
     return Frame(owner, module, file, line, name, statement)
 
@@ -188,11 +189,6 @@ def _is_passage(module: str, name: str, statement: str) -> bool:
     """
     is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
     return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)
-
-
-def _name(qualified: str) -> str:
-    """Returns a function's name without the comprehensions and lambdas inside it."""
-    return re.sub(r"(\.<locals>)?\.<\w+>.*", "", qualified)
 
 
 def _owner(module: str, file: str, owners: Owners) -> Owner:

@@ -100,16 +100,12 @@ def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Arra
     return jnp.clip(jnp.asarray(values).astype(jnp.int32), 0, tokens)
 
 
-def _check_window(window: Any) -> None:
+def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
+    """Refuses tensors that do not belong together, and a window that is none."""
     sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
     if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
         remedy = "It must be (left, right), each a whole number of keys or None"
         raise AttentionError("attention", f"window is {window!r}", remedy)
-
-
-def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
-    """Refuses tensors that do not belong together, and a window that is none."""
-    _check_window(window)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
         raise AttentionError("attention", shapes, "They must be [B, H, S, D], [B, H, T, D] and [B, H, T, D]")
@@ -401,10 +397,6 @@ def transposed_options(
     """Returns the keywords with which `transposed` computes a request.
 
     Args:
-        queries: S.
-        keys: T.
-        heads: That share a tile.
-        head_size: As padded.
         int8: Whether queries and keys are multiplied in eight bits.
     """
     if int8:

@@ -40,23 +40,12 @@ def attention(
     Returns:
         [B, H, S, D] of q's dtype.
     """
-    if not engine.is_traced(q_BHSD):
-        return _eager(q_BHSD, k_BHTD, v_BHTD, lengths, scale, causal)
-    from torchport.kernels.attention import dispatch
+    if engine.is_traced(q_BHSD):
+        from torchport.kernels.attention import dispatch
 
-    inputs = {"lengths": lengths, "scale": scale, "causal": causal, "bound": bound}
-    output: torch.Tensor = engine.call_kernel(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
-    return output
-
-
-def _eager(
-    q_BHSD: torch.Tensor,
-    k_BHTD: torch.Tensor,
-    v_BHTD: torch.Tensor,
-    lengths: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-) -> torch.Tensor:
+        inputs = {"lengths": lengths, "scale": scale, "causal": causal, "bound": bound}
+        traced: torch.Tensor = engine.call_kernel(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
+        return traced
     valid_BT = None if lengths is None else torch.arange(k_BHTD.shape[2], device=lengths.device) < lengths[:, None]
     mask = None if valid_BT is None else valid_BT[:, None, None, :]
     if mask is not None and causal:

@@ -45,9 +45,7 @@ def quantised(
     anew, and XLA would write it in float32; so it reads queries and keys twice, and writes int8 alone.
 
     Args:
-        q_BSF: Queries [B, S, F].
         arrays: Keys [B, T, F], and the number of valid ones, int32 [B]; those from there on may hold anything.
-        head_size: D.
 
     Returns:
         Queries, int8 [B, S, F]; what the scores of each query are multiplied by, float32 [B * H, 1, S]; keys, int8.

@@ -68,7 +68,8 @@ def scaled_dot_product_attention(
     )
     size = v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    q, k, v = _same_size(q, k, v)
+    widest = max(q.shape[3], size)  # zeros change no product
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, widest - x.shape[3]))) for x in (q, k, v))
     if attn_mask is None:
         output = attention(q, k, v, scale=scale, causal=is_causal)
     elif attn_mask.dtype == jnp.bool_ and (attn_mask.ndim < 2 or attn_mask.shape[-2] == 1):
@@ -84,13 +85,6 @@ def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
         fact = f"Queries have {heads} heads, and keys or values {x.shape[1]}"
         raise AttentionError("scaled_dot_product_attention", fact, "With enable_gqa it must divide")
     return jnp.repeat(x, heads // x.shape[1], axis=1)
-
-
-def _same_size(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries, keys and values padded with zeros to one number of features; zeros change no product."""
-    size = max(q.shape[3], v.shape[3])
-    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3]))) for x in (q, k, v)]
-    return padded[0], padded[1], padded[2]
 
 
 def _four(x: jax.Array) -> jax.Array:

@@ -84,7 +84,6 @@ def attention(
         cos_SD: Cosines of the tokens' positions, float32, each twice, one row for each valid token: tokens beyond them
             are padding, and no keys.
         lengths_B: How many further tokens of each sample are valid, integers; None: all of them.
-        heads: H.
         bound: Name of the bound of |q . k| in `Settings.bounds`.
 
     Returns:

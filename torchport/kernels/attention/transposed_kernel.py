@@ -119,7 +119,9 @@ class Chunks:
         _, parts, _, keys = self.v_hbm.shape
 
         def copy(i: int) -> Any:
-            part, column = (0, first + i) if parts == 1 else _divmod(first + i, keys // LANES)
+            part, column = 0, first + i
+            if parts > 1:
+                part, column = lax.div(column, keys // LANES), lax.rem(column, keys // LANES)
             here = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
             source = self.v_hbm.at[self.sample, part, self.features, here]
             return pltpu.make_async_copy(source, target.at[i], done)
@@ -156,10 +158,6 @@ class _Copies:
     def wait(self) -> None:
         """Waits for the bytes of all copies, once: each wait delays the products."""
         pltpu.make_async_copy(self.target, self.target, self.done).wait()
-
-
-def _divmod(number: Any, by: int) -> tuple[Any, Any]:
-    return lax.div(number, by), lax.rem(number, by)
 
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:

@@ -72,7 +72,10 @@ def convolved(
     x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)
     x = x if operands.gains is None else activated(x, operands.gains, x.shape[-1])
     if operands.scale is not None and operands.shift is not None:
-        x = _scaled(x, operands.scale, operands.shift, rows)
+        times = (x.shape[1] - 2) // (operands.scale.shape[1] - 2)
+        scale, shift = (_spread(operand, times, rows) for operand in (operands.scale, operands.shift))
+        wide = x.astype(jnp.float32) * scale + shift
+        x = (wide * jax.nn.sigmoid(wide)).astype(dtype)
     x = x.transpose(2, 0, 1, 3)
     if operands.lead is not None:
         x = jnp.where(jnp.arange(x.shape[0])[:, None, None, None] >= operands.lead, x, 0)
@@ -104,13 +107,6 @@ def _added(
     total = jnp.pad(newest, ((0, 2), (0, 0), (0, 0), (0, 0)))
     total = total.at[:2].add(before).at[1:-1].add(older).at[2:].add(oldest)
     return total[:-2], total[-2:]
-
-
-def _scaled(x: jax.Array, scale: jax.Array, shift: jax.Array, rows: bool) -> jax.Array:
-    """Returns SiLU of x with scale and shift, of x's dtype."""
-    times = (x.shape[1] - 2) // (scale.shape[1] - 2)
-    wide = x.astype(jnp.float32) * _spread(scale, times, rows) + _spread(shift, times, rows)
-    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
 
 
 def _spread(x: jax.Array, times: int, rows: bool) -> jax.Array:

@@ -78,16 +78,16 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
     included. Rows are parted only where that saves a tenth: to join them with their neighbours' is a copy.
 
     Args:
-        frames: T.
-        height: H.
-        width: W.
         multiple: T is padded to a multiple of this.
         paired: Whether latent frames are decoded in pairs: then padding is after the last, but for one frame before an
             odd number of them, so that each pair begins at an even frame.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
-    rows, columns = min(_partings(sizes), key=lambda parting: _positions(height, width, sizes, *parting))
+    some = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
+    # Of two ways that are as good, the one with more axes for columns comes first.
+    partings = [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in some]
+    rows, columns = min(partings, key=lambda parting: _positions(height, width, sizes, *parting))
     lead = frames % 2 if paired else -frames % multiple
     return Canvas(
         up(frames + lead, multiple),
@@ -101,12 +101,6 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
         up(frames + lead, multiple) - frames - lead,
         not paired or frames % 2 == 1,
     )
-
-
-def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Returns the ways of using axes for rows and for columns, those for columns alone first."""
-    some = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
-    return [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in some]
 
 
 def _positions(

@@ -155,9 +155,16 @@ def conv3d(
     still, taps = edges if still is None else still, weight_DCTHW.shape[2]
     lead = None if still or taps == 1 or _starts(x_BCTHW) else _lead(x_BCTHW)
     if not engine.is_traced(x_BCTHW):
-        x_BCTHW = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
-        x_BCTHW = x_BCTHW.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
-        return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, still, gains_C, residual_BDTHW, lead or 0)
+        x = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
+        x = x.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
+        if gains_C is not None:
+            x = functional.normalize(x, dim=1) * math.sqrt(x.shape[1]) * gains_C.view(-1, 1, 1, 1)
+            x = functional.silu(x)
+        x = functional.pad(x[:, :, lead:], (0, 0, 0, 0, lead, 0)) if lead else x
+        x = functional.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate" if edges else "constant")
+        x = functional.pad(x, (0, 0, 0, 0, taps - 1, 0), mode="replicate" if still else "constant")
+        x = functional.conv3d(x, weight_DCTHW, bias_D)
+        return x if residual_BDTHW is None else x + residual_BDTHW
     from torchport.kernels.convolution import by_xla, forms
 
     tape = _tape(x_BCTHW) if taps > 1 else None
@@ -178,26 +185,6 @@ def _starts(x_BCTHW: torch.Tensor) -> bool:
     tape, form = _tape(x_BCTHW), canvas.current()
     frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
     return form is canvas.NONE or form.lead_of(frames) == 0
-
-
-def _eager(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    edges: bool,
-    still: bool,
-    gains: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    lead: int,
-) -> torch.Tensor:
-    if gains is not None:
-        x = functional.normalize(x, dim=1) * math.sqrt(x.shape[1]) * gains.view(-1, 1, 1, 1)
-        x = functional.silu(x)
-    x = functional.pad(x[:, :, lead:], (0, 0, 0, 0, lead, 0)) if lead else x
-    x = functional.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate" if edges else "constant")
-    x = functional.pad(x, (0, 0, 0, 0, weight.shape[2] - 1, 0), mode="replicate" if still else "constant")
-    x = functional.conv3d(x, weight, bias)
-    return x if residual is None else x + residual
 
 
 def unfolded(

@@ -56,8 +56,22 @@ def convolved(
     carries, whole = PartitionSpec(None, None, form.rows or None, form.columns or None), PartitionSpec()
     specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carries}
 
-    def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
-        return _local(request, form, x, weight, bias, Operands(**given))
+    def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
+        # One sample after the other: where they lie, no two have a frame in common.
+        height = part.shape[3] * _ways(form.rows)
+        width = part.shape[4] * _ways(form.columns)
+        fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
+        is_kernels = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
+        run = _by_kernel if is_kernels else by_xla.convolved
+        outs, carries = [], []
+        for n in range(part.shape[0]):
+            x = part[n].transpose(2, 3, 1, 0)
+            x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
+            of_sample = _of_sample(form, n, Operands(**given))
+            out, kept = run(request, bool(form.rows), x, sides, weight, bias, of_sample)
+            outs.append(out.transpose(3, 2, 0, 1))
+            carries.append(kept)
+        return jnp.stack(outs), jnp.stack(carries)
 
     if jax.sharding.get_abstract_mesh().empty:
         out: tuple[jax.Array, jax.Array] = local(x_BCTHW, weight_DCTHW, bias_D, given)
@@ -70,31 +84,6 @@ def convolved(
     )
     made: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
     return made
-
-
-def _local(
-    request: ConvolutionRequest,
-    form: Canvas,
-    x_BCTHW: jax.Array,
-    weight_DCTHW: jax.Array,
-    bias_D: jax.Array | None,
-    operands: Operands,
-) -> tuple[jax.Array, jax.Array]:
-    """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
-    height = x_BCTHW.shape[3] * _ways(form.rows)
-    width = x_BCTHW.shape[4] * _ways(form.columns)
-    fits = x_BCTHW.shape[2] % 8 == 0 and weight_DCTHW.shape[3:] == (3, 3)
-    is_kernels = uses_kernel() and fits and x_BCTHW.dtype in (jnp.float32, jnp.bfloat16)
-    run = _by_kernel if is_kernels else by_xla.convolved
-    outs, carries = [], []
-    for n in range(x_BCTHW.shape[0]):
-        x = x_BCTHW[n].transpose(2, 3, 1, 0)
-        x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
-        of_sample = _of_sample(form, n, operands)
-        out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, of_sample)
-        outs.append(out.transpose(3, 2, 0, 1))
-        carries.append(kept)
-    return jnp.stack(outs), jnp.stack(carries)
 
 
 def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:

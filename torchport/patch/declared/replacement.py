@@ -51,7 +51,12 @@ def file_of(entry: Entry, reference: str) -> Path:
 def load(entry: Entry, reference: str) -> Any:
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
-    with Explained(lambda error: _does_not_load(entry, path, error)):
+
+    def does_not_load(error: BaseException) -> ReplacementError:
+        fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
+        return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
+
+    with Explained(does_not_load):
         module = _module(path, f"torchport_patches.{entry.upstream}.{path.stem}")
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -62,11 +67,6 @@ def load(entry: Entry, reference: str) -> Any:
 def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> ReplacementError:
     fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
     return ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
-
-
-def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
-    fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
-    return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 
 
 def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:

@@ -42,19 +42,13 @@ class Change(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Placed:
-    """Something put in a slot.
-
-    Attributes:
-        retire: Makes a function that was put there fall through to the original.
-        stop: Makes a class that was put there what it was.
-        held: Whether somebody besides its namespace held the original.
-    """
+    """Something put in a slot."""
 
     slot: Slot
     value: Any
-    retire: Retire | None = None
-    stop: Callable[[], None] | None = None
-    held: bool = True
+    retire: Retire | None = None  #: Makes a function that was put there fall through to the original.
+    stop: Callable[[], None] | None = None  #: Makes a class that was put there what it was.
+    held: bool = True  #: Whether somebody besides its namespace held the original.
 
     def stands(self) -> bool:
         return self.slot.now() is self.value
@@ -162,7 +156,12 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     parameters = rewrite.parameters(entry, loaded)
     edit = rewrite.edit(entry, text, old.co_firstlineno, rewrite.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
-    filename = _filename(entry, old.co_filename)
+    # Tracebacks show the patches, then upstream's file.
+    ids, home = entry.id, old.co_filename
+    if home.startswith("<torchport: "):
+        earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
+        ids = f"{earlier}, {entry.id}"
+    filename = f"<torchport: {ids} in {home}>"
     new = rewrite.code(entry, edit.part, old, filename)
     # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. The lines that it shares with its
     # home are those of the home: a module may have a thousand such texts.
@@ -173,15 +172,6 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     function.__code__ = new
     forget(slot.raw)
     return Recompiled(slot, function, old, new, edit.name, put)
-
-
-def _filename(entry: Entry, home: str) -> str:
-    """Returns the name that tracebacks show for rewritten code: the patches, then upstream's file."""
-    ids = entry.id
-    if home.startswith("<torchport: "):
-        earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
-        ids = f"{earlier}, {entry.id}"
-    return f"<torchport: {ids} in {home}>"
 
 
 def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:

@@ -62,7 +62,7 @@ class ClassAttribute(Place):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Item(Place):
+class _Item(Place):
     items: list[Any]
     index: int
 
@@ -74,7 +74,7 @@ class Item(Place):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TupleItem(Place):
+class _TupleItem(Place):
     """An item of a tuple that stands in another place. The tuple is made anew there."""
 
     outer: Place
@@ -90,7 +90,7 @@ class TupleItem(Place):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StaticMethod(Place):
+class _StaticMethod(Place):
     """The function of a static method that stands in another place. The static method is made anew there."""
 
     outer: Place
@@ -117,7 +117,7 @@ class Key(Place):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member(Place):
+class _Member(Place):
     members: set[Any]
 
     def exchange(self, old: Any, new: Any) -> None:
@@ -138,18 +138,13 @@ _NEEDS_NO_OWNER = (list, set)  # their items are exchanged whoever owns them
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """One place that holds an object.
-
-    Attributes:
-        module: The module whose file has it, if it is known.
-        place: Where the object can be exchanged. None if it cannot.
-        container: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
-    """
+    """One place that holds an object."""
 
     where: str
-    module: str | None
+    module: str | None  #: The module whose file has it, if it is known.
     name: str | None
-    place: Place | None
+    place: Place | None  #: Where the object can be exchanged. None if it cannot.
+    #: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
     container: Any = None
 
 
@@ -165,20 +160,16 @@ def names_of(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Hol
         values = list(names.values())
         if id(names) not in seen and not ids.isdisjoint(map(id, values)):
             seen.add(id(names))
-            _in_module(module, names, ids, result)
+            for name, value in list(names.items()):
+                if id(value) in ids:
+                    where = f"{module.__name__}.{name}"
+                    result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
         for value in values if classes else ():
             if isinstance(value, type) and id(value) not in seen:
                 seen.add(id(value))
                 if not ids.isdisjoint(map(id, list(_attributes(value).values()))):
                     _in_class(value, ids, result)
     return result
-
-
-def _in_module(module: types.ModuleType, names: dict[str, Any], ids: set[int], result: dict[int, list[Holder]]) -> None:
-    for name, value in list(names.items()):
-        if id(value) in ids:
-            where = f"{module.__name__}.{name}"
-            result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
 
 
 def _in_class(cls: type, ids: set[int], result: dict[int, list[Holder]]) -> None:
@@ -289,11 +280,11 @@ class Referrers:
         """Yields the places of an object in a referrer. None stands for a form that is not rebound."""
         if type(referrer) is tuple:
             indices = [index for index, value in enumerate(referrer) if value is thing]
-            yield from (p and TupleItem(p, index) for p in self._places_of(referrer) for index in indices)
+            yield from (p and _TupleItem(p, index) for p in self._places_of(referrer) for index in indices)
         elif type(referrer) is staticmethod:
-            yield from (place and StaticMethod(place) for place in self._places_of(referrer))
+            yield from (place and _StaticMethod(place) for place in self._places_of(referrer))
         elif isinstance(referrer, set):
-            yield Member(referrer)
+            yield _Member(referrer)
         elif isinstance(referrer, dict) and any(isinstance(owner, type) for owner in self._owners_of(referrer)):
             cls = next(owner for owner in self._owners_of(referrer) if isinstance(owner, type))
             yield from (ClassAttribute(cls, name) for name, value in list(vars(cls).items()) if value is thing)
@@ -338,7 +329,7 @@ def _in_container(container: Any, thing: Any) -> Iterator[Place | None]:
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
     if isinstance(container, list):
-        places: list[Place] = [Item(container, index) for index, value in enumerate(container) if value is thing]
+        places: list[Place] = [_Item(container, index) for index, value in enumerate(container) if value is thing]
     else:
         places = list(_in_names(names, thing))
     apart = any(referent is names for referent in referents)  # then the names' values are not among the referents

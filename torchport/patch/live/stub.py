@@ -49,11 +49,13 @@ class Stub(types.ModuleType):
 
     def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
         """Returns the error, and keeps it in the ledger: the caller may stand in somebody's `try`."""
-        entry = self.__dict__["_entry"]
+        entry, name = self.__dict__["_entry"], caller.f_code.co_qualname
+        if name == "<module>":
+            name = f"what is called there, in {caller.f_globals.get('__name__')}"
         error = StubCalledError(
             f"{caller.f_code.co_filename}:{caller.f_lineno}",
             f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
-            f"Install {self.__name__.partition('.')[0]}, or write a patch for {_name(caller)}. The original has the "
+            f"Install {self.__name__.partition('.')[0]}, or write a patch for {name}. The original has the "
             "patches alone that the card names under 'original'",
             patch=entry.id,
         )
@@ -61,20 +63,12 @@ class Stub(types.ModuleType):
         return error
 
 
-def _name(caller: types.FrameType) -> str:
-    name = caller.f_code.co_qualname
-    return f"what is called there, in {caller.f_globals.get('__name__')}" if name == "<module>" else name
-
-
 class _Server:
-    """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set.
-
-    Attributes:
-        stubs: What it answers with, by package, with what counts the imports that were served. There is none outside
-            every set, when it asks Python's own for everything.
-    """
+    """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set."""
 
     def __init__(self) -> None:
+        #: What it answers with, by package, with what counts the imports that were served. There is none outside every
+        #: set, when it asks Python's own for everything.
         self.stubs: dict[str, tuple[Stub, Calls]] = {}
 
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:

@@ -23,20 +23,13 @@ _ABSENT = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A name in a live namespace.
+    """A name in a live namespace."""
 
-    Attributes:
-        holder: The module, class or object whose namespace it is.
-        raw: What stands there, descriptors unbound; for an inherited name what the base has.
-        in_holder: Whether it stands in the holder's own namespace.
-        path: The objects that were passed on the way, the module first.
-    """
-
-    holder: Any
+    holder: Any  #: The module, class or object whose namespace it is.
     name: str
-    raw: Any
-    in_holder: bool
-    path: tuple[Any, ...]
+    raw: Any  #: What stands there, descriptors unbound; for an inherited name what the base has.
+    in_holder: bool  #: Whether it stands in the holder's own namespace.
+    path: tuple[Any, ...]  #: The objects that were passed on the way, the module first.
 
     def put(self, value: Any) -> None:
         """Puts a value there. A class is set through `type`, so that its method caches are dropped."""

@@ -28,19 +28,13 @@ _RESERVED = "__torchport_"
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """What a rewrite makes of a file's text.
-
-    Attributes:
-        part: The statement of the file that the function is in, on its lines; those before it are blank.
-        reads: The names that the call passes and the function does not bind itself.
-        line: The first line that is replaced, from 1.
-    """
+    """What a rewrite makes of a file's text."""
 
     text: str
-    part: str
+    part: str  #: The statement of the file that the function is in, on its lines; those before it are blank.
     name: str
-    reads: frozenset[str]
-    line: int
+    reads: frozenset[str]  #: The names that the call passes and the function does not bind itself.
+    line: int  #: The first line that is replaced, from 1.
 
 
 def _reserved_name(entry: Entry) -> str:
@@ -71,15 +65,6 @@ def first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def _part(lines: Sequence[bytes], spans: Sequence[tuple[int, int]], line: int) -> tuple[int, int, str]:
-    """Returns the lines of the statement that a line is in, and their text behind as many blank lines as before it.
-
-    A module may have a thousand functions that are rewritten: only this statement is parsed for each of them.
-    """
-    first, last = next(((first, last) for first, last in spans if first <= line <= last), (1, len(lines)))
-    return first, last, "\n" * (first - 1) + b"".join(lines[first - 1 : last]).decode()
-
-
 def edit(
     entry: Entry,
     text: str,
@@ -100,7 +85,10 @@ def edit(
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None
-    start, end, part = _part(lines, spans(text if home is None else home), line)
+    known = spans(text if home is None else home)
+    start, end = next((span for span in known if span[0] <= line <= span[1]), (1, len(lines)))
+    # A module may have a thousand functions that are rewritten: this statement alone is parsed, at its own line.
+    part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
     tree = ast.parse(part)
     function = find(tree)
     matches = _matches(entry, rewrite, function)

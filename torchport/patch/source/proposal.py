@@ -40,22 +40,16 @@ PROMISE = {"algebraic": "say here why it computes the same"}
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """An entry to paste.
+    """An entry to paste."""
 
-    Attributes:
-        text: The entry as YAML, a list with one item. It follows the schema.
-        write: The Python to write beside it, as `forward_12(x, mask), which returns y`; empty for a stub.
-        fields: The entry's fields; those that every entry has are left out.
-        parameters: Of a rewrite, those of its function.
-        gives: Of a rewrite, what its function returns, in words; empty where it returns nothing.
-    """
-
-    text: str
+    text: str  #: The entry as YAML, a list with one item. It follows the schema.
     names: str
+    #: The Python to write beside it, as `forward_12(x, mask), which returns y`; empty for a stub.
     write: str = ""
+    #: The entry's fields; those that every entry has are left out.
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    parameters: Sequence[str] = ()
-    gives: str = ""
+    parameters: Sequence[str] = ()  #: Of a rewrite, those of its function.
+    gives: str = ""  #: Of a rewrite, what its function returns, in words; empty where it returns nothing.
 
     def remedy(self, listed: str) -> str:
         """Returns what to do with it. `listed` is where the card lists its patches."""
@@ -307,11 +301,7 @@ def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
 
 
 def written(fields: Mapping[str, Any], package: str) -> str:
-    """Returns an entry as YAML. The only place that makes one, so that each follows the schema.
-
-    Args:
-        package: The upstream package whose versions it fits.
-    """
+    """Returns an entry as YAML. The only place that makes one, so that each follows the schema."""
     whole = _whole(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first

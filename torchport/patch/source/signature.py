@@ -32,20 +32,17 @@ def check(entry: Entry, target: Signature | None, loaded: Callable[..., Any], me
     if target is None or ours is None:
         return
     if entry.kind == "wrap":
-        ours = _without_original(entry, ours)
+        parameters = list(ours.parameters.values())
+        if not parameters or parameters[0].kind not in (*POSITIONAL, Parameter.VAR_POSITIONAL):
+            fact = f"The wrapper '{entry.reference}' of '{entry.id}' has no parameter for the original"
+            raise SignatureError(entry.place, fact, "Take the original as its first parameter", patch=entry.id)
+        if parameters[0].kind is not Parameter.VAR_POSITIONAL:
+            ours = ours.replace(parameters=parameters[1:])
     lacking = _lacking(target, ours, method)
     if lacking:
         fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{_plain(target)}"
         remedy = "Give it the target's parameters, in its order and with defaults where it has them"
         raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
-
-
-def _without_original(entry: Entry, ours: Signature) -> Signature:
-    parameters = list(ours.parameters.values())
-    if not parameters or parameters[0].kind not in (*POSITIONAL, Parameter.VAR_POSITIONAL):
-        fact = f"The wrapper '{entry.reference}' of '{entry.id}' has no parameter for the original"
-        raise SignatureError(entry.place, fact, "Take the original as its first parameter", patch=entry.id)
-    return ours if parameters[0].kind is Parameter.VAR_POSITIONAL else ours.replace(parameters=parameters[1:])
 
 
 def _plain(signature: Signature) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy
 
-from torchport.errors import TopologyError, UnknownNameError, nearest
+from torchport.errors import TopologyError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,6 @@ class Instruction:
     cycles: int | None = None
     #: The innermost line of Python that is not internal. A fusion without one has that of its root.
     source: SourceLine | None = None
-    op_name: str = ""
     target: str = ""  #: Of a custom call, such as tpu_custom_call.
     #: Of a collective: the devices that exchange, by their positions in the program's own order of devices; of a
     #: permutation [source, target] pairs.
@@ -139,8 +138,6 @@ class CollectiveExecution:
     times: int
     groups: tuple[tuple[int, ...], ...]
     source: SourceLine | None
-    #: Whether the core can do other work between its start and its end.
-    overlapped: bool
 
     @property
     def group_size(self) -> int:
@@ -166,7 +163,6 @@ class HloProgram:
     """
 
     file: Path
-    devices: int
     entry: str
     computations: dict[str, Computation]
     #: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By default so many that
@@ -179,11 +175,7 @@ class HloProgram:
         A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
         cycles is taken to run, every time.
         """
-        if computation is not None and computation not in self.computations:
-            raise UnknownNameError(
-                str(self.file), f"There is no computation '{computation}'", nearest(computation, self.computations)
-            )
-        yield from self._walk(computation or self.entry, 1, False)
+        return self._walk(computation or self.entry, 1, False)
 
     def constants(self) -> int:
         """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
@@ -208,17 +200,17 @@ class HloProgram:
         """Returns the instructions with the most estimated cycles over all their times, the largest first."""
         return sorted(self._priced(computation), key=lambda run: -run.cycles)[:number]
 
-    def underestimated(self, computation: str | None = None) -> list[InstructionRuns]:
+    def underestimated(self) -> list[InstructionRuns]:
         """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
-        raised = [run for run in self._priced(computation) if run.cycles > run.estimated]
+        raised = [run for run in self._priced(None) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
-    def unpriced(self, computation: str | None = None) -> list[InstructionRuns]:
+    def unpriced(self) -> list[InstructionRuns]:
         """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
 
         Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
         """
-        left = [run for run in self.walk(computation) if not run.beside and self._unpriced(run.instruction)]
+        left = [run for run in self.walk() if not run.beside and self._unpriced(run.instruction)]
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
     def collectives(self, computation: str | None = None) -> list[CollectiveExecution]:
@@ -226,23 +218,25 @@ class HloProgram:
         for run in self.walk(computation):
             for fusion, inner in self._inner(run.instruction):
                 kind, size = inner.opcode.removesuffix("-start"), inner.bytes
-                if kind not in KINDS or (inner.chain and fusion is not None and not self._begins(fusion)):
+                if kind not in KINDS:
+                    continue
+                parts = [part.target for _, part in self._inner(fusion)] if inner.chain and fusion is not None else []
+                if parts and "AsyncCollectiveStart" not in parts:  # another fusion begins it
                     continue
                 if fusion is not None and self._scatters(fusion):
                     kind, size = "reduce-scatter", fusion.bytes
-                beside = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
                 source = inner.source or run.instruction.source
-                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, beside))
+                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source))
         return sent
 
-    def loop_bodies(self, computation: str | None = None) -> list[HloLoop]:
+    def loop_bodies(self) -> list[HloLoop]:
         """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
 
         Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
         are those of one block.
         """
         loops = []
-        for run in self.walk(computation):
+        for run in self.walk():
             if run.instruction.opcode == "while":
                 body = run.instruction.calls[1]
                 loops.append(HloLoop(body, self._trips[body], run.times, self.cycles(body)))
@@ -285,14 +279,6 @@ class HloProgram:
         kept = inside.instructions[root.operands[0]] if root.operands else root
         return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
 
-    def _begins(self, fusion: Instruction) -> bool:
-        """Whether a fusion begins a collective that others, which name it again, go on with while they compute."""
-        return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
-
-    def _holds_kernel(self, instruction: Instruction) -> bool:
-        names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
-        return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
-
     def _priced(self, computation: str | None) -> Iterator[InstructionRuns]:
         for run in self.walk(computation):
             kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
@@ -303,7 +289,9 @@ class HloProgram:
         free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
         free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
         known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
-        return not known and not free and not self._holds_kernel(instruction)
+        parts = [inner for _, inner in self._inner(instruction)]
+        modelled = any(part.kernel or part.opcode.removesuffix("-start") in KINDS for part in parts)
+        return not known and not free and not modelled
 
     @functools.cached_property
     def _trips(self) -> _LoopTrips:
@@ -397,40 +385,6 @@ class _LoopTrips(dict[str, int]):
         return None if None in values else int(compute(*values))
 
 
-@dataclasses.dataclass(frozen=True)
-class PerBlock:
-    """What one more block adds to a program."""
-
-    cycles: float
-    #: How many, by kind, bytes of output on one device and size of the group.
-    collectives: dict[tuple[str, int, int], float]
-    kernels: dict[str, float]
-
-
-def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:
-    """Returns what a block adds: the difference of two programs that differ in their number of blocks alone.
-
-    This is for blocks that are not in a loop; `Program.loop_bodies` is for those that are. Nothing in such a program
-    says which block an instruction is of. The first and the last block differ from those between them (what the last
-    one computes for nobody is removed), so both programs should have two blocks or more.
-    """
-    sent, calls = _collective_counts(more), Counter(more.kernels())
-    sent.subtract(_collective_counts(fewer))
-    calls.subtract(fewer.kernels())
-    return PerBlock(
-        (more.cycles() - fewer.cycles()) / blocks,
-        {collective: count / blocks for collective, count in sent.items() if count},
-        {kernel: count / blocks for kernel, count in calls.items() if count},
-    )
-
-
-def _collective_counts(program: HloProgram) -> Counter[tuple[str, int, int]]:
-    count: Counter[tuple[str, int, int]] = Counter()
-    for collective in program.collectives():
-        count[collective.kind, collective.bytes, collective.group_size] += collective.times
-    return count
-
-
 INTERNAL = (
     r"/(site|dist)-packages/(jax|jaxlib|torch|torchax|functorch|torchport)/",
     r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)",
@@ -453,7 +407,6 @@ _UNKNOWN = 2**63 - 1
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _CHAIN = re.compile(r'\bchain_id="([^"]*)"')
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTS = re.compile(r"\{(\{[\d,]+\}(,\{[\d,]+\})*)?\}")
 _CALLS = ("condition", "body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
@@ -466,27 +419,25 @@ _LABELS = re.compile(r"([\w?]+)_([\w?]+)->([\w?]+)")
 _FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt"
 
 
-def read(file: Path, internal: tuple[str, ...] = INTERNAL, flops_per_cycle: float = math.inf) -> HloProgram:
+def read(file: Path, flops_per_cycle: float = math.inf) -> HloProgram:
     """Returns a scheduled program.
 
     Args:
         file: An `*after_codegen.txt`, or a folder that has one of them.
-        internal: Patterns that are searched in the names of files; no line of these is an instruction's source.
         flops_per_cycle: bfloat16 operations that a device does at most in one cycle, as the program has them.
     """
     files = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
     if len(files) != 1 or not files[0].is_file():
         names = ", ".join(path.name for path in files if path.is_file()) or "none"
         raise TopologyError(str(file), f"Scheduled programs (*after_codegen.txt) there: {names}", "There must be one")
-    return dataclasses.replace(_HloReader(files[0], internal).read(), flops_per_cycle=flops_per_cycle)
+    return dataclasses.replace(_HloReader(files[0]).read(), flops_per_cycle=flops_per_cycle)
 
 
 class _HloReader:
     """Reads one file; every refusal names its line."""
 
-    def __init__(self, file: Path, internal: tuple[str, ...]) -> None:
+    def __init__(self, file: Path) -> None:
         self.file = file
-        self.internal = re.compile("|".join(internal) or "(?!)")
         text = file.read_text(encoding="utf-8", errors="replace").rstrip("\n")
         # An attribute may be written on lines of its own: what breaks them comes after the instruction, blank lines.
         self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
@@ -512,7 +463,7 @@ class _HloReader:
         self.at = len(self.lines) - 1
         if not entry:
             raise self.refusal("There is no ENTRY computation")
-        return HloProgram(self.file, self.devices, entry, self.computations)
+        return HloProgram(self.file, entry, self.computations)
 
     def refusal(self, fact: str) -> TopologyError:
         return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)
@@ -553,7 +504,7 @@ class _HloReader:
         metadata, config = attributes.get("metadata", ""), attributes.get("backend_config", "")
         calls = self.calls(name, attributes)
         shapes = _shapes(opcode, text[: opening.start()])
-        cycles, trips, op_name = _CYCLES.search(config), _TRIPS.search(config), _OP_NAME.search(metadata)
+        cycles, trips = _CYCLES.search(config), _TRIPS.search(config)
         chain = _CHAIN.search(attributes.get("frontend_attributes", ""))
         leaf = opcode in ("constant", "parameter")
         operands = () if leaf else tuple(re.findall(r"%([\w.-]+)", inside))
@@ -571,7 +522,6 @@ class _HloReader:
             calls=calls,
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
             source=self.source(metadata) or self.fused(opcode, calls),
-            op_name=op_name[1] if op_name else "",
             target=attributes.get("custom_call_target", "").strip('"'),
             groups=self.groups(attributes.get("replica_groups") or attributes.get("source_target_pairs") or ""),
             chain=chain[1] if chain else "",
@@ -631,7 +581,7 @@ class _HloReader:
             source = SourceLine(
                 self.tables["FileNames"].get(file, ""), line, self.tables["FunctionNames"].get(function, "")
             )
-            if not self.internal.search(source.file):
+            if not re.search("|".join(INTERNAL), source.file):
                 break
             # Frames are numbered from 1. Where the first, which has none around it, says 1, parents are one too high.
             number = parent - self.row("StackFrames", 1, ("parent_frame_id",))[0]

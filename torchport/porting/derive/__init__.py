@@ -64,12 +64,7 @@ def _code() -> str:
 
 
 def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
-    """Returns the text of a pipeline's card, and of the job of its demo.
-
-    Args:
-        model: `diffusers:Class`.
-        name: What the card calls the model; by default the same.
-    """
+    """Returns the text of a pipeline's card, and of the job of its demo."""
     with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
         cls, place = pipeline_class(model), f"--model {model}"
         trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))

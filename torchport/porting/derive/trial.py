@@ -97,21 +97,13 @@ class Stop:
 
 @dataclasses.dataclass
 class PipelineTrial:
-    """Trials of one pipeline.
-
-    Attributes:
-        cls: The pipeline.
-        configurations: Of its components; they are mended.
-        place: What errors name.
-        image: The pipeline's argument that takes an image; None for one that takes none.
-        unit: Pixels that height and width are multiples of; None before a trial.
-    """
+    """Trials of one pipeline."""
 
     cls: Any
     configurations: Configurations
     place: str
-    image: str | None = None
-    unit: int | None = None
+    image: str | None = None  #: The pipeline's argument that takes an image; None for one that takes none.
+    unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
 
     def observed(self) -> Observed:
         """Returns what the pipeline did, after mending what stopped it."""
@@ -131,7 +123,6 @@ class PipelineTrial:
         """Refuses a pipeline that makes another video of its own embeddings than of the prompts.
 
         Args:
-            observed: What it made of the prompts.
             embeddings: What its `encode_prompt` returned, by the pipeline's arguments.
         """
         with warnings.catch_warnings(), torch.no_grad():
@@ -303,14 +294,19 @@ class PipelineTrial:
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, observed)
             with _watched(pipe, parts, observed, running), torch.no_grad():
-                observed.output = pipe(**arguments, return_dict=False)[0]
-                _check_size(observed.output, arguments)
+                observed.output = output = pipe(**arguments, return_dict=False)[0]
+            size = [arguments.get("height"), arguments.get("width")]
+            if isinstance(output, torch.Tensor) and None not in size and list(output.shape[-3:]) != [3, *size]:
+                raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
         except BaseException as error:
             if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
                 raise
             calls = [each.lineno or 0 for each in traceback.extract_tb(error.__traceback__) if each.name == "__call__"]
             observed.line = calls[0] if calls else 0
-            return observed, _stop(error, running, component)
+            if not running:
+                return observed, Stop(error, component)
+            component, name, module, args = running[-1]
+            return observed, Stop(error, component, name, _wanted(module, args))
         return observed, None
 
     def _arguments(self, pipe: Any, observed: Observed) -> dict[str, Any]:
@@ -339,16 +335,6 @@ class PipelineTrial:
             fact = f"'{self.cls.__name__}' needs {', '.join(lacking)}, and a run has a prompt and at most one image"
             raise BadValueError(self.place, fact, OTHER_LOOP)
         return {name: value for name, value in values.items() if name in parameters}
-
-
-def _check_size(
-    output: Any,
-    arguments: Mapping[str, Any],
-) -> None:
-    """Refuses frames of another size than was asked for."""
-    size = [arguments.get("height"), arguments.get("width")]
-    if isinstance(output, torch.Tensor) and None not in size and list(output.shape[-3:]) != [3, *size]:
-        raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
 
 
 def _latents_at_last(step: Any) -> Any:
@@ -429,18 +415,6 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
     weight = getattr(module, "weight", None)
     is_gain = isinstance(weight, torch.Tensor) and weight.ndim == 1
     return ("weight", last) if is_gain and weight is not None and last != weight.shape[0] else None
-
-
-def _stop(
-    error: Exception,
-    running: Sequence[tuple[str, str, torch.nn.Module, tuple[Any, ...]]],
-    built: str | None,
-) -> Stop:
-    """Returns where a trial stopped: in a module that ran, in the component that was built, or in neither."""
-    if not running:
-        return Stop(error, built)
-    component, name, module, args = running[-1]
-    return Stop(error, component, name, _wanted(module, args))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torchport.config import parse_document
 from torchport.config.checkout import below_src
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TakenNameError, TargetError, WrongTypeError
+from torchport.files import page
 from torchport.files.folder import as_named
 from torchport.patch import patch_set
 from torchport.patch.declared.entry import Entry
@@ -26,6 +27,7 @@ from torchport.source import parsing
 from torchport.source.modules import is_there, read_source
 from torchport.source.parameters import Function
 
+TEMPLATE = Path(__file__).with_name("test.jinja")
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "value")
 WHY = "say here what fails, or is slow, without it"
 
@@ -88,8 +90,9 @@ class Trial:
     name: str
     file: str
 
-    def text(self, title: str, imports: str, body: str) -> str:
-        return _HEAD.format(title=title, file=self.file, imports=imports, names=self.names, id=self.id) + body
+    def text(self, title: str, **values: object) -> str:
+        """Returns the test, by `test.jinja`: it calls an `operator`, imports without a `package`, or compares."""
+        return page.rendered(TEMPLATE, trial=self, title=title, **values)
 
 
 def draft(wish: PatchDraftRequest) -> Draft:
@@ -235,8 +238,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
     text = lowering(name, given, wish.target)
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file)
     operator = wish.target.replace(":", ".")
-    body = _LOWERING.format(name=trial.name, operator=operator)
-    test = trial.text(f"{operator} as '{trial.id}' lowers it, and as torch computes it.", _OF_LOWERING, body)
+    test = trial.text(f"{operator} as '{trial.id}' lowers it, and as torch computes it.", operator=operator)
     return Draft(fields, text, test, trial, left)
 
 
@@ -297,117 +299,18 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
     left = ["Nothing in Python: a stub raises when it is called"]
     left += ["In the entry: why"] if wish.why == WHY else []
     module = wish.importers[0]
-    body = _STUB.format(module_name=module.replace(".", "_"), module=module, package=package)
-    test = trial.text(f"{module} is imported where {package} is not installed.", _OF_STUB, body)
+    test = trial.text(f"{module} is imported where {package} is not installed.", module=module, package=package)
     return Draft(fields, "", test, trial, left)
-
-
-_HEAD = '''"""{title}
-
-It fails until it is filled in. Run it with upstream on the path:
-PYTHONPATH=UPSTREAM pytest {file}
-"""
-
-{imports}
-
-PACK = Path(__file__).parents[1]
-ID = "{id}"
-
-
-def entry():
-    """Returns the patch."""
-    (one,) = [one for one in patch.read(PACK / "patches", ["{names}"]) if one.id == ID]
-    return one
-
-'''
-
-_IMPORTS = """\
-import importlib
-from pathlib import Path
-
-import torch
-
-from torchport import patch"""
-_OF_STUB = _IMPORTS.replace("import torch\n\n", "")
-_OF_LOWERING = """\
-from pathlib import Path
-
-import jax.numpy as jnp
-import numpy
-import torch
-
-from torchport import engine, patch
-from torchport.config.pack import find_pack"""
-
-_AGREE = """
-def test_{name}_computes_what_upstream_does():
-    one = entry()
-    with patch.applied([one]) as ledger:
-        ours = result()
-    assert ledger.rows()[0]["calls"], "result() does not call the patch"
-    exact = {{"rtol": 0, "atol": 0}} if one.equivalence.bitwise else {{}}
-    torch.testing.assert_close(ours, result(), **exact)
-"""
-
-_CALL = '''
-def arguments(module):
-    """Fill in: returns the arguments of one call, those by position and those by name.
-
-    {takes}
-    """
-    raise NotImplementedError("fill in the arguments of a call")
-
-
-def result():
-    """Returns what a call gives, of upstream's code or of the patch, whichever is in force."""
-    torch.manual_seed(0)
-    module = importlib.import_module("{module}")
-    args, kwargs = arguments(module)
-    return {call}
-
-'''
-
-_BUILD = '''
-def result():
-    """Fill in: builds an object of the class, and returns what it computes."""
-    torch.manual_seed(0)
-    module = importlib.import_module("{module}")
-    raise NotImplementedError(f"fill in what an object of {{module.__name__}}.{path} computes")
-
-'''
-
-_LOWERING = '''
-def arguments():
-    """Fill in: returns the arguments of one call, those by position and those by name."""
-    raise NotImplementedError("fill in the arguments of a call")
-
-
-def test_{name}_computes_what_torch_does():
-    one, (args, kwargs) = entry(), arguments()
-    arrays = [jnp.asarray(value.numpy()) if isinstance(value, torch.Tensor) else value for value in args]
-    torchax = patch.read(find_pack([str(PACK)]).folders, ["torchax"])
-    with patch.applied([*torchax, one]) as ledger, engine.operators({{op.target: op.function for op in ledger.ops()}}):
-        ours = engine.call_torch({operator}, *arrays, **kwargs)
-    assert [row["calls"] for row in ledger.rows() if row["id"] == one.id] != [0], "the patch is not called"
-    torch.testing.assert_close(torch.from_numpy(numpy.array(ours)), {operator}(*args, **kwargs))
-'''
-
-_STUB = """
-def test_{module_name}_is_imported_without_{package}():
-    with patch.applied([entry()]):
-        importlib.import_module("{module}")
-"""
 
 
 def _agreement_test(trial: Trial, target: Target) -> str:
     path = ".".join(target.path)
-    end = _AGREE.format(name=trial.name)
     title = f"{path} with the patch '{trial.id}' and without it."
     if target.kind == "class" or target.path[-1] in ("__init__", "__new__"):
         made = path.removesuffix(".__init__").removesuffix(".__new__")
-        return trial.text(title, _IMPORTS, _BUILD.format(module=target.module, path=made) + end)
-    body = _CALL.format(module=target.module, takes=_takes(target), call=_call(target)) + end
-    return trial.text(title, f"import asyncio\n{_IMPORTS}" if target.is_async else _IMPORTS, body)
+        return trial.text(title, module=target.module, path=made)
+    called = {"takes": _takes(target), "call": _call(target)}
+    return trial.text(title, module=target.module, is_async=target.is_async, **called)
 
 
 def _takes(target: Target) -> str:

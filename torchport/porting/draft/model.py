@@ -16,6 +16,7 @@ from torchport.config import parse_document, validated
 from torchport.config.card import Card, Job
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TakenNameError, TargetError
+from torchport.files import page
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
 from torchport.porting.draft.draft import name_of
@@ -27,6 +28,7 @@ from torchport.source.names import Classes, definition
 from torchport.source.names import Home as SourceHome
 from torchport.source.parameters import STARRED, Function, parameters
 
+FAMILY = Path(__file__).with_name("family.jinja")
 UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
@@ -73,7 +75,10 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
         fact = f"'{wish.name}' is no name for a folder of patches"
         raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
-    _check_checkpoint(wish)
+    if wish.checkpoint != UNKNOWN_CHECKPOINT:
+        from torchport.load import checkpoint  # with torch, which nothing else here needs
+
+        checkpoint.check_name(wish.checkpoint)
     result: list[Part] = []
     for number, entry in enumerate(wish.entries):
         name, equals, path = entry.rpartition("=")
@@ -96,20 +101,6 @@ def _check_network(target: Target, place: str) -> None:
     if _derives_from_nothing(target.source, target.node):
         fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
         raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
-
-
-def _check_checkpoint(wish: ModelDraftRequest) -> None:
-    if wish.checkpoint != UNKNOWN_CHECKPOINT:
-        from torchport.load import checkpoint  # with torch, which nothing else here needs
-
-        checkpoint.check_name(wish.checkpoint)
-
-
-def _check_free(wish: ModelDraftRequest) -> None:
-    pack = find_pack(())
-    if wish.name in pack.models():
-        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
-        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
 
 
 def _part(name: str, target: Target, place: str) -> Part:
@@ -203,7 +194,10 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
     Returns:
         A line for each file, and then what is left to fill in.
     """
-    _check_free(wish)
+    pack = find_pack(())
+    if wish.name in pack.models():
+        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
+        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
     components = parts(wish)
     card_text, job_text = card(wish, components, checkout), job(components)
     # Our own text: a mistake in it would be ours, and is seen here.
@@ -313,65 +307,12 @@ def _url(checkout: Path) -> str:
     return re.sub(r"//[^/@]*@", "//", url) if url.startswith(("https://", "http://")) else UNKNOWN_URL
 
 
-_FAMILY = '''"""The stages of {name}: what is to be filled in says so (docs/families.md)."""
-
-from __future__ import annotations
-
-from torchport.stages.family import Stage
-
-TAKES_IMAGE, VARIANTS, arrange_tiny = False, (), None
-
-
-def batch(guidance_scale):
-    """Returns how many conditions go through the network at once: 2 with guidance, if it takes them as a batch."""
-    return 1
-
-
-def encode(parts, call, settings, steps):
-    """Fill in: returns the tensors of the prompt, by name."""
-    raise NotImplementedError("fill in encode")
-
-
-def like(parts, settings):
-    """Fill in: returns tensors of the shapes and dtypes that encode returns."""
-    raise NotImplementedError("fill in like")
-
-
-def denoise(parts, call, settings, steps, **conditions):
-    """Fill in: draws the noise, takes the steps with call({inputs}), and returns the latents."""
-    raise NotImplementedError("fill in denoise")
-
-
-def decode(parts, call, settings, steps, *, latents):
-    """Fill in: returns the frames [B, F, 3, H, W], between 0 and 1."""
-    raise NotImplementedError("fill in decode")
-
-
-SIZE = ("height", "width", "frames")
-# A stage is made again only if a setting that it uses differs: name each that its function reads.
-STAGES = (
-    Stage("encode", encode, uses=("prompt", "negative_prompt", "guidance_scale")),
-    Stage(
-        "denoise",
-        denoise,
-        uses=("seed", "steps", "guidance_scale", *SIZE),
-        needs=("encode",),
-        network="{network}",
-        like=like,
-    ),
-    Stage("decode", decode, uses=SIZE, needs=("denoise",){others}),
-)
-'''
-
-
 def family(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
     target = components[0].target
     assert isinstance(target.node, ast.ClassDef)
     inputs = [argument.name for argument in forward(target.source, target.node)]
     others = [argument.name for argument in components[1:]]
-    listed = f", parts=({', '.join(map(repr, others))},)".replace("'", '"') if others else ""
-    text = ", ".join(f"{name}=..." for name in inputs[:8]) or "..."
-    return _FAMILY.format(name=wish.name, network=components[0].name, inputs=text, others=listed)
+    return page.rendered(FAMILY, name=wish.name, network=components[0].name, inputs=inputs[:8], others=others)
 
 
 DEEPEST = 8

@@ -15,6 +15,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
@@ -363,16 +364,22 @@ def _imported_tops(source: Source) -> Iterator[str]:
         yield from (part.split()[0].partition(".")[0] for part in (match[1] or match[2]).split(",") if part.strip())
 
 
-@contextlib.contextmanager
-def _as_shallow() -> Iterator[None]:
+def _as_shallow() -> AbstractContextManager[None]:
     """Lets the parser nest as deep as at the start of a program, whatever depth is allowed to a walk.
 
     It nests on the machine's own stack, which is at its end before a deep limit is.
     """
-    was, depth, frame = sys.getrecursionlimit(), 0, inspect.currentframe()
+    depth, frame = 0, inspect.currentframe()
     while frame is not None:
         depth, frame = depth + 1, frame.f_back
-    sys.setrecursionlimit(min(was, depth + _PARSED))
+    return recursion(min(sys.getrecursionlimit(), depth + _PARSED))
+
+
+@contextlib.contextmanager
+def recursion(limit: int) -> Iterator[None]:
+    """Sets how deep Python may call itself."""
+    was = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
     try:
         yield
     finally:

@@ -342,18 +342,15 @@ def _squares(context: FunctionContext, event: Event) -> Iterator[Site]:
     elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
         pair = node.left, node.comparators[0]
     elif isinstance(node, ast.Call):
-        last = _called(context, node)
+        last = context.full(node.func).rpartition(".")[2]
+        if not last and isinstance(node.func, ast.Attribute):
+            last = node.func.attr
         if last in ("logical_and", "logical_or") and len(node.args) == 2:
             pair = node.args[0], node.args[1]
         elif last in _MADE and _is_square(node, last):
             yield context.site("square-mask", event)
     if pair is not None and _is_outer(context, *pair):
         yield context.site("square-mask", event)
-
-
-def _called(context: FunctionContext, node: ast.Call) -> str:
-    name = context.full(node.func).rpartition(".")[2]
-    return name or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
 
 
 def _is_square(node: ast.Call, name: str) -> bool:

@@ -105,11 +105,7 @@ class Facts:
 
 
 class Terms:
-    """The expressions of a function as terms.
-
-    Args:
-        first: The name of `self`.
-    """
+    """The expressions of a function as terms."""
 
     def __init__(self, parameters: Iterable[str], first: str, full: Callable[[ast.AST], str]) -> None:
         self._parameters = frozenset(parameters)

@@ -31,12 +31,8 @@ class ScanRule:
     in_code: bool = True
 
 
-def _rules() -> dict[str, ScanRule]:
-    text = Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
-    return {id: ScanRule(id, **fields) for id, fields in yaml.safe_load(text).items()}
-
-
-RULES = _rules()
+FILE = Path(__file__).with_name("rules.yaml")
+RULES = {id: ScanRule(id, **fields) for id, fields in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()}
 """The rules by id."""
 BY_KIND = {rule.kind: rule.id for rule in RULES.values()}
 """The ids by name."""

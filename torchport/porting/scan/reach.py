@@ -293,7 +293,11 @@ class _Values:
             value = self.value(parts[0])
             return parts[2] if value is _UNKNOWN and parts[1] == self.fixed.without else value
         if kind == "call":
-            return self._answered(parts[0]) if self.fixed.without and self.depth < _DEPTH else _UNKNOWN
+            if not self.fixed.without or self.depth >= _DEPTH:
+                return _UNKNOWN
+            known = self.fixed.definition(parts[0])  # it may only look something up
+            answer = known.facts.answer if isinstance(known, CodeUnit) else None
+            return _Values({}, self.fixed, self.depth + 1).value(answer)
         return self._of_operator(kind, parts)
 
     def _of_operator(self, kind: str, parts: list[Term]) -> Any:
@@ -306,12 +310,6 @@ class _Values:
                 return kind == "or"
             return _UNKNOWN if None in values else kind == "and"
         return _compared(kind, self.value(parts[0]), self.value(parts[1]))
-
-    def _answered(self, name: str) -> Any:
-        """Returns what a function of the codebase returns that only looks something up."""
-        known = self.fixed.definition(name)
-        answer = known.facts.answer if isinstance(known, CodeUnit) else None
-        return _Values({}, self.fixed, self.depth + 1).value(answer)
 
 
 def _compared(op: str, left: Any, right: Any) -> Any:

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import gc
+import operator
 import re
 import sys
 from collections import defaultdict
@@ -21,7 +22,7 @@ from torchport import patch
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
 from torchport.patch.rewriting import pattern
-from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Unread, find_sources
+from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Unread, find_sources, recursion
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, FunctionContext, Site, is_kernel, sites, text_of
 from torchport.porting.scan.facts import Called
 from torchport.porting.scan.finding import BY_KIND, GUARDS, Absent, Only, Reach, ScanFinding, ScanReport
@@ -37,6 +38,7 @@ _TRAINS = {
 }  # fmt: skip
 _NOTED = 250
 """Files after which a log says how far the scan is."""
+_PLACE = operator.attrgetter("file", "line", "rule")
 _DEEPEST = 50_000
 """Calls inside each other: the parser nests 3000 levels, and the deepest walk takes some calls for each."""
 
@@ -45,7 +47,6 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     """Returns what in a codebase will not port.
 
     Args:
-        path: Its folder, or one file.
         entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
     """
     if not folder.has_file(path) and not folder.has_folder(path):
@@ -55,7 +56,8 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         raise BadValueError(f"torchport scan {path}", "There is no Python file in it", "Name the codebase's folder")
     codebase = Codebase(sources, _package_of(path))
     codebase.unread += unread
-    with _without_collection(), _deep():
+    # A sum of a thousand terms is a thousand levels.
+    with _without_collection(), recursion(max(sys.getrecursionlimit(), _DEEPEST)):
         found = _read(codebase)
         with waiting("scan: what runs"):
             report = _scan(path, codebase, entries, folders, found)
@@ -63,22 +65,7 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         ScanFinding(file.rule, _named(path, file.path), file.line, "", file.why, reach="unknown")
         for file in codebase.unread
     ]
-    return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left_out], key=_place)))
-
-
-def _place(finding: ScanFinding) -> tuple[str, int, str]:
-    return finding.file, finding.line, finding.rule
-
-
-@contextlib.contextmanager
-def _deep() -> Iterator[None]:
-    """Lets Python call itself as deep as its parser nests: a sum of a thousand terms is a thousand levels."""
-    was = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(was, _DEEPEST))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(was)
+    return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left_out], key=_PLACE)))
 
 
 @contextlib.contextmanager
@@ -184,8 +171,16 @@ def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...], only: O
 
 
 def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
-    """Returns what is found in each function alone, and what is found from what other functions do."""
-    known = _helpers(codebase, found)
+    """Returns what is found in each function alone, and what is found from what other functions do.
+
+    A helper over process groups is a function of a module, or a method of an autograd function, that calls
+    torch.distributed; or one of the same module that leads there: by a call, by making an object whose constructor
+    does, or by a global that such a function sets.
+    """
+    direct = {site.unit for site in found if site.kind == "process-group"}
+    known: set[CodeUnit] = set()
+    for module in {unit.module for unit in direct}:
+        known |= _helpers_of(codebase, module, direct)
     there = {(site.unit, site.kind) for site in found}
     found += [
         site
@@ -198,20 +193,6 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
         if unit.owner is None and unit.name != MODULE
     }
     return found + list(_aliases(codebase, wanted))
-
-
-def _helpers(codebase: Codebase, sites: Iterable[Site]) -> set[CodeUnit]:
-    """Returns the helpers of a codebase over its process groups.
-
-    A helper is a function of a module, or a method of an autograd function, that calls torch.distributed; or one of the
-    same module that leads there: by a call, by making an object whose constructor does, or by a global that such a
-    function sets.
-    """
-    direct = {site.unit for site in sites if site.kind == "process-group"}
-    result: set[CodeUnit] = set()
-    for module in {unit.module for unit in direct}:
-        result |= _helpers_of(codebase, module, direct)
-    return result
 
 
 def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from torchport.compile.failure import MOST_FRAMES
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live
+from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live, to_list
 from torchport.errors import HostTensorError, TorchportError
 
 PACKAGE = "torchport.porting.trace"
@@ -41,15 +40,12 @@ class Constant:
 
 
 class Notes:
-    """Collects stoppers and constants, each place once.
-
-    Attributes:
-        lowers: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
-    """
+    """Collects stoppers and constants, each place once."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners = owners
         self.stage = ""
+        #: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
         self.lowers = False
         self._met_lowered: dict[tuple[str, str], bool] = {}
         self.stoppers: dict[tuple[str, str], Stopper] = {}
@@ -73,7 +69,7 @@ class Notes:
             fact, remedy, entry = error.fact, error.remedy, None
         else:
             fact, remedy, entry = CURES[kind](failure)
-        listed = _listed(stack, frame)
+        listed = [other.text().strip() for other in to_list(stack, frame)]
         text = "" if entry is None else entry.text
         folded = len(stack) - len(listed)
         self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, listed, folded, text, assumed)
@@ -107,12 +103,6 @@ class Notes:
     def here(self) -> Frame | None:
         """Returns the innermost frame of upstream, of the family or of a patch."""
         return next((frame for frame in reversed(live(self.owners)) if frame.owner in OURS), None)
-
-
-def _listed(stack: Sequence[Frame], frame: Frame) -> list[str]:
-    ours = [other for other in stack if other.owner in OURS or other == frame]
-    distinct = [outer for outer, inner in zip(ours, [*ours[1:], None], strict=True) if outer != inner]
-    return [other.text().strip() for other in distinct[-MOST_FRAMES:]]
 
 
 class Raised:
