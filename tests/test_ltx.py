@@ -17,7 +17,7 @@ from torchport.errors import BadValueError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping
 from torchport.run.path import run
-from torchport.stages.module import file_of
+from torchport.stages import file_of
 from torchport.stages.replay import Replay
 from torchport.task import Request
 

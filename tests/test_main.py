@@ -120,10 +120,10 @@ def test_flags_of_a_run_become_a_request(torchport, capsys, monkeypatch, tmp_pat
         return Summary(tmp_path, None, {}, 0)
 
     monkeypatch.setattr("torchport.run.path.run", note)
-    flags = ("--save-every", "2", "--no-jit", "--xla-flags", "quick-compile", "--profile", "steps=3", "--memory")
+    flags = ("--no-jit", "--xla-flags", "quick-compile", "--profile", "steps=3", "--memory")
     assert torchport(*RUN, "--strategy", "tp", "--machine", "v6e:2x4", *flags, capsys=capsys)[0] == 0
     [request] = requests
-    assert request.overrides == ("strategy=tp", "machine=v6e:2x4", "save_every=2")
+    assert request.overrides == ("strategy=tp", "machine=v6e:2x4")
     assert request.execution == Execution(jit=False, xla_flags="quick-compile", profile=3, memory=True)
     assert torchport(*RUN, capsys=capsys)[0] == 0
     assert (requests[1].overrides, requests[1].execution) == ((), Execution())

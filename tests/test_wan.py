@@ -30,7 +30,7 @@ from torchport.errors import (
 from torchport.load import checkpoint, tiny
 from torchport.processes.stopping import Stopping
 from torchport.run.path import run
-from torchport.stages.module import file_of
+from torchport.stages import file_of
 from torchport.task import Request, accept
 
 PROMPT, NEGATIVE, SEED = "A cat walks past a red sign", "blurry", 3

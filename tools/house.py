@@ -23,6 +23,7 @@ def counts(package: Path) -> dict[str, int]:
     nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
     names = [node.name for node in nodes if isinstance(node, DEFINITIONS)]
     lines = [line for text in texts.values() for line in text.splitlines()]
+    code = [line for text in texts.values() for line in _code(text)]
     return {
         "lines": len(lines),
         "modules": len(texts),
@@ -32,8 +33,17 @@ def counts(package: Path) -> dict[str, int]:
         "entries": sum(not path.name.startswith("__pycache__") for path in package.iterdir()),
         "double_classes": len(double_classes(package)),
         "double_files": len(double_files(package)),
-        "median_line": int(statistics.median(len(line) for line in lines if line.strip())),
+        "median_line": int(statistics.median(map(len, code))),
     }
+
+
+def _code(text: str) -> list[str]:
+    """Returns the lines of code: what a docstring gains or loses makes no line of it denser."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    strings = [node for node in nodes if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)]
+    words = {number for node in strings for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return [line for number, line in lines if line.strip() and number not in words and line.strip()[0] != "#"]
 
 
 def _is_option(node: ast.AST) -> bool:

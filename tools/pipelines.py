@@ -148,7 +148,7 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
 
     from torchport.compile.in_force import hushed
     from torchport.load import tiny
-    from torchport.stages.module import file_of
+    from torchport.stages import file_of
 
     job, _ = pack.job(card.demo)
     with hushed(True):

@@ -20,8 +20,7 @@ from torchport.commands.explain import scan_section
 from torchport.commands.schema import meanings, schema, summary
 from torchport.engine import conformance
 from torchport.porting.scan.finding import RULES
-from torchport.stages import family
-from torchport.stages.module import NAMES, WITH_VARIANTS
+from torchport.stages import NAMES, WITH_VARIANTS, family
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- reference: python tools/reference.py --write -->\n", "<!-- end of the reference -->\n"

@@ -415,7 +415,7 @@ def test_unfinished_latents_of_other_settings_are_refused_and_left_as_they_are(
 def test_the_command_line_refuses_by_name_to_go_on_with_another_job(stopped, encoded, torchport, capsys, unchanged):
     small = [word for one in ("height=64", "width=64", "frames=5", "steps=3") for word in ("--set", one)]
     words = ("run", "--model", "hunyuan", "--config", "configs/demo.yaml", *small, "--backend", "original")
-    flags = ("--stage", "denoise", "--inputs", encoded, "--out", stopped, "--save-every", "2", "--seed", "7")
+    flags = ("--stage", "denoise", "--inputs", encoded, "--out", stopped, "--set", "save_every=2", "--seed", "7")
     before = unchanged(stopped)
     code, _, said = torchport(*words, *flags, capsys=capsys)
     assert (code, said[-1]) == (

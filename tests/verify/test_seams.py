@@ -9,7 +9,7 @@ import torch
 from torchport.compile import preflight
 from torchport.compile.in_force import in_force
 from torchport.load import tiny
-from torchport.stages.module import file_of
+from torchport.stages import file_of
 from torchport.task import Request, accept
 from torchport.verify import seams
 from torchport.verify.report import Verdict

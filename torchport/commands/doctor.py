@@ -156,7 +156,7 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from torchport.load import tiny
-    from torchport.stages.module import file_of
+    from torchport.stages import file_of
 
     findings = []
     for name, read in pack.cards():

@@ -30,7 +30,6 @@ class RunFlags:
     strategy: str | None
     machine: str | None
     overrides: tuple[str, ...]
-    save_every: int | None
     quiet: bool
     verbose: bool
 
@@ -73,7 +72,6 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 @options.strategy
 @options.machine
 @options.overrides
-@click.option("--save-every", type=click.IntRange(1), metavar="N", help="Steps between two savings [the config's].")
 @click.option("--jit/--no-jit", default=True, help="Compile networks, or run op by op and name what makes NaN [yes].")
 @options.xla_flags
 @click.option("--profile", callback=_steps, metavar="steps=N", help="Trace N steps after the first two.")
@@ -95,7 +93,7 @@ def command(**given: Any) -> None:
     from torchport.run.path import run
     from torchport.task import Execution, Request
 
-    fields = {"strategy": flags.strategy, "machine": flags.machine, "save_every": flags.save_every}
+    fields = {"strategy": flags.strategy, "machine": flags.machine}
     overrides = options.with_fields(flags.overrides, **fields)
     cluster = options.taken(hosts.cluster_of, given)
     execution = options.taken(Execution, given)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch
+from torchport import stages as family_module
 from torchport.commands.findings import Case, Finding, Report
 from torchport.config import Document
 from torchport.config.card import Card, Job, check_call, check_job, check_names
@@ -37,7 +38,6 @@ from torchport.patch.declared.replacement import file_of
 from torchport.patch.source import checks, drift
 from torchport.source.bindings import binding_at
 from torchport.source.parsing import tree_of
-from torchport.stages import module as family_module
 
 _MARK = "fill in "
 """What the exception of a drafted function begins with."""

@@ -114,7 +114,7 @@ def inner(value: Any) -> Sequence[Any] | None:
     """Returns what a value holds that cannot be changed itself; None for another value."""
     if isinstance(value, tuple):
         return value
-    if type(value) is frozenset and not is_simple(value):
+    if type(value) is frozenset and not _is_simple(value):
         return (*value,)
     if isinstance(value, slice):
         return value.start, value.stop, value.step
@@ -125,10 +125,10 @@ def inner(value: Any) -> Sequence[Any] | None:
     return None
 
 
-def is_simple(value: Any) -> bool:
+def _is_simple(value: Any) -> bool:
     """Returns whether nothing can be changed that is in a key, or a set, or a tuple of such."""
     if isinstance(value, tuple | frozenset | set):
-        return {*map(type, value)} <= _CONSTANTS or all(map(is_simple, value))
+        return {*map(type, value)} <= _CONSTANTS or all(map(_is_simple, value))
     return not (isinstance(value, torch.Tensor) or is_node(value) or inner(value))
 
 
@@ -151,11 +151,11 @@ def is_node(
         return is_plain and not isinstance(value, numpy.memmap) and value.nbytes <= SMALL
     if isinstance(value, _BYTES):
         return len(value) <= SMALL
-    library = is_of_library(kind.__module__)
+    library = _is_of_library(kind.__module__)
     if isinstance(value, _ITEMS):
         return (kind.__module__ == "builtins" or not library) and (is_long or len(value) <= LONG)
     if isinstance(value, types.FunctionType):
-        return not is_of_library(value.__module__)
+        return not _is_of_library(value.__module__)
     if isinstance(value, torch.nn.Module):
         return not isinstance(value, torch.jit.ScriptModule)
     opaque = type, types.ModuleType, torch.Tensor, enum.Enum, weakref.ref
@@ -164,7 +164,7 @@ def is_node(
     return hasattr(value, "__dict__") or bool(_slots(kind))
 
 
-def is_of_library(module: Any, but: Collection[str] = ()) -> bool:
+def _is_of_library(module: Any, but: Collection[str] = ()) -> bool:
     """Returns whether a module of this name is no model's.
 
     Args:
@@ -205,7 +205,7 @@ def parts(thing: Any) -> dict[Part, Any]:
         found = {("item", number): value for number, value in enumerate(thing)}
     elif isinstance(thing, dict):
         items = dict.items(thing)
-        is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(is_simple(key) for key, _ in items)
+        is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(_is_simple(key) for key, _ in items)
         found = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
     elif isinstance(thing, set):
         found = {("set", ""): frozenset(thing)}
@@ -377,9 +377,9 @@ def holder_of_traced() -> str:
         referrers = [r for r in gc.get_referrers(*things) if id(r) not in known]
         for referrer in referrers:
             name = modules.get(id(referrer), "")
-            if name and not is_of_library(name):
+            if name and not _is_of_library(name):
                 return f"'{_name(referrer, things)}' of the module '{name}'"
-            if isinstance(referrer, type) and not is_of_library(referrer.__module__):
+            if isinstance(referrer, type) and not _is_of_library(referrer.__module__):
                 return f"the class '{referrer.__qualname__}'"
         things = [r for r in referrers if id(r) not in modules and _carries(r)]
         first = first or next((f"a {type(each).__name__}" for each in things), "")
@@ -393,7 +393,7 @@ def _carries(thing: Any) -> bool:
     """Returns whether what holds a thing holds what is in it, in a model's eyes."""
     if isinstance(thing, types.FrameType | type):
         return False
-    return engine.is_traced(thing) or not is_of_library(type(thing).__module__, but=_CARRIERS)
+    return engine.is_traced(thing) or not _is_of_library(type(thing).__module__, but=_CARRIERS)
 
 
 def _name(attributes: dict[str, Any], things: Sequence[Any]) -> str:

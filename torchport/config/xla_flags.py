@@ -33,7 +33,7 @@ class Flag(Frozen):
     source: Annotated[str, pydantic.StringConstraints(pattern=r"^https://\S+$")]
 
 
-class FlagSet(Frozen):
+class _FlagSet(Frozen):
     """A named set.
 
     Attributes:
@@ -59,15 +59,15 @@ class FlagSet(Frozen):
 class _FlagTable(Frozen):
     """`xla_flags.yaml`."""
 
-    sets: dict[str, FlagSet]
+    sets: dict[str, _FlagSet]
 
 
 @functools.cache
-def sets() -> dict[str, FlagSet]:
+def sets() -> dict[str, _FlagSet]:
     return validated(_FlagTable, read_document(FILE, FILE.name)).sets
 
 
-def set_of(name: str, machine: Machine) -> FlagSet:
+def set_of(name: str, machine: Machine) -> _FlagSet:
     if name not in sets():
         raise UnknownNameError(f"--xla-flags {name}", "There is no such set of flags", nearest(name, sets()), name=name)
     chosen = sets()[name]
@@ -79,7 +79,7 @@ def set_of(name: str, machine: Machine) -> FlagSet:
     return chosen
 
 
-def added(name: str, chosen: FlagSet, environment: Mapping[str, str]) -> str:
+def added(name: str, chosen: _FlagSet, environment: Mapping[str, str]) -> str:
     """Returns the value that a set gives its environment variable: what is there already, and its flags."""
     flags = environment.get(chosen.variable, "").split()
     for text in chosen.texts:

@@ -332,13 +332,7 @@ class Dispatch:
             dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in traced)
             raise RuntimeError(f"expected tensors of one dtype, and {_name(function)} gets {dtypes}")
         if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
-            whole = not any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in traced)
-            if answer.is_floating_point() and whole:  # PyTorch computes in floats
-                dtype = answer.dtype
-                with _plain():
-                    args, kwargs = pytree.tree_map_only(
-                        self.type, lambda x: self._as_pytorch(function, x, x._shadow.to(dtype)), (args, kwargs)
-                    )
+            args, kwargs = self._in_floats(function, answer, args, kwargs)
         before = {id(tensor): tensor._elem for tensor in traced}
         properties, self.lowering = self.environment.param, self.lowering + 1
         numbers = properties.prng
@@ -376,6 +370,16 @@ class Dispatch:
                 if _name(function) == "_to_copy":
                     tensor._cast = args[0]._elem, tensor._elem
         return pytree.tree_unflatten(leaves, tree)
+
+    def _in_floats(self, function: Any, answer: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        """Returns arguments in floats, if all are whole numbers and PyTorch computes in floats."""
+        traced = self._traced((args, kwargs))
+        if not answer.is_floating_point() or any(x.dtype.is_floating_point or x.dtype.is_complex for x in traced):
+            return args, kwargs
+        with _plain():
+            return pytree.tree_map_only(
+                self.type, lambda x: self._as_pytorch(function, x, x._shadow.to(answer.dtype)), (args, kwargs)
+            )
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
         """Refuses what the host refuses of these dtypes, by a call with zeros."""

@@ -24,7 +24,7 @@ class DiffersError(Exception):
         self.cure = cure
 
 
-class RefusedError(DiffersError):
+class _RefusedError(DiffersError):
     """The table of operators says so, or does not know: a card or a caller may accept the operator."""
 
     def __init__(self, operator: str, how: str) -> None:
@@ -59,9 +59,9 @@ class Operators:
             state = "unknown"
         if form.operator not in self.accepted:
             if state == "differs":
-                raise RefusedError(form.operator, f"differs from PyTorch's on torchax ({what})")
+                raise _RefusedError(form.operator, f"differs from PyTorch's on torchax ({what})")
             if state == "unknown" and self.strict and not stops:
-                raise RefusedError(form.operator, f"no sample has compared with PyTorch's ({what})")
+                raise _RefusedError(form.operator, f"no sample has compared with PyTorch's ({what})")
         self.found[form] = state, what
         return state == "unknown"
 

@@ -266,7 +266,7 @@ class Loras:
     places: Sequence[str] = ()
 
 
-class Addition(NamedTuple):
+class _Addition(NamedTuple):
     """What a file adds to a tensor: `factor` times `up @ down`, or times `up` alone."""
 
     file: Path
@@ -278,7 +278,7 @@ class Addition(NamedTuple):
 class Additions:
     """What LoRA files add to a component's tensors. A file is read tensor by tensor, when its turn comes."""
 
-    def __init__(self, of_tensor: Mapping[str, Sequence[Addition]]) -> None:
+    def __init__(self, of_tensor: Mapping[str, Sequence[_Addition]]) -> None:
         self.of_tensor = of_tensor
         self._streams: dict[Path, Any] = {}
 
@@ -334,7 +334,7 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
     Args:
         name_in_file: What the checkpoint calls each of them: a LoRA may use those names, too.
     """
-    of_tensor: dict[str, list[Addition]] = {}
+    of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
         return Additions(of_tensor)
     layers = _layers_by_name(loras, shapes, name_in_file)
@@ -401,7 +401,7 @@ class _Reader:
         metadata = self.stream.metadata() or {}  # type: ignore[no-untyped-call]
         self.adapter = _Adapter(self.file, component, metadata, list(self.entries))
 
-    def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, Addition]]:
+    def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, _Addition]]:
         name_of_layer: dict[str, str] = {}
         for name, keys in self._keys_by_name().items():
             layer = self._layer(name, next(iter(keys.values())), layers)
@@ -460,7 +460,7 @@ class _Reader:
             if name.startswith(prefix):
                 yield from self._bare(name.removeprefix(prefix))
 
-    def _of_layer(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, Addition]]:
+    def _of_layer(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, _Addition]]:
         up, down = keys.get("up"), keys.get("down")
         if up is None or down is None:
             lone = next((keys[part] for part in ("up", "down", "up_bias", "alpha") if part in keys), None)
@@ -470,19 +470,19 @@ class _Reader:
                 raise CheckpointBrokenError(str(self.file), fact, remedy, key=lone)
         else:
             factor = self._factor(layer, name, up, down, keys.get("alpha"))
-            yield f"{layer}.weight", Addition(self.file, up, down, factor)
+            yield f"{layer}.weight", _Addition(self.file, up, down, factor)
             if "up_bias" in keys:
                 yield self._whole(f"{layer}.bias", keys["up_bias"], factor)
         for part in ("weight", "bias"):
             if part in keys:
                 yield self._whole(f"{layer}.{part}", keys[part], self.scale)
 
-    def _whole(self, tensor: str, key: str, factor: float) -> tuple[str, Addition]:
+    def _whole(self, tensor: str, key: str, factor: float) -> tuple[str, _Addition]:
         if tensor not in self.shapes:
             raise self._foreign(f"'{key}' is there, and '{self.component}' has no '{tensor}'", OF_THIS, key)
         if list(self.entries[key]["shape"]) != list(self.shapes[tensor]):
             raise self._shape_error(key, list(self.shapes[tensor]), tensor)
-        return tensor, Addition(self.file, key, None, factor)
+        return tensor, _Addition(self.file, key, None, factor)
 
     def _factor(self, layer: str, name: str, up: str, down: str, alpha: str | None) -> float:
         """Returns what a pair's product is multiplied by, if the pair fits the layer's weight."""

@@ -29,14 +29,14 @@ def processor_of(pipe: Any) -> Any:
     return getattr(pipe, "video_processor", None) or getattr(pipe, "image_processor", None)
 
 
-class Pending(torch.Tensor):
+class _Pending(torch.Tensor):
     """Stands for a tensor of one video that will be computed later; all but its batch, and a part, is refused."""
 
     refusal: Callable[[str], BadValueError]  #: Returns the error, by the name of the function.
     picked: str  #: The dim and the position that upstream picked, `2:0`; "" for the whole tensor.
 
     @classmethod
-    def of(cls, refusal: Callable[[str], BadValueError], picked: str = "") -> Pending:
+    def of(cls, refusal: Callable[[str], BadValueError], picked: str = "") -> _Pending:
         """Returns one with its refusal."""
         pending = torch.empty(0).as_subclass(cls)
         pending.refusal, pending.picked = refusal, picked
@@ -47,11 +47,11 @@ class Pending(torch.Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Returns the batch, or a part; refuses any other function that takes one."""
-        [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Pending)]
+        [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Pending)]
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
             return _Shape(pending.refusal)
         if function is torch.Tensor.__getitem__ and not pending.picked and _picked(args[1]):
-            return Pending.of(pending.refusal, _picked(args[1]))
+            return _Pending.of(pending.refusal, _picked(args[1]))
         name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
         raise pending.refusal(name.removesuffix(".__get__"))
 
@@ -75,7 +75,7 @@ def _picked(index: Any) -> str:
 
 
 def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:
-    """Returns the part of a tensor that upstream picked, by `Pending.picked`; it may be traced."""
+    """Returns the part of a tensor that upstream picked, by `_Pending.picked`; it may be traced."""
     if not picked:
         return video
     dim, _, position = picked.partition(":")
@@ -103,8 +103,8 @@ class Decoding(Encoded):
         self.place = place
         #: What `decode` is called with, by its own names; None before.
         self.inputs: dict[str, Any] | None = None
-        self.video = Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
-        self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
+        self.video = _Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
+        self.frames = _Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
         raise self._refusal(f"reads the VAE's weight '{name}'")
@@ -135,8 +135,8 @@ class Decoding(Encoded):
     def take_over(self, pipe: Any) -> None:
         """Makes a pipeline's post-processing return something in place of frames."""
 
-        def postprocess(video: Any, output_type: str = "np", do_denormalize: Any = None, **kwargs: Any) -> Pending:
-            is_decoded = isinstance(video, Pending) and video.refusal is self.video.refusal
+        def postprocess(video: Any, output_type: str = "np", do_denormalize: Any = None, **kwargs: Any) -> _Pending:
+            is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
             if not is_decoded or not is_usual:
                 raise self._refusal("post-processes something else than what its VAE decoded")

@@ -16,10 +16,9 @@ from torchport.config.pack import Pack
 from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
-from torchport.stages import diffusers_pipeline
+from torchport.stages import NAMES as NAMES
+from torchport.stages import check_complete, diffusers_pipeline
 from torchport.stages.family import Settings, Stage
-from torchport.stages.module import NAMES as NAMES
-from torchport.stages.module import check_complete
 
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:

@@ -4,7 +4,7 @@ In PyTorch the whole video is computed at once, and there is no padding: what up
 
 Traced, a decoder runs on chunks of time, one after the other, as one loop of the program. What each leaves to the next
 are values. The same function runs on every chunk, so that it is compiled once. A convolution in it takes what it left
-of the chunk before, and leaves what the next one needs. `Tape` brings these, in the order of the calls.
+of the chunk before, and leaves what the next one needs. `_Tape` brings these, in the order of the calls.
 
 Shapes: B batch, C channels, T frames, H rows, W columns.
 """
@@ -32,7 +32,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 """What makes a video of a video."""
 
 
-class Tape:
+class _Tape:
     """What the calls of one chunk leave to the next.
 
     Args:
@@ -58,7 +58,7 @@ class Tape:
         self.left.append(value)
 
 
-_TAPE: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
+_TAPE: contextvars.ContextVar[_Tape | None] = contextvars.ContextVar("tape", default=None)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def _lead(x_BCTHW: torch.Tensor) -> Any:
     return lead if tape is None else lead - tape.number * frames
 
 
-def _tape(x: torch.Tensor) -> Tape | None:
+def _tape(x: torch.Tensor) -> _Tape | None:
     """Returns the tape of the chunk that is being traced; None: the whole video is, or nothing."""
     return _TAPE.get() if engine.is_traced(x) else None
 
@@ -306,7 +306,7 @@ def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.A
 
     def run(values: list[Any] | None, number: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
         def chunk(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
-            tape = Tape(values, number, count)
+            tape = _Tape(values, number, count)
             token = _TAPE.set(tape)
             try:
                 out = step(x)

@@ -3,7 +3,7 @@
 A stand-in is seen as the original. It has the original's attributes themselves, so that what is set on one of the two
 later is set on both, and its name, so that it is pickled by it. The counter is plain Python, so that tracing counts as
 well as running. A stand-in for a plain function is a plain function: its type is right, and a call is faster than
-through a `Proxy` (`benchmarks/patching.py`). The proxy is for what a plain function cannot be: a coroutine or generator
+through a proxy (`benchmarks/patching.py`). The proxy is for what a plain function cannot be: a coroutine or generator
 function, an `lru_cache`, a `functools.partial`, a function in C.
 """
 
@@ -50,7 +50,7 @@ def parts_of_stand_ins() -> set[int]:
     ids: set[int] = set()
     for stand_in in list(registry.stand_ins.values()):
         ids.add(id(stand_in))
-        call = call_of(stand_in) if issubclass(type(stand_in), Proxy) else stand_in
+        call = call_of(stand_in) if issubclass(type(stand_in), _Proxy) else stand_in
         for cell in call.__closure__ or ():
             ids.add(id(cell))
             if isinstance(cell.cell_contents, _Wrapped):
@@ -259,7 +259,7 @@ def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Ca
     return stop
 
 
-class Proxy:
+class _Proxy:
     """Attributes, class and kind are those of the original: `inspect` sees no difference. Calls go elsewhere.
 
     The call gets the instance as its first argument, as a plain function does, and the proxy binds where the original
@@ -290,18 +290,18 @@ class Proxy:
         name = _name(self)
         return (pkgutil.resolve_name, (name,)) if name else _original(self).__reduce_ex__(protocol)
 
-    def __copy__(self) -> Proxy:
+    def __copy__(self) -> _Proxy:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Proxy:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Proxy:
         return self
 
 
 _OF_PROXY = {"__call__", "__get__", "__reduce_ex__", "__copy__", "__deepcopy__"}
-_original, _name, call_of = (vars(Proxy)[name].__get__ for name in ("_original", "_name", "_call"))
+_original, _name, call_of = (vars(_Proxy)[name].__get__ for name in ("_original", "_name", "_call"))
 
 
-def proxy(original: Any, call: Callable[..., Any], name: str | None) -> Proxy:
+def proxy(original: Any, call: Callable[..., Any], name: str | None) -> _Proxy:
     """Returns a proxy.
 
     Args:
@@ -315,9 +315,9 @@ def proxy(original: Any, call: Callable[..., Any], name: str | None) -> Proxy:
 
 
 @functools.cache
-def _class(kind: type) -> type[Proxy]:
+def _class(kind: type) -> type[_Proxy]:
     """Returns the class of proxies of a type: Python looks for methods such as `__len__` and `__get__` there."""
-    inherited = {*dir(Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
+    inherited = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
     special = {name: getattr(kind, name, None) for name in dir(kind) if name.startswith("__") and name.endswith("__")}
     methods = {n: _handed_on(method) for n, method in special.items() if callable(method) and n not in inherited}
     method = inspect.getattr_static(kind, "__call__", None)
@@ -325,7 +325,7 @@ def _class(kind: type) -> type[Proxy]:
         methods["__call__"] = _called_as(method)
     if hasattr(kind, "__get__"):
         methods["__get__"] = _bound
-    return type("Proxy", (Proxy,), {**methods, "__slots__": ()})
+    return type("_Proxy", (_Proxy,), {**methods, "__slots__": ()})
 
 
 def _handed_on(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -335,12 +335,12 @@ def _handed_on(method: Callable[..., Any]) -> Callable[..., Any]:
 def _called_as(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the call of a proxy with the signature of a method: `inspect` asks the class of a callable object."""
 
-    def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
+    def call(self: _Proxy, *args: Any, **kwargs: Any) -> Any:
         return call_of(self)(*args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     return call
 
 
-def _bound(self: Proxy, instance: Any, owner: type | None = None) -> Any:
+def _bound(self: _Proxy, instance: Any, owner: type | None = None) -> Any:
     return self if instance is None else types.MethodType(self, instance)

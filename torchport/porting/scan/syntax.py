@@ -18,15 +18,15 @@ from torchport.source.parameters import Function
 MODULE = "<module>"
 
 
-class Guard(NamedTuple):
+class _Guard(NamedTuple):
     test: ast.expr
     wanted: bool
     refused: bool = False
 
 
-Guards = tuple[Guard, ...]
-NEVER = Guard(ast.Constant(False), True)
-TRIED = Guard(ast.Constant(True), True)
+Guards = tuple[_Guard, ...]
+NEVER = _Guard(ast.Constant(False), True)
+TRIED = _Guard(ast.Constant(True), True)
 """Stands among the conditions of what may fail: it is in a `try` that goes on without it."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
@@ -143,9 +143,9 @@ def _left_by(statement: ast.stmt) -> Guards:
         return (NEVER,)
     if isinstance(statement, ast.If):
         if _jumps(statement.body):
-            return (Guard(statement.test, False, isinstance(statement.body[-1], ast.Raise)),)
+            return (_Guard(statement.test, False, isinstance(statement.body[-1], ast.Raise)),)
         if statement.orelse and _jumps(statement.orelse):
-            return (Guard(statement.test, True, isinstance(statement.orelse[-1], ast.Raise)),)
+            return (_Guard(statement.test, True, isinstance(statement.orelse[-1], ast.Raise)),)
     return ()
 
 
@@ -191,7 +191,7 @@ class _Walk:
         outer = self.guards
         if isinstance(node, ast.If):
             self.test(node.test)
-            return [(node.body, (*outer, Guard(node.test, True))), (node.orelse, (*outer, Guard(node.test, False)))]
+            return [(node.body, (*outer, _Guard(node.test, True))), (node.orelse, (*outer, _Guard(node.test, False)))]
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 self._note(Act.WITH, item.context_expr)
@@ -314,14 +314,14 @@ class _Walk:
 
     def _choice(self, node: ast.IfExp) -> None:
         self.test(node.test)
-        self._under(node.body, Guard(node.test, True))
-        self._under(node.orelse, Guard(node.test, False))
+        self._under(node.body, _Guard(node.test, True))
+        self._under(node.orelse, _Guard(node.test, False))
 
     def _bools(self, node: ast.BoolOp) -> None:
         outer = self.guards
         for value in node.values:
             self.expression(value)
-            self.guards += (Guard(value, isinstance(node.op, ast.And)),)
+            self.guards += (_Guard(value, isinstance(node.op, ast.And)),)
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
@@ -329,7 +329,7 @@ class _Walk:
             self._note(Act.OPERATOR, node)
             self._parts(node)
 
-    def _under(self, node: ast.expr, guard: Guard) -> None:
+    def _under(self, node: ast.expr, guard: _Guard) -> None:
         outer = self.guards
         self.guards += (guard,)
         self.expression(node)
