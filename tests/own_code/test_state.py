@@ -485,6 +485,68 @@ def test_parts_of_a_tensor_that_are_kept_or_given_beside_it_are_its_memory(x, se
         assert all(module.keys.data_ptr() == module.whole.data_ptr() for module in modules)
 
 
+def keeps_rows(m, x):
+    if not hasattr(m, "kept"):
+        whole = x * 1
+        m.kept, m.same = whole[0], whole[0]
+    m.kept.add_(1)
+    return m.same * 1
+
+
+def adds_to_slices(m, x):
+    for number, part in enumerate(m.parts):
+        part.add_(x * number)
+    return sum(m.parts)
+
+
+@pytest.mark.parametrize(
+    ("act", "attributes"),
+    [
+        (keeps_rows, {}),
+        (adds_to_slices, {"parts": [*torch.zeros(3, 2, 3)]}),
+        (lambda m, x: (y := x * 2, y[:, :2], y[:, 1:])[1:], {}),
+        (lambda m, x: (x * 2).chunk(3, -1), {}),
+        (lambda m, x: (x[0].add_(1), x[1].mul_(2))[0] * 1, {}),
+    ],
+)
+def test_parts_of_one_memory_are_as_in_pytorch(act, attributes, x, session):
+    modules = [Module(act, **copy.deepcopy(attributes)).eval() for _ in range(2)]
+    modules[1] = torchport.port(modules[1], strategy=RULES)
+    for number in range(3):
+        given = [x + number, x + number]
+        outputs = [module(one) for module, one in zip(modules, given, strict=True)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+        for output in outputs:
+            (output if isinstance(output, torch.Tensor) else output[0]).add_(1)
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+        assert torch.equal(*given)
+
+
+def test_weights_are_read_as_the_last_call_has_left_them(x, session):
+    def adds(m, x):
+        m.total = m.total + x.sum(0)
+        m.part.running_mean += 1
+        return m.part(x)
+
+    modules = [Module(adds, part=torch.nn.BatchNorm1d(3)).eval() for _ in range(2)]
+    for module in modules:
+        module.register_buffer("total", torch.zeros(3))
+    modules[1] = torchport.port(modules[1], strategy={**RULES, "weights": RULES["inputs"]})
+    for _ in range(2):
+        torch.testing.assert_close(*(module(x) for module in modules))
+        torch.testing.assert_close(*(module.state_dict() for module in modules))
+        assert torch.equal(*(module.total for module in modules))
+        assert torch.equal(*(module.part.running_mean for module in modules))
+
+
+def test_an_argument_keeps_its_shape_and_may_be_a_conjugate(x, session):
+    ported = torchport.port(Module(lambda m, x: x.unsqueeze_(0) * 1).eval(), strategy=RULES)
+    with pytest.raises(BadValueError, match=r"It gives the argument 'args\.0' another shape"):
+        ported(x)
+    given = torch.complex(x, x + 1).conj()
+    assert torch.equal(torchport.port(Module(lambda m, x: x.imag * 1).eval(), strategy=RULES)(given), -x - 1)
+
+
 def test_data_of_a_tensor_is_exchanged(x, session):
     def act(m, x):
         m.total.data = m.total + x

@@ -96,6 +96,12 @@ class Ported(torch.nn.Module):
         fact = "A ported module is on the devices, and can be neither copied nor pickled"
         raise BadValueError(self.compiled.network.name, fact, "Copy the module before port")
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the weights and buffers, gathered on the host; those of stacked blocks are stacked."""
+        weights = self.compiled.weights
+        names = [name for name in self.original.state_dict() if name in weights]
+        return {name: shard.to_torch(weights[name]) for name in names or weights}
+
     def train(self, mode: bool = True) -> Ported:
         """Refuses training.
 
@@ -155,13 +161,15 @@ class Ported(torch.nn.Module):
         for number in effects.written:
             self._write(number, next(waiting), found)
         for name in effects.buffers:
-            self.compiled.weights[name] = shard.to_jax(next(waiting), self.compiled.weights[name].sharding)
+            value = next(waiting)
+            self.compiled.weights[name] = shard.to_jax(value, self.compiled.weights[name].sharding)
+            self._state.write_buffer(name, value)
         return self._state.leave(effects, found, outputs)
 
     def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
         """Writes to a tensor of the caller's what a call has written to it."""
         tensor = [*found.inputs.values()][number]
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in found.memory(but=number):
+        if found.overlaps(number):
             fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
             raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
         with torch.no_grad():
@@ -194,6 +202,10 @@ class Ported(torch.nn.Module):
             engine.freeze((writable, alone), "")
             args, kwargs = self._as_given(arguments, *call[2:])
             returned = module(*args, **kwargs)
+            for number, (tensor, original) in enumerate(zip(tensors, given, strict=True)):
+                if found.firsts[number] == number and tensor.shape != original.shape:
+                    fact = f"It gives the argument '{[*found.inputs][number]}' another shape"
+                    raise BadValueError(self.compiled.network.name, fact, "Give a view of it that shape")
             rebound = self._rebound(module, buffers)
             left = self._state.after(found, traced, returned)
             views = engine.views(left.outputs, tensors)

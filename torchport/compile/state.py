@@ -71,15 +71,18 @@ class Snapshot:
         firsts = *self.firsts, *self.views.items()
         return self.root, kinds, terms, inputs, firsts, self.marks
 
-    def memory(self, but: int | None = None) -> set[int]:
-        """Returns where tensors lie in the host's memory, without one input and those that lie in it."""
+    def memory(self) -> set[int]:
+        """Returns where tensors lie in the host's memory."""
+        tensors = (*self.inputs.values(), *self.tables)
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
+
+    def overlaps(self, number: int) -> bool:
+        """Returns whether another tensor lies over an input, beside those that lie in it."""
         inputs = [*self.inputs.values()]
-        apart = [id(t) for n, t in enumerate(inputs) if but is not None and but in (n, self.views.get(n, [n])[0])]
-        return {
-            tensor.untyped_storage().data_ptr()
-            for tensor in (*inputs, *self.tables)
-            if id(tensor) not in apart and tensor.layout == torch.strided
-        }
+        others = [t for n, t in enumerate(inputs) if number not in (n, self.views.get(n, [n])[0])]
+        first, last = _bytes_of(inputs[number])
+        ends = [_bytes_of(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
+        return any(max(first, start) < min(last, end) for start, end in ends)
 
 
 def _kind(thing: Any, is_submodule: bool) -> Any:
@@ -179,6 +182,15 @@ class State:
         """
         remedy = "Set it before port, or port the module anew"
         raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
+
+    def write_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Writes to the buffer of the host what the devices have, for those who read it there."""
+        prefix, _, attribute = name.rpartition(".")
+        owner = self.module.get_submodule(prefix)
+        buffer = owner._buffers[attribute]
+        assert buffer is not None
+        _write(buffer, value)
+        self._owned[id(owner), attribute] = buffer, buffer._version
 
     def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
         """Makes the tables that lie in a tensor's memory inputs of later calls; returns whether there are any."""
@@ -516,6 +528,13 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns where a tensor begins and ends in the host's memory."""
+    memory, size = tensor.untyped_storage().data_ptr(), tensor.itemsize
+    start, end = engine.extent(tensor)
+    return memory + start * size, memory + end * size
+
+
 def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:
     """Returns the tensors that lie in another one; see `Snapshot.views`."""
     found = {}
@@ -526,9 +545,8 @@ def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ..
         base = max(numbers, key=lambda number: inputs[number].numel())
         whole = inputs[base]
         for tensor, number in ((inputs[n], n) for n in numbers if inputs[n] is not whole and whole.is_contiguous()):
-            start = tensor.storage_offset() - whole.storage_offset()
-            end = start + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            if tensor.numel() and start >= 0 and end < whole.numel() and not is_read_only(tensor):
+            if tensor.numel() and engine.lies_in(tensor, whole) and not is_read_only(tensor):
+                start = tensor.storage_offset() - whole.storage_offset()
                 found[number] = base, (tensor.shape, tensor.stride(), start)
     return found
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
+from torchport.engine.aliasing import extent, lies_in
 from torchport.engine.tracked import alive, freeze, laid, narrow, on_host, spoil, views, was_written
 from torchport.engine.verdicts import DiffersError, Operators, watching
 
@@ -29,11 +30,13 @@ __all__ = [
     "call_torch",
     "constant",
     "difference",
+    "extent",
     "freeze",
     "is_host_tensor",
     "is_traced",
     "is_traced_value",
     "laid",
+    "lies_in",
     "missing_operator",
     "narrow",
     "on_host",

@@ -36,6 +36,7 @@ class Storage:
         self.whose = ""  # of what the network must not write to: `an argument of the network`
         self.written = False
         self.stale = ""  # why its value is not what PyTorch would have
+        self.size = 0  # elements of its first tensor; beyond count where these do not lie in their order
         self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
 
     def add(self, tensor: Any, path: tuple[View, ...]) -> None:
@@ -64,6 +65,21 @@ class Storage:
         self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
         found = [(ref(), path) for ref, path in self.tensors]
         return [(tensor, path) for tensor, path in found if tensor is not None]
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first and one more than the last place of a tensor in its memory, in elements."""
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start, start
+    return start, start + 1 + sum(int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Returns whether a tensor is a part of another one of its memory."""
+    (start, end), (first, last) = extent(part), extent(whole)
+    is_plain = part.dtype == whole.dtype and not (part.is_conj() or part.is_neg())
+    return is_plain and first <= start and end <= last
 
 
 _SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}

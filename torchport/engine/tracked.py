@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ import numpy
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.engine.aliasing import Storage, View, inverse
+from torchport.engine.aliasing import Storage, View, extent, inverse, lies_in
 from torchport.engine.conformance import operator_name
 from torchport.engine.verdicts import DiffersError, watched, watching
 
@@ -473,9 +475,17 @@ class Dispatch:
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
             memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
+            memory.size = tensor.numel() if tensor._shadow.is_contiguous() else sys.maxsize
             tensor._path = ()
             memory.add(tensor, ())
         return memory
+
+    def root(self, tensor: Any) -> Any:
+        """Returns the whole memory of a tensor, as the tensor whose memory it was at first."""
+        memory = self._memory(tensor)
+        shape = (memory.size,)
+        with _plain():
+            return self.tensor(memory.value.reshape(shape), torch.empty(shape, dtype=tensor.dtype, device="meta"))
 
     def _share(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Notes of a result that it lies in the memory of an argument, if PyTorch says so."""
@@ -622,33 +632,54 @@ def alive() -> list[Any]:
     return [tensor for tensor in found if not is_known(tensor)]
 
 
-def views(tensors: Sequence[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int, tuple[Any, ...]]]:
+def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int, tuple[Any, ...]]]:
     """Returns which tensors of a trace lie in the memory of another one, and where.
 
     Args:
-        tensors: Outputs.
+        tensors: Outputs. Where some lie over one another and in none of them, their whole memory becomes one, too.
         bases: Inputs, each of which is the whole of its memory.
 
     Returns:
-        By number of the output: of which `input`, or earlier or later `output`, it is a part, by kind and number, and
-        the size, the strides and the offset of the part. A part of a part that is no output stands alone.
+        By number of the output: of which `input` or `output` it is a part, by kind and number, and the size, the
+        strides and the offset of the part.
     """
-    whole: dict[int, tuple[str, int, Any]] = {}
+    found: dict[int, tuple[str, int, tuple[Any, ...]]] = {}
+    inputs = {_memory_of(base): number for number, base in enumerate(bases) if not base.__dict__.get("_path")}
+    groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        memory = tensor._env.dispatch.shadow(tensor).untyped_storage()
-        if tensor._shadow.is_contiguous() and tensor._shadow.nbytes == memory.nbytes():
-            whole.setdefault(memory._cdata, ("output", number, tensor))
-    for number, tensor in enumerate(bases):
-        memory = tensor._env.dispatch.shadow(tensor).untyped_storage()
-        if not tensor.__dict__.get("_path"):
-            whole[memory._cdata] = "input", number, tensor
-    found = {}
-    for number, tensor in enumerate(tensors):
-        shadow = tensor._shadow
-        kind, base, other = whole.get(shadow.untyped_storage()._cdata, ("", 0, tensor))
-        if other is not tensor and shadow.dtype == other.dtype and not (shadow.is_conj() or shadow.is_neg()):
-            found[number] = kind, base, (shadow.shape, shadow.stride(), shadow.storage_offset())
+        groups.setdefault(_memory_of(tensor), []).append(number)
+    for memory, numbers in groups.items():
+        if memory in inputs:
+            kind, whole, base = "input", inputs[memory], bases[inputs[memory]]
+        elif len(numbers) > 1:
+            kind, whole = "output", _whole([tensors[number] for number in numbers])
+            whole = numbers[whole] if whole < len(numbers) else len(tensors)
+            if whole == len(tensors):
+                tensors.append(tensors[numbers[0]]._env.dispatch.root(tensors[numbers[0]]))
+            base = tensors[whole]
+        else:
+            continue
+        for number in numbers:
+            part = tensors[number]._shadow
+            if tensors[number] is not base and lies_in(part, base._shadow):
+                offset = part.storage_offset() - base._shadow.storage_offset()
+                found[number] = kind, whole, (part.shape, part.stride(), offset)
     return found
+
+
+def _memory_of(tensor: Any) -> int:
+    return int(tensor._env.dispatch.shadow(tensor).untyped_storage()._cdata)
+
+
+def _whole(tensors: Sequence[Any]) -> int:
+    """Returns the number of the tensor in which all others of its memory lie; one more than the last: in their root."""
+    shadows = [tensor._shadow for tensor in tensors]
+    largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].numel()))
+    ends = sorted(map(extent, shadows))
+    is_apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    is_large = tensors[0]._memory.size > 2 * sum(shadow.numel() for shadow in shadows)
+    inside = all(lies_in(shadow, shadows[largest]) for shadow in shadows)
+    return largest if inside or is_apart or is_large else len(tensors)
 
 
 def narrow(tensor: Any) -> Any:

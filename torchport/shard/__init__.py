@@ -320,7 +320,7 @@ def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:
