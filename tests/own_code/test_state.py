@@ -493,6 +493,14 @@ def keeps_rows(m, x):
     return m.same * 1
 
 
+def keeps_parts_of_a_table(m, x):
+    if not hasattr(m, "first"):
+        table = torch.arange(4.0)
+        m.first, m.second = table[1:], table[:2]
+    m.first.add_(1)
+    return x * m.second.sum()
+
+
 def adds_to_slices(m, x):
     for number, part in enumerate(m.parts):
         part.add_(x * number)
@@ -506,6 +514,9 @@ def adds_to_slices(m, x):
         (adds_to_slices, {"parts": [*torch.zeros(3, 2, 3)]}),
         (lambda m, x: (y := x * 2, y[:, :2], y[:, 1:])[1:], {}),
         (lambda m, x: (x * 2).chunk(3, -1), {}),
+        (lambda m, x: (m.table[1:], x + m.table), {"table": torch.zeros(3)}),
+        (keeps_parts_of_a_table, {}),
+        (lambda m, x: x + m.table, {"table": torch.ones(3).expand(2, 3)}),
         (lambda m, x: (x[0].add_(1), x[1].mul_(2))[0] * 1, {}),
     ],
 )
@@ -520,6 +531,26 @@ def test_parts_of_one_memory_are_as_in_pytorch(act, attributes, x, session):
             (output if isinstance(output, torch.Tensor) else output[0]).add_(1)
         torch.testing.assert_close(*outputs, rtol=0, atol=0)
         assert torch.equal(*given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ({1: 0}, {1.0: 0}, {True: 0}),
+        ({1}, {1.0}, frozenset([1.0])),
+        (range(0, 3, 2), range(0, 4, 2)),
+        (numpy.float64(0.0), numpy.float64(-0.0)),
+    ],
+    ids=["keys", "items", "ranges", "zeros"],
+)
+def test_what_is_equal_and_not_the_same_makes_another_program(given, x, session):
+    def act(m, x, value):
+        number = value.stop if isinstance(value, range) else value if isinstance(value, float) else next(iter(value))
+        return x.long() * number if number else x / torch.tensor(float(number))
+
+    ported = torchport.port(Module(act).eval(), strategy=RULES)
+    for value in given:
+        torch.testing.assert_close(ported(x + 1, value), act(None, x + 1, value), rtol=0, atol=0)
 
 
 def test_weights_are_read_as_the_last_call_has_left_them(x, session):

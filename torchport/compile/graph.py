@@ -85,6 +85,8 @@ class Opaque:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Opaque) or type(self.value) is not type(other.value):
             return False
+        if isinstance(self.value, numpy.generic):  # 0.0 is not -0.0
+            return bool(self.value.tobytes() == other.value.tobytes())
         return self.value is other.value or (is_hashable(self.value) and bool(self.value == other.value))
 
     def __hash__(self) -> int:
@@ -114,8 +116,10 @@ def inner(value: Any) -> Sequence[Any] | None:
     """Returns what a value holds that cannot be changed itself; None for another value."""
     if isinstance(value, tuple):
         return value
-    if type(value) is frozenset and not _is_simple(value):
+    if type(value) is frozenset:
         return (*value,)
+    if isinstance(value, range):  # two of other ends may be equal
+        return value.start, value.stop, value.step
     if isinstance(value, slice):
         return value.start, value.stop, value.step
     if type(value) is functools.partial:
@@ -348,7 +352,7 @@ def _whole(kind: type, values: list[Any]) -> Any:
     if kind is functools.partial:
         function, arguments, keywords = values
         return functools.partial(function, *arguments, **dict(keywords))
-    if kind in (slice, types.MethodType):
+    if kind in (slice, range, types.MethodType):
         return kind(*values)
     if hasattr(kind, "_make"):
         return kind._make(values)

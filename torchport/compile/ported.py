@@ -192,6 +192,7 @@ class Ported(torch.nn.Module):
         for number, (base, part) in found.views.items():
             tensors[number] = tensors[base].as_strided(*part)
         tensors = [tensors[first] for first in found.firsts]
+        forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
         with self._state.entered(found, tensors) as arguments:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
@@ -202,8 +203,8 @@ class Ported(torch.nn.Module):
             engine.freeze((writable, alone), "")
             args, kwargs = self._as_given(arguments, *call[2:])
             returned = module(*args, **kwargs)
-            for number, (tensor, original) in enumerate(zip(tensors, given, strict=True)):
-                if found.firsts[number] == number and tensor.shape != original.shape:
+            for number, (tensor, form) in enumerate(zip(tensors, forms, strict=True)):
+                if (tensor.shape, tensor.stride()) != form:
                     fact = f"It gives the argument '{[*found.inputs][number]}' another shape"
                     raise BadValueError(self.compiled.network.name, fact, "Give a view of it that shape")
             rebound = self._rebound(module, buffers)

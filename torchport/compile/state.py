@@ -67,7 +67,7 @@ class Snapshot:
         """
         kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
         inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
-        terms = tuple(tuple(each.items()) for each in self.terms)
+        terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
         firsts = *self.firsts, *self.views.items()
         return self.root, kinds, terms, inputs, firsts, self.marks
 
@@ -83,6 +83,11 @@ class Snapshot:
         first, last = _bytes_of(inputs[number])
         ends = [_bytes_of(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
         return any(max(first, start) < min(last, end) for start, end in ends)
+
+
+def _types(key: Any) -> Any:
+    """Returns what a key is made of: 1, 1.0 and True are equal."""
+    return type(key) if not isinstance(key, tuple | frozenset) else tuple(map(_types, key))
 
 
 def _kind(thing: Any, is_submodule: bool) -> Any:
@@ -107,6 +112,7 @@ class Effects(NamedTuple):
         outputs: How many tensors there are for these terms. The program returns those that are no views, then those
             that it writes to, and then buffers.
         buffers: The names of the buffers that it has written to, or bound to other tensors.
+        parts: The new tables that lie in another table: its number, and the size, the strides and the offset.
         views: The outputs that lie in the memory of an input or of another output; see `engine.views`.
         holder: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
     """
@@ -119,6 +125,7 @@ class Effects(NamedTuple):
     outputs: int
     buffers: Sequence[str] = ()
     views: Mapping[int, tuple[str, int, tuple[Any, ...]]] = types.MappingProxyType({})
+    parts: Mapping[int, tuple[int, tuple[Any, ...]]] = types.MappingProxyType({})
     holder: str = ""
 
 
@@ -225,7 +232,7 @@ class State:
             The arguments.
         """
         values = {"thing": before.things, "input": traced, "table": before.tables}
-        tables = [(table, table.clone()) for table in before.tables if _is_small(table)]
+        tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
             for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
@@ -262,8 +269,11 @@ class State:
         created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
         same = dict(enumerate(before.marks))
-        tables = {n: t.clone() for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}
-        return Effects(after.root, changed, [*created], written, tables, len(after.outputs))
+        tables, parts = {n: t for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}, {}
+        if len(after.tables) > len(before.tables):
+            tables, parts = _parts_of(tables, before.tables)
+        tables = {n: t.clone() for n, t in tables.items()}
+        return Effects(after.root, changed, [*created], written, tables, len(after.outputs), parts=parts)
 
     def leave(
         self,
@@ -274,7 +284,11 @@ class State:
         """Leaves what a call does in the things that it found; returns what it returns."""
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
-        new = [value.clone() for number, value in effects.tables.items() if number >= len(found.tables)]
+        tables = dict(enumerate(found.tables))
+        tables.update({n: value.clone() for n, value in effects.tables.items() if n not in tables})
+        for number, (base, (size, strides, offset)) in effects.parts.items():
+            whole = tables[base]
+            tables[number] = whole.as_strided(size, strides, whole.storage_offset() + offset)
         inputs = [*found.inputs.values()]
         waiting = iter(outputs)
         outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
@@ -285,7 +299,7 @@ class State:
             "thing": things,
             "input": inputs,
             "output": outputs,
-            "table": [*found.tables, *new],
+            "table": [tables[number] for number in sorted(tables)],
         }
         for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
             self.fill(thing, {part: make(term, values) for part, term in terms.items()})
@@ -526,6 +540,31 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns shape, dtype and strides; None in place of strides that a new tensor would have."""
     is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
+
+
+def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) -> Any:
+    """Returns new values of tables, with the whole memory of new ones that share one; and their parts of it."""
+    parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
+    groups: dict[Any, list[int]] = {}
+    plain = {n: t for n, t in {**dict(enumerate(found)), **tables}.items() if t.layout == torch.strided}
+    for number, tensor in plain.items():
+        groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
+    last = max(plain, default=0)
+    for numbers in groups.values():
+        new = [number for number in numbers if number >= len(found)]
+        bases = [n for n in numbers if n < len(found) and all(engine.lies_in(plain[each], plain[n]) for each in new)]
+        if not new or (not bases and len(new) < 2):
+            continue
+        if not bases:
+            last += 1
+            whole = plain[new[0]]
+            plain[last] = tables[last] = torch.empty(0, dtype=whole.dtype).set_(whole.untyped_storage())
+            bases = [last]
+        for number in new:
+            tensor = tables.pop(number)
+            offset = tensor.storage_offset() - plain[bases[0]].storage_offset()
+            parts[number] = bases[0], (tensor.shape, tensor.stride(), offset)
+    return tables, parts
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
