@@ -44,8 +44,8 @@ _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErro
 _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "__matmul__", "linear", "convolution"}
 """Products, which PyTorch refuses of tensors of two dtypes, and computes on meta."""
 
-_NO_DTYPE = re.compile("not implemented for|only support|not supported for")
-"""What PyTorch's kernels of the host say of a dtype that they do not compute; those on meta know no dtypes."""
+_NO_DTYPE = re.compile("only support|not supported for")
+"""What PyTorch says of a dtype on every device but meta. `not implemented for` is the host's: a GPU may compute it."""
 
 _META = torch.device("meta")
 _UNKNOWN = object()
