@@ -1,7 +1,7 @@
 """Where the shipped cards' strategies put every weight, input and output of a module.
 
-    python tests/shard/golden.py [MODEL ...]      prints the whole listing, to be compared by hand
-    python tests/shard/golden.py --write          writes the digests, `golden.json`
+python tests/shard/golden.py [MODEL ...]      prints the whole listing, to be compared by hand
+python tests/shard/golden.py --write          writes the digests, `golden.json`
 """
 
 import hashlib
@@ -104,7 +104,7 @@ def main(arguments):
     jobs = [each for each in arguments if each.endswith(".yaml")]
     for model in [each for each in arguments if each not in jobs] or MODELS:
         for key, lines in listings(model, jobs or (None,)):
-            print(key, *lines, sep="\n  ")
+            sys.stdout.write("\n  ".join([key, *lines]) + "\n")
 
 
 if __name__ == "__main__":

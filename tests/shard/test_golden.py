@@ -7,7 +7,10 @@ from shard import golden
 
 HYVIDEO = pytest.param(
     "hyvideo",
-    marks=[pytest.mark.upstream, pytest.mark.skipif(golden.CHECKOUTS["hyvideo"] is None, reason="no TORCHPORT_HYVIDEO")],
+    marks=[
+        pytest.mark.upstream,
+        pytest.mark.skipif(golden.CHECKOUTS["hyvideo"] is None, reason="no TORCHPORT_HYVIDEO"),
+    ],
 )
 KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
 
