@@ -69,8 +69,7 @@ class Rules:
         return self.document.place(self._path(kind))
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
-        path = self._path(kind)
-        places = [self.document.place([*path, number]) for number in range(len(getattr(self.own, kind)))]
+        places = [self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.own, kind)))]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
 
     def program_place(self, what: str) -> str:

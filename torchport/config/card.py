@@ -411,8 +411,7 @@ class Card(Frozen):
     model: str
     """The model's name, which is also the name of this file without its ending. `--model` takes it."""
     extends: Word | None = None
-    """Another card, of which this one says only what differs: mappings are merged, any other value takes the place of
-    the other one's, and `null` removes it. That card extends none."""
+    """Another card, of which this one says only what differs; `null` removes what that one has (docs/cards.md)."""
     title: str
     """One line for `torchport models`."""
     family: FamilyPath
@@ -482,8 +481,7 @@ class Card(Frozen):
     def _shares_rules(self) -> Card:
         """Gives networks the shared rules: those of a generic family where the card has none, others if it asks."""
         written = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
-        rules = [each for strategy in written.values() for each in (strategy.weights, strategy.activations)]
-        names = self.call.compiled if self.call else {"vae"}.union(*rules)
+        names = self.call.compiled if self.call else {"vae"}.union(*(each.weights for each in written.values()))
         networks = [name for name in self.components if name in names]
         for name, strategy in written.items():
             whole = strategy.filled(written.get(strategy.like or name, strategy))
