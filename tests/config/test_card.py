@@ -13,6 +13,7 @@ from torchport.config import overridden, parse_document, validated
 from torchport.config import pack as packs
 from torchport.config.card import check_job
 from torchport.config.pack import find_pack
+from torchport.config.strategy import shared_strategies
 from torchport.errors import (
     BadValueError,
     ConfigError,
@@ -132,15 +133,15 @@ def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp
             "'dtypes.vae' is 'float64' (text). It must be 'float32",
         ),
         (
-            "models/hunyuan",
+            "models/wan",
             "spec: [tp]",
             "spec: [pt]",
             WrongTypeError,
             "weights.transformer.0.spec.0' is 'pt' (text). It must be 'dp', 'sp' or 'tp'.",
         ),
-        ("models/hunyuan", "spec: [tp]", "spec: [tp, tp]", WrongTypeError, "It must name each axis once at most"),
-        ("models/hunyuan", "spec: [tp]", "spec: [[dp, tp], [tp]]", WrongTypeError, "fallbacks go under 'otherwise'"),
-        ("models/hunyuan", "spec: [tp]", "spec: [[]]", WrongTypeError, "spec.0' is [] (a list). It must "),
+        ("models/wan", "spec: [tp]", "spec: [tp, tp]", WrongTypeError, "It must name each axis once at most"),
+        ("models/wan", "spec: [tp]", "spec: [[dp, tp], [tp]]", WrongTypeError, "fallbacks go under 'otherwise'"),
+        ("models/wan", "spec: [tp]", "spec: [[]]", WrongTypeError, "spec.0' is [] (a list). It must "),
         (
             "models/hunyuan",
             "spec: replicate",
@@ -151,8 +152,8 @@ def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp
         ("models/hunyuan", "spec: replicate", "spec: replicated", WrongTypeError, "is 'replicated' (text). It must be"),
         (
             "models/hunyuan",
-            r"match: '(norm_out",
-            r"match: '((norm_out",
+            r"match: 'context_embedder\..*'",
+            r"match: '(context_embedder\..*'",
             WrongTypeError,
             "It must be a regular expression",
         ),
@@ -188,7 +189,7 @@ def test_a_mistake_is_refused_with_its_file_and_line(copied, name, old, new, kin
     else:
         edit(copied, name, old, new)
         line = line_of(copied, name, new or "frames: {")
-    text = refused(kind, lambda: copied.card("hunyuan") if "models" in name else copied.job("demo"))
+    text = refused(kind, lambda: copied.card(name[7:]) if "models" in name else copied.job("demo"))
     assert text.startswith(f"configs/{name}.yaml:{line}: ") and fact in text, text
 
 
@@ -532,11 +533,59 @@ def test_a_section_for_what_the_model_has_not_is_refused(copied, old, new, said)
     assert text.startswith(f"configs/models/hunyuan.yaml:{line}: {said} of 'hunyuan'. ")
 
 
+def test_a_card_extends_another_and_a_mistake_is_refused_where_it_stands(copied):
+    card, document = copied.card("wan_5b")
+    assert (card.pipeline, card.call.network) == ("diffusers:WanPipeline", "transformer")
+    assert "transformer_2" not in card.components and "denoise_first" not in card.patches  # `null`
+    assert card.components["transformer"].lora_names == copied.card("wan")[0].components["transformer"].lora_names
+    line = line_of(copied, "models/wan", "    class: diffusers:WanTransformer3DModel")
+    assert document.place(["components", "transformer", "class"]) == f"configs/models/wan.yaml:{line}"
+    line = line_of(copied, "models/wan_5b", "parameters: 4_999")
+    assert document.place(["components", "transformer", "parameters"]) == f"configs/models/wan_5b.yaml:{line}"
+    edit(copied, "models/wan", "precision: high", "precison: high")
+    text = refused(UnknownKeyError, lambda: copied.card("wan_5b"))
+    line = line_of(copied, "models/wan", "precison")
+    assert text.startswith(f"configs/models/wan.yaml:{line}: Unknown key 'components.vae.precison'. ")
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "said"),
+    [
+        ("wam", UnknownNameError, "There is no model card 'wam' in "),
+        ("cogvideox_i2v", BadValueError, "'cogvideox_i2v' extends another card. Extend one that extends none."),
+        ("wan_5b", BadValueError, "'wan_5b' extends another card. "),
+        ("[wan]", WrongTypeError, "'extends' is ['wan'] (a list). It must be text"),
+    ],
+)
+def test_a_card_extends_one_that_is_there_and_extends_none(copied, other, kind, said):
+    edit(copied, "models/wan_5b", "extends: wan", f"extends: {other}")
+    text = refused(kind, lambda: copied.card("wan_5b"))
+    line = line_of(copied, "models/wan_5b", "extends: ")
+    assert f"configs/models/wan_5b.yaml:{line}: {said}" in text
+
+
+def test_shared_rules_follow_a_strategys_own_and_it_has_what_the_one_that_it_is_like_has(copied):
+    card, document = copied.card("hunyuan")
+    tp, rows, fsdp = (card.strategies[name] for name in ("tp", "tp_replicated_rows", "fsdp"))
+    shared = shared_strategies()["tp"]
+    assert tp.weights["transformer"][1:] == shared.network.weights and tp.weights["vae"] == shared.vae.weights
+    assert (rows.inputs, rows.divides, rows.mesh) == (tp.inputs, tp.divides, shared.mesh)
+    assert fsdp.activations == {"transformer": [*card.strategies["ulysses"].activations["transformer"]]}
+    edit(copied, "models/hunyuan", "    like: ulysses", "    like: ulises")
+    line = line_of(copied, "models/hunyuan", "    like: ulises")
+    card, document = copied.card("hunyuan")
+    text = refused(UnknownKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    said = "'ulises' is no strategy of 'hunyuan'. Did you mean 'ulysses'?"
+    assert text.startswith(f"configs/models/hunyuan.yaml:{line}: {said}")
+
+
 def test_a_network_without_rules_is_refused(copied):
-    edit(copied, "models/hunyuan", "      vae:\n        - {match: '.*', spec: replicate}\n", "")
+    edit(copied, "models/hunyuan", "    shared: ulysses\n", "")
     card, document = copied.card("hunyuan")
     text = refused(MissingKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
-    assert text.endswith(": There are no rules for 'vae'. Add 'vae', a network of 'hunyuan'.")
+    line = line_of(copied, "models/hunyuan", "  ulysses:")
+    said = "There are no rules for 'vae'. Add 'vae', a network of 'hunyuan'."
+    assert f"configs/models/hunyuan.yaml:{line}: {said}" in text.splitlines()[1]
 
 
 def test_all_wrong_names_of_a_card_are_named_together(copied):
@@ -618,7 +667,8 @@ def test_conditions_are_among_the_embeddings(generic):
 
 @pytest.mark.parametrize("changes", [("network: transformer", "network: transfromer"), ("[text_encoder,", "[encoder,")])
 def test_a_call_names_components(generic, changes):
-    text = refused(UnknownKeyError, lambda: cards.check_names(generic(changes)[0], ["transformer"], generic()[1]))
+    card, document = generic(changes)
+    text = refused(UnknownKeyError, lambda: cards.check_names(card, card.call.compiled, document))
     assert "is no component of 'cogvideox'" in text and text.startswith("card.yaml:")
 
 

@@ -34,7 +34,9 @@ def schema(kind: Kind) -> dict[str, Any]:
     model: type[Frozen] = card.Card if kind == "card" else card.Job
     raw = model.model_json_schema(by_alias=True)
     definitions = {**raw.pop("$defs", {}), model.__name__: raw}
-    top = {"$schema": DIALECT, "title": f"torchport {kind}", "$ref": f"#/$defs/{model.__name__}"}
+    top: dict[str, Any] = {"$schema": DIALECT, "title": f"torchport {kind}", "$ref": f"#/$defs/{model.__name__}"}
+    if kind == "card":  # one that extends another need not have what that one has
+        top["anyOf"] = [{"$ref": top.pop("$ref")}, {"type": "object", "required": ["model", "extends"]}]
     return _described({**top, "$defs": definitions}, {**vars(step_cache), **vars(strategy), **vars(card)})
 
 

@@ -49,6 +49,7 @@ class Rules:
     extra: Sequence[Rule] = ()
     #: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
     strict: bool = False
+    like: str | None = None  #: The strategy of the card that has what this one does not say.
 
     @property
     def of_card(self) -> bool:
@@ -59,12 +60,16 @@ class Rules:
     def inputs(self) -> list[Rule]:
         return [*self.extra, *self.own.inputs]
 
+    def _path(self, kind: Kind) -> list[str | int]:
+        rest = [kind, *([self.written] if self.of_card else [])]
+        is_here = not self.like or (*self.strategy, *rest) in self.document.lines
+        return [*(self.strategy if is_here else ("strategies", self.like)), *rest]
+
     def place(self, kind: Kind) -> str:
-        return self.document.place([*self.strategy, kind, *([self.written] if self.of_card else [])])
+        return self.document.place(self._path(kind))
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
-        path = [*self.strategy, kind, *([self.written] if self.of_card else [])]
-        places = [self.document.place([*path, number]) for number in range(len(getattr(self.own, kind)))]
+        places = [self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.own, kind)))]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
 
     def program_place(self, what: str) -> str:
@@ -93,7 +98,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
-    return Rules(component, own, document, at, card.written(component), bounds, divides, extra)
+    return Rules(component, own, document, at, card.written(component), bounds, divides, extra, like=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:

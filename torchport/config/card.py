@@ -410,6 +410,8 @@ class Card(Frozen):
 
     model: str
     """The model's name, which is also the name of this file without its ending. `--model` takes it."""
+    extends: Word | None = None
+    """Another card, of which this one says only what differs; `null` removes what that one has (docs/cards.md)."""
     title: str
     """One line for `torchport models`."""
     family: FamilyPath
@@ -477,11 +479,13 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _shares_rules(self) -> Card:
-        """Gives the networks of a generic family the shared rules, where the card has none."""
-        if self.call is not None:
-            networks = [name for name in self.call.compiled if name in self.components]
-            for name in self.strategies or shared_strategies():
-                self.strategies[name] = self.strategies.get(name, Strategy()).completed(name, networks)
+        """Gives networks the shared rules: those of a generic family where the card has none, others if it asks."""
+        written = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
+        names = self.call.compiled if self.call else {"vae"}.union(*(each.weights for each in written.values()))
+        networks = [name for name in self.components if name in names]
+        for name, strategy in written.items():
+            whole = strategy.filled(written.get(strategy.like or name, strategy))
+            self.strategies[name] = whole.completed(name, networks) if self.call or strategy.shared else whole
         return self
 
     @property
@@ -811,7 +815,9 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
         sections += [([*here, "divides", axis], [path.split(".")[0]]) for axis, path in strategy.divides.items()]
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
             misspelt = {closest(rule, networks) for rule in set(rules) - set(networks)}
-            for network in sorted(set(networks) - set(rules) - misspelt):
+            # Of a generic family, a network that is no component is refused at `call`.
+            known = set(networks) if card.call is None else set(networks) & set(card.components)
+            for network in sorted(known - set(rules) - misspelt):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 yield MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
     sections += [(["implementations"], list(card.implementations))]
@@ -823,6 +829,9 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
         for name, component in card.components.items()
         if component.like is not None
     ]
+    alone = [name for name, each in card.strategies.items() if each.like is None]
+    likes = [(name, each.like) for name, each in card.strategies.items() if each.like is not None]
+    sections_of_names += [(["strategies", name, "like"], [like], "strategy", alone) for name, like in likes]
     sections_of_names += [(["tiny", "trained"], card.tiny.trained, "component", card.components)]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
     if card.call is not None:

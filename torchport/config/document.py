@@ -46,6 +46,8 @@ class Document:
     lines: Mapping[Location, int]
     #: The flags of the command line that set a value, by the path of the value.
     flags: Mapping[Location, str] = dataclasses.field(default_factory=dict)
+    #: What errors call another file, by the path of each value that is written there.
+    files: Mapping[Location, str] = dataclasses.field(default_factory=dict)
 
     def line(self, location: Sequence[str | int]) -> int:
         """Returns the line of a location, or of the closest container of it that was written."""
@@ -60,7 +62,24 @@ class Document:
         for length in range(len(path), 0, -1):
             if path[:length] in self.flags:
                 return self.flags[path[:length]]
-        return f"{self.file}:{self.line(path)}"
+        written = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in self.lines), ())
+        return f"{self.files.get(written, self.file)}:{self.line(path)}"
+
+    def over(self, base: Document) -> Document:
+        """Returns this document with what another has beside it. Mappings are merged; null removes a value of its."""
+        lines, files = dict(self.lines), dict(self.files)
+
+        def merged(ours: Any, theirs: Any, path: Location) -> Any:
+            if not isinstance(ours, dict) or not isinstance(theirs, dict):
+                return ours
+            inherited = {(*path, key) for key in theirs.keys() - ours.keys()}
+            here = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
+            lines.update(here)
+            files.update(dict.fromkeys(here, base.file))
+            values = {**theirs, **{key: merged(ours[key], theirs.get(key), (*path, key)) for key in ours}}
+            return {key: value for key, value in values.items() if value is not None or theirs.get(key) is None}
+
+        return dataclasses.replace(self, data=merged(self.data, base.data, ()), lines=lines, files=files)
 
 
 def read_document(file: Path, title: str | None = None) -> Document:

@@ -77,7 +77,7 @@ class Pack:
     def _configs(self, pattern: str) -> list[Path]:
         return list((self.root / "configs").glob(pattern))
 
-    def home(self, model: str) -> Pack:
+    def home(self, model: str, place: str = "") -> Pack:
         """Returns the pack that a model card lies in: the highest that has it."""
         name = f"configs/models/{model}.yaml"
         if model.startswith(DERIVED) and has_file(derived_folder() / name):
@@ -85,7 +85,7 @@ class Pack:
         if model not in self.models():
             folders = ", ".join(as_named(pack.root / "configs" / "models") for pack in self.layers())
             fact = f"There is no model card '{model}' in {folders}"
-            raise UnknownNameError(f"--model {model}", fact, nearest(model, self.models()), name=model)
+            raise UnknownNameError(place or f"--model {model}", fact, nearest(model, self.models()), name=model)
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
@@ -114,13 +114,25 @@ class Pack:
         from torchport.config.card import Card
 
         home = self.home(name)
-        document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
+        document = home._card_document(name)
         card = validated(Card, document)
         if card.model != name:
             raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
         if card.overrides:
             home._check_overridden(f"configs/models/{name}.yaml", document)
         return card.in_folder(home.root / "configs" / "models"), document
+
+    def _card_document(self, name: str) -> Document:
+        """Returns the document of a card that lies here, over that of the card which it extends."""
+        document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
+        other = document.data.get("extends") if isinstance(document.data, dict) else None
+        if not isinstance(other, str):
+            return document
+        place = document.place(["extends"])
+        base = self.read(self.home(other, place).root / "configs" / "models" / f"{other}.yaml")
+        if isinstance(base.data, dict) and "extends" in base.data:
+            raise BadValueError(place, f"'{other}' extends another card", "Extend one that extends none")
+        return document.over(base)
 
     def cards(self) -> Iterator[tuple[str, tuple[Card, Document] | TorchportError]]:
         """Yields each model's name with its card, or with the mistake for which its card cannot be read."""

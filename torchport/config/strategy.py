@@ -96,6 +96,10 @@ class ActivationRule(_ShareableRule):
 class Strategy(Frozen):
     """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
 
+    shared: Literal["tp", "ulysses", "fsdp"] | None = None
+    """The shared strategy whose rules follow the card's for each network (docs/sharding.md)."""
+    like: str | None = None
+    """Another strategy of the card, whose mesh, `divides` and rules for a network hold where this one has none."""
     mesh: dict[Axis, pydantic.PositiveInt] = {}
     """Its mesh, `{dp: 2, tp: 4}`. It is used if a config has no mesh, or if a flag changes only the strategy."""
     weights: dict[str, list[WeightRule]] = {}
@@ -107,20 +111,30 @@ class Strategy(Frozen):
     divides: dict[Axis, str] = {}
     """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
+    def filled(self, other: Strategy) -> Strategy:
+        """Returns it with what the strategy that it is like has."""
+        kinds = ("divides", "weights", "inputs", "activations")
+        update: dict[str, Any] = {kind: {**getattr(other, kind), **getattr(self, kind)} for kind in kinds}
+        return self.model_copy(update={**update, "mesh": self.mesh or other.mesh})
+
     def completed(self, name: str, networks: Iterable[str]) -> Strategy:
-        """Returns it with the shared rules of its name, wherever it has none for a network.
+        """Returns it with shared rules: after its own if it names a shared strategy, else where it has none.
 
         Args:
             name: Its name. One that no shared strategy has leaves it as it is.
         """
-        shared = shared_strategies().get(name)
+        shared = shared_strategies().get(self.shared or name)
         if shared is None:
             return self
         kinds: dict[str, dict[str, Any]] = {}
         for kind in ("weights", "inputs", "activations"):
             given: dict[str, Any] = dict(getattr(self, kind))
             for network in networks:
-                given.setdefault(network, getattr(shared.vae if network == "vae" else shared.network, kind))
+                rules = getattr(shared.vae if network == "vae" else shared.network, kind)
+                if self.shared is None:
+                    given.setdefault(network, rules)
+                elif rules:
+                    given[network] = [*given.get(network, []), *rules]
             kinds[kind] = given
         return self.model_copy(update={**kinds, "mesh": self.mesh or shared.mesh})
 
