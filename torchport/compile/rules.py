@@ -19,7 +19,7 @@ PLACE = "port(strategy=...)"
 MESH = "port(mesh=...)"
 
 
-class OwnRules(Frozen):
+class _OwnRules(Frozen):
     weights: list[WeightRule]
     """The rules for its parameters and buffers."""
     inputs: list[Rule]
@@ -39,7 +39,7 @@ class Rules:
     """What is said of one network."""
 
     name: str
-    own: OwnRules
+    own: _OwnRules
     document: Document
     strategy: Sequence[str | int] = ()  #: The path of the strategy in there; none of a caller's own rules.
     written: str = ""
@@ -49,7 +49,7 @@ class Rules:
     extra: Sequence[Rule] = ()
     #: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
     strict: bool = False
-    like: str | None = None  #: The strategy of the card that has what this one does not say.
+    base: str | None = None  #: The strategy of the card that has what this one does not say.
 
     @property
     def of_card(self) -> bool:
@@ -62,8 +62,8 @@ class Rules:
 
     def _path(self, kind: Kind) -> list[str | int]:
         rest = [kind, *([self.written] if self.of_card else [])]
-        is_here = not self.like or (*self.strategy, *rest) in self.document.lines
-        return [*(self.strategy if is_here else ("strategies", self.like)), *rest]
+        is_here = not self.base or (*self.strategy, *rest) in self.document.lines
+        return [*(self.strategy if is_here else ("strategies", self.base)), *rest]
 
     def place(self, kind: Kind) -> str:
         return self.document.place(self._path(kind))
@@ -87,7 +87,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     if component not in chosen.weights:
         fact = f"The strategy '{strategy}' of '{card.model}' has no rules for '{component}'"
         raise UnknownNameError("port", fact, nearest(component, chosen.weights), name=component)
-    own = OwnRules(
+    own = _OwnRules(
         weights=chosen.weights[component],
         inputs=chosen.inputs[component],
         activations=chosen.activations.get(component, []),
@@ -98,7 +98,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
-    return Rules(component, own, document, at, card.written(component), bounds, divides, extra, like=chosen.like)
+    return Rules(component, own, document, at, card.written(component), bounds, divides, extra, base=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:
@@ -117,7 +117,7 @@ def of_shared(name: str, strategy: str) -> Rules:
         fact = f"There is no shared strategy '{strategy}', and no model's card is in force"
         raise UnknownNameError(PLACE, fact, nearest(strategy, known), name=strategy)
     shared = known[strategy].network
-    own = OwnRules(weights=shared.weights, inputs=shared.inputs, activations=shared.activations)
+    own = _OwnRules(weights=shared.weights, inputs=shared.inputs, activations=shared.activations)
     return Rules(name, own, Document(f"port(strategy={strategy!r})", {}, {}))
 
 
@@ -131,7 +131,7 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
         document = parse_document(rules, PLACE)
     else:
         document = Document(PLACE, dict(rules), {}, _places(rules))
-    return Rules(name, validated(OwnRules, document), document)
+    return Rules(name, validated(_OwnRules, document), document)
 
 
 def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:

@@ -51,7 +51,7 @@ class Row(NamedTuple):
     patch: str = ""
 
 
-class Samples(NamedTuple):
+class _Samples(NamedTuple):
     """What the samples of one operator say: the dtypes and options that were the same in a sample, and the others."""
 
     dtypes: frozenset[str]
@@ -59,29 +59,29 @@ class Samples(NamedTuple):
     rows: tuple[Row, ...]
 
 
-class Table(NamedTuple):
+class _Table(NamedTuple):
     """The table of operators, with the versions for which it was made."""
 
     versions: Mapping[str, str]
     random: frozenset[str]
-    operators: Mapping[str, Samples]
+    operators: Mapping[str, _Samples]
 
 
 @functools.cache
-def read() -> Table:
+def read() -> _Table:
     """Returns the table of operators."""
     data = yaml.load(FILE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     entries = {name: _entry(found) for name, found in data["operators"].items()}
-    return Table(data["versions"], frozenset(data["random"]), entries)
+    return _Table(data["versions"], frozenset(data["random"]), entries)
 
 
-def _entry(data: Mapping[str, Any]) -> Samples:
+def _entry(data: Mapping[str, Any]) -> _Samples:
     rows = [
         Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", ""))
         for kind in ("differs", "mended")
         for row in data.get(kind, ())
     ]
-    return Samples(frozenset(data["dtypes"]), frozenset(data["options"]), tuple(rows))
+    return _Samples(frozenset(data["dtypes"]), frozenset(data["options"]), tuple(rows))
 
 
 def state(form: Form) -> tuple[str, str]:

@@ -28,7 +28,7 @@ class Tensor(ManifestPart):
     shape: list[int]
 
 
-class PatchRow(ManifestPart):
+class _PatchRow(ManifestPart):
     """A patch as a manifest lists it; see `torchport.patch.ledger`."""
 
     id: str
@@ -45,7 +45,7 @@ class PatchRow(ManifestPart):
     place: str
 
 
-class UpstreamRow(ManifestPart):
+class _UpstreamRow(ManifestPart):
     """An upstream that is a checkout, as a manifest lists it; see `torchport.processes.git`."""
 
     package: str
@@ -53,7 +53,7 @@ class UpstreamRow(ManifestPart):
     dirty: bool
 
 
-class ProgramRow(ManifestPart):
+class _ProgramRow(ManifestPart):
     """A program as a manifest lists it: whether JAX's cache delivered its executable, and what it computes otherwise.
 
     `operators` has the number of those that compute what PyTorch does, and the names of all others: docs/engine.md.
@@ -63,7 +63,7 @@ class ProgramRow(ManifestPart):
     operators: dict[str, Any] = {}
 
 
-class CacheRow(ManifestPart):
+class _CacheRow(ManifestPart):
     """A step cache as a manifest lists it; see `torchport.config.step_cache`."""
 
     kind: str
@@ -71,7 +71,7 @@ class CacheRow(ManifestPart):
     computed: list[int]
 
 
-class FlagsRow(ManifestPart):
+class _FlagsRow(ManifestPart):
     """A named set of compiler flags, as a manifest lists it; see `torchport.config.xla_flags`."""
 
     name: str
@@ -110,13 +110,13 @@ class Manifest(ManifestPart):
     config: dict[str, Any]
     backend: str
     jit: bool = True
-    xla_flags: FlagsRow | None = None
-    patches: list[PatchRow]
+    xla_flags: _FlagsRow | None = None
+    patches: list[_PatchRow]
     card: dict[str, Any] = {}
     code: dict[str, str] = {}
-    cache: CacheRow | None = None
-    upstream: UpstreamRow | None = None
-    programs: list[ProgramRow] = []
+    cache: _CacheRow | None = None
+    upstream: _UpstreamRow | None = None
+    programs: list[_ProgramRow] = []
     versions: dict[str, str]
     seconds: dict[str, float]
     done: int | None = pydantic.Field(default=None, ge=1)
