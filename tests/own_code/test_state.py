@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchport
+from torchport import engine
 from torchport.errors import BadValueError, ForeignError, HostTensorError, OperatorError, StackError
 
 RULES = {"weights": [], "inputs": [{"match": ".*", "spec": "replicate"}]}
@@ -551,6 +552,23 @@ def test_what_is_equal_and_not_the_same_makes_another_program(given, x, session)
     ported = torchport.port(Module(act).eval(), strategy=RULES)
     for value in given:
         torch.testing.assert_close(ported(x + 1, value), act(None, x + 1, value), rtol=0, atol=0)
+
+
+def test_the_caches_of_layers_become_inputs_together(x, session, monkeypatch):
+    def adds(m, x):
+        for layer in m.layers:
+            layer.cache[1:] += x[:1]
+            x = x + layer.cache[1] * layer.scale
+        return x
+
+    traces = []
+    monkeypatch.setattr("torchport.engine.begin_trace", lambda begin=engine.begin_trace: traces.append(1) or begin())
+    layers = [Module(None, cache=torch.zeros(2, 3), scale=torch.ones(3) * n) for n in range(4)]
+    modules = [Module(adds, layers=torch.nn.ModuleList(copy.deepcopy(layers))).eval() for _ in range(2)]
+    modules[1] = torchport.port(modules[1], strategy=RULES)
+    for _ in range(2):
+        torch.testing.assert_close(*(module(x) for module in modules), rtol=0, atol=0)
+    assert len(traces) == 2
 
 
 def test_weights_are_read_as_the_last_call_has_left_them(x, session):

@@ -200,10 +200,26 @@ class State:
         self._owned[id(owner), attribute] = buffer, buffer._version
 
     def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
-        """Makes the tables that lie in a tensor's memory inputs of later calls; returns whether there are any."""
+        """Makes the tables that lie in a tensor's memory inputs of later calls; returns whether there are any.
+
+        Their likes become inputs, too: what has the same form in the same list, or under the same name elsewhere, as
+        the caches of layers. Each alone would cost a trace.
+        """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
         tables = [each for each in found.tables if each.untyped_storage().data_ptr() == memory]
-        self._made.update((each, True) for each in tables)
+        places: dict[int, set[Any]] = {}
+        for thing, parts in zip(found.things, found.terms, strict=True):
+            for part, term in parts.items():
+                for each in _references(term, "table"):
+                    places.setdefault(each.number, set()).update([id(thing), (type(thing), part)])
+        known = {
+            (place, _form(t))
+            for n, t in enumerate(found.tables)
+            if any(t is each for each in tables)
+            for place in places.get(n, ())
+        }
+        likes = [t for n, t in enumerate(found.tables) if any((p, _form(t)) in known for p in places.get(n, ()))]
+        self._made.update((each, True) for each in [*tables, *likes])
         return bool(tables)
 
     def after(
