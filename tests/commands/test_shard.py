@@ -22,8 +22,9 @@ def test_every_rule_is_shown_with_what_it_matches_and_the_bytes_on_a_device():
     weights = [row for row in rows if row.component == "transformer" and row.kind == "weights"]
     assert all(row.matches for row in weights)
     columns = next(row for row in weights if "to_[qkv]" in row.pattern and "weight" in row.pattern)
-    assert columns.specs == ("[tp]",) and columns.matches == 2 * 6
-    assert columns.bytes == 12 * 128 * 128 * 4 // 4  # two blocks, six projections of 4 x 32 features, float32, tp=4
+    assert columns.specs == ("[tp]",) and columns.matches == 2 * 6 * 2
+    # Two blocks, six projections of 4 x 32 features with their biases, float32, tp=4.
+    assert columns.bytes == 12 * (128 * 128 + 128) * 4 // 4
     assert {row.component for row in rows} == {"transformer", "vae"}
 
 
@@ -32,6 +33,7 @@ def test_activation_rules_are_shown_with_the_modules_they_match():
     found = {row.pattern: (row.specs, row.matches) for row in rows if row.kind == "activations"}
     assert found == {
         "x_embedder": (("[dp, sp]",), 1),
+        r"transformer_blocks\.\d+\.(attn|ff|ff_context)": (("free",), 6),
         r"transformer_blocks\.\d+": (("[dp, sp]", "[dp]"), 2),
     }
 

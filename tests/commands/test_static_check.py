@@ -291,7 +291,7 @@ def test_a_job_is_not_judged_by_other_cards_where_one_cannot_be_read(cards):
         ("decode: [up/p]", "decode: [up/p/q]", 14, "TP107 'up/p/q' is no name of patches. Write upstream or"),
         ("decode: [up/p]", "decode: [up/p]\noriginal: [up/q]", 15, "TP106 No patches 'up/q'. Known: p."),
         ("family: up/stages", "family: up/verbs", 4, "TP106 'family' is 'up/verbs', and there is no patches/up/verbs"),
-        ("  scheduler: {class:", "  scheduler: {clas:", 71, "TP103 Unknown key 'components.scheduler.clas'. Did you"),
+        ("  scheduler: {class:", "  scheduler: {clas:", 70, "TP103 Unknown key 'components.scheduler.clas'. Did you"),
         ("model: some", "model: other", 2, "TP107 'model' is 'other'. It must be 'some'."),
         ("title: H", "demo: configs/no.yaml\ntitle: H", 3, "TP106 There is no file 'configs/no.yaml', here or in"),
     ],

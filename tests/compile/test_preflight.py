@@ -186,7 +186,8 @@ def test_the_place_of_a_rule_is_its_own_line(port, root):
         lines = (root / "configs" / "models" / "hunyuan.yaml").read_text().splitlines()
         rules = getattr(task.card.strategies["tp"], kind)["transformer"]
         for place, rule in zip(places, rules, strict=True):
-            assert rule.match in lines[int(place.rpartition(":")[2]) - 1]
+            assert rule.is_shared or rule.match in lines[int(place.rpartition(":")[2]) - 1]
+    assert not all(rule.is_shared for rule in task.card.strategies["tp"].weights["transformer"])
 
 
 def test_a_batch_that_falls_to_a_rule_for_everything_is_refused(port, monkeypatch):
@@ -211,13 +212,13 @@ def test_weight_rules_are_those_of_the_network_as_it_is_run(port, monkeypatch):
     rules = list(task.card.strategies["tp"].weights["transformer"])
     dead = with_rules(task, weights=[*rules, WeightRule(match="rope\\.cosine", spec="replicate")])
     assert f"Rule {len(rules) + 1}, 'rope\\.cosine', matches none of" in refusals(dead, monkeypatch, DeadRuleError)
-    bare = with_rules(task, weights=[rule for rule in rules if "rope" not in rule.match])
+    bare = with_rules(task, weights=[WeightRule(match=r".*\.(weight|bias)", spec="replicate")])
     assert "No rule matches 'rope.cos'" in refusals(bare, monkeypatch, UnmatchedError)
 
 
 def test_a_rule_for_all_that_is_left_is_alive_by_its_buffers(port, monkeypatch):
     task = port()
-    own = [rule for rule in task.card.strategies["tp"].weights["transformer"] if "rope" not in rule.match]
+    own = [WeightRule(match=r".*\.(weight|bias)", spec="replicate")]
     rest = WeightRule(match=".*", spec="replicate")
     check(with_rules(task, weights=[*own, rest]))
     late = WeightRule(match="rope\\..*", spec="replicate")

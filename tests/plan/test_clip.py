@@ -9,7 +9,7 @@ from torchport.plan import clip, plan_report
 from torchport.plan.figures import JobPlan, StagePlan
 from torchport.task import Request, accept
 
-SIZES = ("machine=v6e:2x4", "price_per_chip_hour=2.7", "checkpoint=somebody/hunyuan@main")
+SIZES = ("machine=v6e:2x4", "encode=host", "price_per_chip_hour=2.7", "checkpoint=somebody/hunyuan@main")
 
 
 def task_of(*overrides):
@@ -46,6 +46,14 @@ def test_weights_are_those_of_all_components_and_encoders_take_two_operations_fo
     # Both conditions: 1,000 tokens of the first encoder, and 256 of the second, which is small.
     assert parts["encode"].seconds == pytest.approx(2 * 2 * (7_070_619_136 * 1000 + 219_314_944 * 256) / 1e12, rel=0.3)
     assert "attention" in parts["denoise"].limit and "50 steps of 4.75 s" in parts["denoise"].limit
+
+
+def test_on_the_devices_the_encoders_are_a_part_that_is_planned():
+    task = task_of("encode=devices")
+    assert clip.of_plans(task, planned()) is None
+    whole = clip.of_plans(task, planned(encode=plans.stage(per_block=None, steps=1)))
+    assert [part.part for part in whole.parts] == ["load", "compile", "encode", "denoise", "decode", "write"]
+    assert [part.seconds for part in whole.parts if part.part == "encode"] == [4.75]
 
 
 def test_without_guidance_one_prompt_is_encoded(found):

@@ -64,7 +64,10 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
 
 
 def rule_rows(request: Request) -> list[RuleRow]:
-    """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read."""
+    """Returns the rules of the job's strategy, for all networks, from published shapes: no weights are read.
+
+    A shared rule that nothing of a network is called by has no row.
+    """
     from torchport.compile import network
     from torchport.compile.in_force import in_force
     from torchport.task import accept
@@ -100,6 +103,8 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
     for kind in rules.own.activations:
         notes = ("may be padded",) if kind.uneven else ()
         count = sum(rule is kind for rule in by_module.values())
+        if kind.is_shared and not count:
+            continue
         yield RuleRow(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
 
 
@@ -108,14 +113,9 @@ def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tu
     from torchport import shard
 
     for rule in rules:
-        yield (
-            rule,
-            {
-                key: fitted_rule
-                for key, fitted_rule in fitted.items()
-                if next(r for r in rules if shard.matches(r, key)) is rule
-            },
-        )
+        found = {key: fit for key, fit in fitted.items() if next(r for r in rules if shard.matches(r, key)) is rule}
+        if found or not rule.is_shared or not fitted:
+            yield rule, found
 
 
 def _row(
