@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 PRINTED = 10
-SECONDS_PER_CALIBRATION = 2
+TESTS_PER_CALIBRATION = 25
 SLOW = Path(__file__).with_name("slow.txt")
 
 
@@ -63,7 +63,7 @@ class Budget:
         self.seconds = collections.Counter()
         self.calibrations = []
         self.before_tests = 0.0
-        self.mark = self.calibrated = 0.0
+        self.mark = 0.0
         self.excess = []
 
     @property
@@ -103,10 +103,9 @@ class Budget:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self):
         """Begins to measure a test."""
-        self.mark = processor_seconds()
-        if not self.calibrations or self.mark - self.calibrated > SECONDS_PER_CALIBRATION:
+        if not self.seconds or len(self.seconds) % TESTS_PER_CALIBRATION == 0:
             self.calibrations.append(calibration_seconds())
-            self.calibrated = self.mark = processor_seconds()
+        self.mark = processor_seconds()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -140,12 +139,8 @@ class Budget:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def slowness(self):
-        """Returns how many times longer this machine takes than the one for which the budget was written.
-
-        It is the mean of measurements after equal times: a virtual machine is fast and slow by turns, and the time of
-        the tests is the sum over both.
-        """
-        return statistics.fmean(self.calibrations) / self.settings["calibration"] if self.calibrations else 1.0
+        """Returns how many times longer this machine takes than the one for which the budget was written."""
+        return statistics.median(self.calibrations) / self.settings["calibration"] if self.calibrations else 1.0
 
     def excesses(self):
         """Returns in words what exceeds the budget."""
