@@ -40,7 +40,7 @@ _CONSTANTS = {bool, int, str, bytes, torch.dtype, torch.device, torch.Size, type
 _ITEMS = list, dict, set, collections.deque
 _BYTES = bytearray, array.array
 _VALUES = int, float, complex, str, bytes, frozenset
-"""Of a subclass of these, such as an enum of texts, an object has a value that it was made with."""
+"""An object of a subclass of these, such as a text with attributes, has a value that it was made with."""
 _BASES = {object, dict, collections.OrderedDict, collections.defaultdict, types.SimpleNamespace, *_ITEMS, *_VALUES}
 ITERATORS = {"builtins", "itertools"}
 """Where the types are of iterators that a call advances; a file is no such iterator."""
@@ -118,9 +118,7 @@ def inner(value: Any) -> Sequence[Any] | None:
         return value
     if type(value) is frozenset:
         return (*value,)
-    if isinstance(value, range):  # two of other ends may be equal
-        return value.start, value.stop, value.step
-    if isinstance(value, slice):
+    if isinstance(value, slice | range):  # two ranges with other ends may be equal
         return value.start, value.stop, value.step
     if type(value) is functools.partial:
         return value.func, value.args, tuple(value.keywords.items())
@@ -180,8 +178,8 @@ def _is_of_library(module: Any, but: Collection[str] = ()) -> bool:
 
 
 def _base(kind: Any) -> Any:
-    """Returns the first class that no Python code has defined, of a class's."""
-    return next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
+    """Returns the class that makes a class's objects: one of Python's own that we know, or the first in C."""
+    return next(each for each in kind.__mro__ if each in _BASES or not each.__flags__ & _HEAP_TYPE)
 
 
 @functools.cache
@@ -338,7 +336,8 @@ def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
         return values[term.kind][term.number]
     if isinstance(term, Whole):
         whole = _whole(term.type, [make(each, values) for each in term.terms])
-        vars(whole).update((n, make(each, values)) for n, each in term.attributes) if term.attributes else None
+        if term.attributes:
+            vars(whole).update((n, make(each, values)) for n, each in term.attributes)
         return whole
     if isinstance(term, Opaque):
         return term.value

@@ -206,7 +206,8 @@ class State:
         the caches of layers. Each alone would cost a trace.
         """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
-        tables = [each for each in found.tables if each.untyped_storage().data_ptr() == memory]
+        plain = [each for each in found.tables if each.layout == torch.strided]
+        tables = [each for each in plain if each.untyped_storage().data_ptr() == memory]
         places: dict[int, set[Any]] = {}
         for thing, parts in zip(found.things, found.terms, strict=True):
             for part, term in parts.items():
@@ -565,7 +566,7 @@ def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) ->
     plain = {n: t for n, t in {**dict(enumerate(found)), **tables}.items() if t.layout == torch.strided}
     for number, tensor in plain.items():
         groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
-    last = max(plain, default=0)
+    last = max([len(found), *tables])
     for numbers in groups.values():
         new = [number for number in numbers if number >= len(found)]
         bases = [n for n in numbers if n < len(found) and all(engine.lies_in(plain[each], plain[n]) for each in new)]

@@ -80,22 +80,14 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         yield StageNetwork(program, called, kernels)
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderCall:
-    """What an encoder is called with in a stage: the tokens of a prompt and their mask."""
+def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
+    """Returns what each encoder of a stage is called with, for each prompt: its tokens and their mask.
 
-    name: str
-    called: recorder.NetworkCall
-
-
-def encoder_calls(task: Task, stage: family.Stage) -> Iterator[EncoderCall]:
-    """Yields the calls of a stage's encoders, one for each of the prompts; patches must be in force.
-
-    A component has two operations for each parameter and token.
+    Patches must be in force. An encoder takes two operations for each parameter and token.
     """
-    first = task.denoising[0]
+    first, calls = task.denoising[0], {}
     if first.like is None:
-        return
+        return {}
     with preflight.without_values():
         inputs = first.like(network.outlines(task, first), task.settings)
     embeddings = {name: x for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
@@ -107,7 +99,8 @@ def encoder_calls(task: Task, stage: family.Stage) -> Iterator[EncoderCall]:
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
             flops = 2 * (task.card.components[name].parameters or 0) * tokens
             shapes = {"input_ids": ids, "attention_mask": ids}
-            yield EncoderCall(name, recorder.NetworkCall(shapes, (), times, flops, None, {}, borders=0))
+            calls[name] = recorder.NetworkCall(shapes, (), times, flops, None, {}, borders=0)
+    return calls
 
 
 def _number(name: str) -> str:
@@ -115,14 +108,14 @@ def _number(name: str) -> str:
     return "" if found is None else found[1]
 
 
-def _encoder(task: Task, call: EncoderCall, mesh: jax.sharding.Mesh) -> StageNetwork:
-    module, written = copy.deepcopy(network.published(task, call.name)), rules.of_shared(call.name, ported.STRATEGY)
+def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.sharding.Mesh) -> StageNetwork:
+    module, written = copy.deepcopy(network.published(task, name)), rules.of_shared(name, ported.STRATEGY)
 
     def first(module: Any, **inputs: Any) -> Any:
         return (module(**inputs)[0],)
 
     program = network.ported(module.eval(), written, mesh, how=first, trace=None, attention=ported.ATTENTION)
-    return StageNetwork(program, [call.called], [])
+    return StageNetwork(program, [called], [])
 
 
 def check_loras(task: Task, stage: family.Stage) -> None:
@@ -213,8 +206,9 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
     devices = absent.describe(task.machine).devices
     if task.encodes_on_devices(stage):
         with in_force(task, [stage]) as ledger, lowerings(ledger):
-            mesh, calls = ported.encoder_mesh(task, devices), [*encoder_calls(task, stage)]
-            return [_program(_encoder(task, call, mesh), call.called, task.machine, dump)[0] for call in calls]
+            mesh, calls = ported.encoder_mesh(task, devices), encoder_calls(task, stage)
+            outlines = [_encoder(task, name, called, mesh) for name, called in calls.items()]
+            return [_program(each, each.called[0], task.machine, dump)[0] for each in outlines]
     with outlined(task, stage, devices, bounded) as outline:
         cache = network.step_cache_of(task, stage)
         if cache is None:

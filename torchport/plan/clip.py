@@ -73,7 +73,7 @@ def _encode(task: Task) -> Iterator[ClipPart]:
     """Yields the encoders' time on the host."""
     stage = task.family.STAGES[0]
     with in_force(task, [stage]):
-        calls = [each.called for each in aot.encoder_calls(task, stage)]
+        calls = aot.encoder_calls(task, stage).values()
     flops = sum(call.times * (call.flops or 0) for call in calls)
     limit = f"{flops:.3g} FLOP of the encoders on the host"
     yield ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)

@@ -64,14 +64,14 @@ def encoded(
     """Returns what a port's encoders return, and of each the module that is at fault, or nearest to that.
 
     Args:
-        yardstick: None: no module is looked at.
+        yardstick: Without modules, as of a capture, none of the port's is looked at.
     """
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)
         programs = ported.encoders(task, stage, parts, ledger)
         parts |= programs
         outputs = stage.run(parts, None, task.settings, Steps())
-        if yardstick is None:
+        if yardstick is None or not yardstick.host:
             return outputs, []
         for program in programs.values():
             program.compiled.jit = False  # each module returns what can be looked at

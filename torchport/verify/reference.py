@@ -24,6 +24,7 @@ from torchport.save.manifest import versions
 from torchport.task import Request, Task, accept
 from torchport.verify import recording
 from torchport.verify.borders import Border, Values
+from torchport.verify.encoders import Yardstick
 from torchport.verify.recording import RecordedCall, Recording
 from torchport.verify.seams import ConditionCall, LoopRecord, SchedulerStep, SideRecord
 from torchport.verify.yardstick import ROWS, SHAPE, sampled, shape_of
@@ -154,6 +155,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
         "likes": table.add({name: template[:1].clone() for name, template in original.likes.items()}),
         "seams": {
             "moments": table.add(original.seams.moments),
+            "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},
             "chosen": sorted(loop.chosen),
             "steps": [table.add({**vars(step), "calls": list(map(vars, step.calls))}) for step in loop.steps],
         },
@@ -245,7 +247,7 @@ def read(folder: Path) -> Recording:
         loop.steps.append(SchedulerStep(**fields))
     moments = restored(seams["moments"], tensors)
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
-    side = SideRecord(encoded, moments, loop)
+    side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
     return Recording(**parts, calls=[_call(row, tensors) for row in data["calls"]], seams=side)
 
 

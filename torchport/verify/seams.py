@@ -273,7 +273,7 @@ class SideRecord:
     loop: LoopRecord
     #: What upstream raised in a port's loop; None where the loop came to its end.
     stopped: Exception | None = None
-    #: Of the original, where a port encodes on the devices; None where it does not, or of a capture.
+    #: Of the original, where a port encodes on the devices; of a capture without modules.
     yardstick: encoders.Yardstick | None = None
     #: Of a port's encoders on the devices, the modules that differ most.
     modules: list[Seam] = dataclasses.field(default_factory=list)

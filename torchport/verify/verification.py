@@ -423,8 +423,6 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     `called` are the patches that were called where no network ran.
     """
     task, recorded = accept(request), read(file)
-    if task.job.encode == "devices":
-        devices.prepare(task.machine)
 
     def distance_without(ids: Collection[str]) -> float:
         found = seams.against(_task_without(task, ids), folder, recorded.steps, recorded.seams, recorded.likes)
@@ -433,7 +431,9 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
         return max(same, default=0.0)
 
     entries = [entry for entry in task.patches(task.family.STAGES) if entry.id in called and not entry.plumbing]
-    entries = [entry for entry in entries if entry.package not in ("torch", "torchax")]  # no encoder runs without them
+    if task.job.encode == "devices":
+        devices.prepare(task.machine)
+        entries = [entry for entry in entries if entry.package not in ("torch", "torchax")]  # encoders run on these
     if not entries or distance_without([entry.id for entry in entries]) > seam.allowed:
         return Search((), {})
     while len(entries) > 1:
