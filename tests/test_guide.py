@@ -1,4 +1,4 @@
-"""The guide's port runs to its plan, at night to its end. Its other Python blocks and the traps' run alone."""
+"""The guide's port runs to its video, at night to its end. Its other Python blocks and the traps' run alone."""
 
 import itertools
 import json
@@ -79,11 +79,11 @@ class Reader:
                 assert line in rest, (line, self.printed)
 
 
-PLAN = next(number for number, (_, code) in enumerate(PORT) if code.startswith("torchport plan"))
-"""The guide's last command. It compiles for a TPU, which is a third of the whole."""
+VERIFY = next(number for number, (_, code) in enumerate(PORT) if code.startswith("torchport verify"))
+"""Of the last commands, one starts two more processes, one compiles for a TPU: they are two thirds of the whole."""
 
 
-@pytest.mark.parametrize("end", [PLAN, pytest.param(len(PORT), marks=pytest.mark.slow)], ids=["plan", "end"])
+@pytest.mark.parametrize("end", [VERIFY, pytest.param(len(PORT), marks=pytest.mark.slow)], ids=["verify", "end"])
 def test_the_port_of_the_guide_runs_from_the_first_line_to(end, torchport, capsys, tmp_path, monkeypatch):
     import functools
 
