@@ -1,5 +1,6 @@
 """The flags of `torchport plan`: which go together, and what each leads to."""
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,3 +71,23 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     run(*job, "--xla-flags", "less-memory")
     assert calls[0][1][0].execution.xla_flags == "less-memory"
     assert run(*job, "--sweep", "--json") == '{\n  "what": "sweep"\n}'
+
+
+@pytest.mark.parametrize(
+    ("words", "job"),
+    [
+        (["plan"], "configs/diffusers:XPipeline.yaml"),
+        (["plan", "--set", "checkpoint=tiny"], "configs/diffusers:XPipeline_demo.yaml"),
+        (["plan", "--set", "checkpoint=a/b@main", "--config", "mine.yaml"], "mine.yaml"),
+        (["run", "--checkpoint", "a/b@main"], "configs/diffusers:XPipeline.yaml"),
+        (["run", "--set", "checkpoint=./folder"], "configs/diffusers:XPipeline.yaml"),
+        (["run", "--checkpoint", "tiny:random"], "configs/diffusers:XPipeline_demo.yaml"),
+        (["run"], "configs/diffusers:XPipeline_demo.yaml"),
+        (["verify", "--checkpoint", "a/b@main"], "configs/diffusers:XPipeline_demo.yaml"),
+    ],
+)
+def test_a_pipelines_job_is_that_of_its_published_weights_or_of_its_demo(words, job, monkeypatch):
+    monkeypatch.setattr("torchport.porting.derive.ensure", lambda model: None)
+    name, *flags = words
+    command = importlib.import_module(f"torchport.commands.{name}").command
+    assert command.make_context(name, ["--model", "diffusers:XPipeline", *flags]).params["config"] == job

@@ -158,6 +158,29 @@ def test_a_download_takes_the_files_that_the_card_names(monkeypatch, tmp_path, p
     assert downloads <= json_files | set(names) | in_root
 
 
+def test_of_a_derived_card_the_configurations_are_downloaded_and_of_another_nothing(monkeypatch, tmp_path, card):
+    index = tmp_path / "model_index.json"
+    index.write_text('{"vae": ["diffusers", "AutoencoderKL"]}')
+    asked = []
+
+    def download(repo, revision, allow_patterns=(), ignore_patterns=(), local_files_only=False):
+        if local_files_only:
+            raise LocalEntryNotFoundError("none")
+        asked.append((repo, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert checkpoint.described("owner/repo@v1", card) is None and not asked
+    component = Component.model_validate({"class": "diffusers:AutoencoderKL"})
+    names = {"model": "diffusers:XPipeline", "pipeline": "diffusers:XPipeline", "components": {"vae": component}}
+    assert checkpoint.described("owner/repo@v1", Card.model_construct(**names)) == tmp_path
+    assert asked == [("owner/repo", "v1", ["model_index.json", "*/config.json", "*/scheduler_config.json"])]
+    assert not checkpoint.has_weights(tmp_path)
+    index.write_text('{"vae": ["diffusers", "AutoencoderKLWan"]}')  # another pipeline's checkpoint
+    with pytest.raises(CheckpointForeignError, match="'vae' is "):
+        checkpoint.described("owner/repo@v1", Card.model_construct(**names))
+
+
 def test_a_local_checkpoint_is_found_and_an_absent_one_is_none(tiny_folder, tmp_path):
     assert checkpoint.local(str(tiny_folder)) == tiny_folder
     assert "There is no such folder" in refusal(CheckpointMissingError, lambda: checkpoint.local(f"{tmp_path}/none"))

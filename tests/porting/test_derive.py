@@ -21,7 +21,7 @@ from torchport.porting.derive.trial import Observed, PipelineTrial
 
 @pytest.fixture(scope="module")
 def texts():
-    """The derived card and job of a pipeline, by its name."""
+    """The derived card and jobs of a pipeline, by its name: of its demo, and of its published weights."""
     made = {}
 
     def of(name):
@@ -34,7 +34,7 @@ def texts():
 
 
 def test_a_video_pipelines_card_says_what_its_code_does(texts):
-    card, job = texts("MochiPipeline")
+    card, job, published = texts("MochiPipeline")
     prompt, mask = [1, 256, "text_embed_dim"], [1, 256]
     assert card["call"] == {
         "network": "transformer",
@@ -61,20 +61,36 @@ def test_a_video_pipelines_card_says_what_its_code_does(texts):
     assert card["patches"]["denoise"] == ["diffusers/mochi", "torch/attention", "torch/normalization", "torch/autocast"]
     assert card["tiny"]["components"]["transformer"]["text_embed_dim"] == 96  # as wide as the text encoder
     assert (job["frames"], job["mesh"]) == (13, {"dp": 2, "sp": 4})
+    assert (published["height"], published["width"], published["frames"]) == (480, 832, 19)  # 19 is upstream's
+    assert (published["steps"], published["guidance_scale"]) == (64, 4.5)
     assert texts.made["MochiPipeline"][0].count("\n") <= 60
 
 
 def test_two_calls_a_step_are_conditions(texts):
-    card, _ = texts("WanPipeline")
+    card, _, published = texts("WanPipeline")
     assert card["call"]["conditions"] == {"encoder_hidden_states": ["prompt_embeds", "negative_prompt_embeds"]}
     assert card["patches"] == {
         "denoise": ["diffusers/wan", "torch/attention", "torch/normalization"],
         "decode": ["diffusers/wan_vae"],
     }
+    assert published == {
+        "height": 480,
+        "width": 832,
+        "frames": 81,
+        "fps": 16,
+        "steps": 50,
+        "guidance_scale": 5.0,
+        "machine": "v6e:2x4",
+        "mesh": {"dp": 2, "sp": 4},
+        "strategy": "fsdp",
+        "checkpoint": "Wan-AI/Wan2.1-T2V-14B-Diffusers@main",
+        "encode": "devices",
+    }
 
 
 def test_a_picture_has_one_frame_and_texts_of_any_length(texts):
-    card, job = texts("QwenImagePipeline")
+    card, job, published = texts("QwenImagePipeline")
+    assert (published["height"], published["width"], published["frames"]) == (1024, 1024, 1)
     assert card["frames"] == {"multiple_of": 1, "plus": 0} and "frames" not in card["call"]["settings"].values()
     shape = [1, "tokens", "joint_attention_dim"]
     assert card["call"]["embeddings"] == {"prompt_embeds": shape, "prompt_embeds_mask": None}  # nothing is masked
@@ -112,17 +128,18 @@ def test_a_card_is_derived_once_and_again_by_other_code(texts, tmp_path, monkeyp
     assert asked == ["diffusers:WanPipeline"]
     assert find_pack().card("diffusers:WanPipeline")[0].pipeline == "diffusers:WanPipeline"
     assert find_pack().job("configs/diffusers:WanPipeline_demo.yaml")[0].checkpoint == "tiny"
+    assert find_pack().job("configs/diffusers:WanPipeline.yaml")[0].frames == 81
     monkeypatch.setattr(derive, "_code", lambda: "other")
     derive.ensure("diffusers:WanPipeline")
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("file", ["configs/models/{}.yaml", "configs/{}_demo.yaml"])
+@pytest.mark.parametrize("file", ["configs/models/{}.yaml", "configs/{}_demo.yaml", "configs/{}.yaml"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-40], lambda data: data + b"\xff\xfe", lambda data: b""])
 def test_a_damaged_file_of_a_derived_card_is_derived_again(tmp_path, monkeypatch, caplog, file, damage):
     model = "diffusers:WanPipeline"
     monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
-    monkeypatch.setattr(derive, "derived_card", lambda model: ("card: 1\n", "job: 1\n"))
+    monkeypatch.setattr(derive, "derived_card", lambda model: ("card: 1\n", "job: 1\n", "job: 2\n"))
     derive.ensure(model)
     path = derive.derived_folder() / file.format(model)
     before = path.read_bytes()
@@ -156,7 +173,9 @@ def test_a_pipeline_by_name_is_upstreams(name):
 def test_the_command_writes_a_card_to_edit(tmp_path):
     words = ["new", "model", "mine", "--pipeline", "diffusers:WanPipeline", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=True)
-    assert "configs/models/mine.yaml" in done.stdout and (tmp_path / "configs" / "mine_demo.yaml").is_file()
+    assert "configs/models/mine.yaml" in done.stdout and all(
+        (tmp_path / "configs" / name).is_file() for name in ("mine_demo.yaml", "mine.yaml")
+    )
     assert find_pack([str(tmp_path)]).card("mine")[0].pipeline == "diffusers:WanPipeline"
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from torchport.config.card import is_tiny
 from torchport.config.pack import DERIVED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -67,13 +68,14 @@ def model(function: Function) -> Function:
     return click.option("--model", required=True, metavar="NAME", help=text, callback=derived)(function)
 
 
-def config(default: str = "") -> Decorator[Any]:
+def config(default: str = "", pipelines: str = "a pipeline's demo") -> Decorator[Any]:
     """Returns the flag `--config`.
 
     Args:
         default: What is taken without it, in words. If there is nothing, only a pipeline can do without the flag.
+        pipelines: What is taken of a pipeline then, in words.
     """
-    without, callback = (default, None) if default else ("a pipeline's demo", _demo)
+    without, callback = (default, None) if default else (pipelines, _pipelines_job)
     text = f"The job, such as configs/demo.yaml: sizes, machine [{without}]."
     return click.option("--config", metavar="FILE", help=text, callback=callback)
 
@@ -90,13 +92,19 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
     )
 
 
-def _demo(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the demo's job where a pipeline is named without a job."""
+def _pipelines_job(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """Returns the job where a pipeline is named without one: of its published weights, or of its demo.
+
+    A plan is of the published weights, a run is where a checkpoint is named. Flags that are given come before this.
+    """
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         hint = f"A pipeline has '{DERIVED}' before its name." if model.endswith("Pipeline") else None
         raise click.MissingParameter(hint, ctx=context, param=parameter)
-    return value or f"configs/{model}_demo.yaml"
+    given = [text.partition("=")[2] for text in context.params.get("overrides", ()) if text.startswith("checkpoint=")]
+    checkpoint = context.params.get("checkpoint") or (given[-1] if given else None)
+    published = {"plan": checkpoint is None or not is_tiny(checkpoint), "run": checkpoint and not is_tiny(checkpoint)}
+    return value or f"configs/{model}{'' if published.get(str(context.command.name)) else '_demo'}.yaml"
 
 
 def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -38,7 +38,7 @@ class PlanFlags:
 
 @terminal.command("plan")
 @options.model
-@options.config()
+@options.config(pipelines="a pipeline's published size")
 @click.option(
     "--topology",
     metavar="NAME",

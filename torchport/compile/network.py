@@ -116,7 +116,7 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
         folder: The checkpoint's; None if it is not on this machine, or not written yet.
     """
     entry, is_tiny = task.card.components[component], task.is_tiny
-    if folder is not None and load.reads_config(entry):
+    if folder is not None and load.records_config(entry, task.component_folder(folder, component)):
         file = task.component_folder(folder, component) / "config.json"
         return load.Recipe(entry.class_, checkpoint.read_json(file), str(file))
     config = task.card.tiny.components.get(component, {}) if is_tiny else entry.published
@@ -204,7 +204,7 @@ def _without_weights(task: Task, component: str) -> Any:
     cls = load.class_of(entry.class_)
     if not hasattr(cls, "from_config"):
         return cls()
-    root = None if task.is_tiny else checkpoint.local(task.checkpoint)
+    root = described(task)
     if root is not None or (component == "scheduler" and task.settings.scheduler is not None):
         return _light(task, component, task.component_folder(root or Path(), component))
     return cls.from_config(dict(recipe(task, component, None).config))
@@ -216,10 +216,25 @@ def published(task: Task, component: str) -> Any:
     It is built once for all callers that only read it.
     """
     if component not in task.shapes:
-        root = None if task.is_tiny else checkpoint.local(task.checkpoint)
         dtype = task.dtype(component) if component in task.settings.dtypes else None
-        task.shapes[component] = load.published(*recipe(task, component, root), dtype)
+        task.shapes[component] = load.published(*recipe(task, component, described(task)), dtype)
     return task.shapes[component]
+
+
+def described(task: Task) -> Path | None:
+    """Returns the folder of the configurations of the task's checkpoint: see `checkpoint.described`."""
+    return None if task.is_tiny else checkpoint.described(task.checkpoint, task.card)
+
+
+def parameters(task: Task, component: str) -> int:
+    """Returns the number of a component's parameters, by the card or by the checkpoint's configuration; 0: unknown."""
+    entry, root = task.card.components[component], described(task)
+    if entry.parameters is not None:
+        return entry.parameters
+    folder = None if root is None else task.component_folder(root, component)
+    if folder is None or not load.records_config(entry, folder) or not (folder / "config.json").is_file():
+        return 0  # a scheduler or a tokenizer has another file
+    return sum(each.numel() for each in published(task, component).parameters())
 
 
 def check_classes(task: Task) -> None:

@@ -149,10 +149,11 @@ def _host_bytes(task: Task, component: str) -> int:
     """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
     if task.is_tiny:
         return 0
-    dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
-    if folder is None or dtype is None:
-        return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
-    return dtype.itemsize * network.layout(task, component).parameters(task.component_folder(folder, component))
+    dtype, root = task.settings.dtypes.get(component), network.described(task)
+    folder = None if root is None else task.component_folder(root, component)
+    if folder is None or dtype is None or not checkpoint.has_weights(folder):
+        return (dtype or torch.float16).itemsize * network.parameters(task, component)
+    return dtype.itemsize * network.layout(task, component).parameters(folder)
 
 
 def _tensor_bytes(task: Task, stage: family.Stage) -> int:

@@ -44,6 +44,16 @@ def reads_config(component: Component) -> bool:
     return not in_card and hasattr(class_of(component.class_), "from_config")
 
 
+def records_config(component: Component, folder: Path) -> bool:
+    """Whether a component of a checkpoint is built from the `config.json` that lies in its folder.
+
+    Modules of transformers have it, too. A card may say all the same how such a module is built.
+    """
+    is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
+    is_open = component.build is None and component.file is None and is_transformers
+    return reads_config(component) or (is_open and (folder / "config.json").is_file())
+
+
 def account_component(
     component: Component, folder: Path, layout: Layout | None = None, recipe: Recipe | None = None
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchport.config.card import DTYPES, Card, is_tiny
+from torchport.config.pack import DERIVED
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
 from torchport.files.folder import expand_home
 from torchport.load.foreign import brief
@@ -33,6 +35,7 @@ LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
 """Bytes read of a JSON file and of a header, at most: ten times the largest vocabulary; safetensors' own limit."""
 
 _ROOT, _INDEX = PurePosixPath("."), ".safetensors.index.json"
+_CONFIGURATIONS = ("model_index.json", "*/config.json", "*/scheduler_config.json")
 
 CODES = {name: code for code, name in FLOATS.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -79,6 +82,24 @@ def local(name: str) -> Path | None:
         return None
 
 
+def described(name: str, card: Card) -> Path | None:
+    """Returns the folder that says how a checkpoint's components are built; None where the card has to say it.
+
+    It is that of `local`. A card that was derived from a pipeline knows no published numbers, as classes' defaults are
+    often other ones, so that its checkpoint's configurations are downloaded: some kilobytes.
+    """
+    folder = local(name)
+    if folder is None and card.model.startswith(DERIVED):
+        folder = _snapshot(name, list(_CONFIGURATIONS))
+        check_index(folder, card)
+    return folder
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a component's folder holds more than its configuration."""
+    return any(file.suffix != ".json" for file in folder.glob("*"))
+
+
 def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
     """Returns a checkpoint that is on this machine, downloading it first if it is `repo@revision`.
 
@@ -104,19 +125,25 @@ def _existing_folder(name: str) -> Path:
 
 
 def _download(name: str, card: Card, variant: str | None) -> Path:
+    if local(name) is None:
+        _check_disk(name, card)
+    patterns, at_root = _patterns(card, variant)
+    log.info("checkpoint %s ...", name)
+    folder = _snapshot(name, patterns)
+    if at_root:  # in a pattern of the hub, `*` also stands for a path
+        _snapshot(f"{name.partition('@')[0]}@{folder.name}", ["*"], ["*/*"])
+    return folder
+
+
+def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
+    """Returns the folder of a repository in the hub's cache, with the files of some patterns, which are downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if local(name) is None:
-        _check_disk(name, card)
     repo, _, revision = name.partition("@")
-    patterns, at_root = _patterns(card, variant)
-    log.info("checkpoint %s ...", name)
+    take = functools.partial(snapshot_download, allow_patterns=patterns, ignore_patterns=without or [])
     try:
-        folder = Path(snapshot_download(repo, revision=revision or "main", allow_patterns=patterns))
-        if at_root:  # in a pattern of the hub, `*` also stands for a path
-            snapshot_download(repo, revision=folder.name, allow_patterns=["*"], ignore_patterns=["*/*"])
-        return folder
+        return Path(take(repo, revision=revision or "main"))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise CheckpointMissingError(

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import torch
 
-from torchport import compile, shard
+from torchport import compile, load, shard
 from torchport.compile import network, ported, preflight, rules, step_cache
 from torchport.compile.in_force import in_force, lowerings
 from torchport.config import xla_flags
@@ -96,8 +96,10 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
         made = [x for key, x in embeddings.items() if _number(key) == _number(name)] or [*embeddings.values()]
         if made:
             tokens, times = max(x.shape[-2] for x in made), sum(x.shape[0] for x in made)
+            config = load.configuration(network.published(task, name)) if task.encodes_on_devices(stage) else {}
+            tokens = min(tokens, config.get("max_position_embeddings") or tokens)  # CLIP's vector beside T5's tokens
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-            flops = 2 * (task.card.components[name].parameters or 0) * tokens
+            flops = 2 * network.parameters(task, name) * tokens
             shapes = {"input_ids": ids, "attention_mask": ids}
             calls[name] = recorder.NetworkCall(shapes, (), times, flops, None, {}, borders=0)
     return calls

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from torchport.compile import preflight
+from torchport.compile import network, preflight
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.plan import aot
@@ -57,9 +57,8 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
 
 def _load(task: Task) -> ClipPart:
     size = 0
-    for name, component in task.card.components.items():
-        dtype = task.settings.dtypes.get(name, torch.float16)
-        size += dtype.itemsize * (component.parameters or 0)
+    for name in task.card.components:
+        size += task.settings.dtypes.get(name, torch.float16).itemsize * network.parameters(task, name)
     return ClipPart(part="load", once=True, seconds=size / READ, limit=f"reads {size_text(size)} of weights")
 
 

@@ -20,7 +20,7 @@ from torchport.files import atomic, cache
 from torchport.load import tiny
 from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
 from torchport.porting.derive.trial import PipelineTrial
-from torchport.porting.derive.writing import card_of, embeddings_of, job_of, text_of
+from torchport.porting.derive.writing import card_of, embeddings_of, job_of, published_job_of, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
@@ -34,25 +34,26 @@ def ensure(model: str) -> None:
         return
     folder = derived_folder()
     file = folder / "configs" / "models" / f"{model}.yaml"
-    demo = folder / "configs" / f"{model}_demo.yaml"
+    jobs = [folder / "configs" / f"{model}{end}.yaml" for end in ("_demo", "")]
     try:
         stamp, _, text = file.read_bytes().partition(b"\n")
-        if stamp == _stamp(text, demo.read_bytes()):
+        if stamp == _stamp(text, *(job.read_bytes() for job in jobs)):
             return
-    except OSError:  # one of the two is not there, or cannot be read
+    except OSError:  # one of them is not there, or cannot be read
         stamp = b""
     # Of another version of this code they are as they were; otherwise the checksum says that they are not.
     damaged = ", again, since its file is damaged" if stamp.startswith(f"# {_code()} ".encode()) else ""
     log.info("derive a card for %s%s: upstream's code runs with tiny weights ...", model, damaged)
-    card, job = derived_card(model)
+    card, *texts = derived_card(model)
     cache.make(file.parent)
-    atomic.write_text(demo, job)
-    atomic.write_text(file, f"{_stamp(card.encode(), job.encode()).decode()}\n{card}")
+    for job, written in zip(jobs, texts, strict=True):
+        atomic.write_text(job, written)
+    atomic.write_text(file, f"{_stamp(*(each.encode() for each in (card, *texts))).decode()}\n{card}")
 
 
-def _stamp(card: bytes, job: bytes) -> bytes:
-    """Returns the first line of a card's file: the code that derived it, and the checksum of card and job."""
-    checksum = hashlib.sha256(card + b"\0" + job).hexdigest()
+def _stamp(*texts: bytes) -> bytes:
+    """Returns the first line of a card's file: the code that derived it, and the checksum of card and jobs."""
+    checksum = hashlib.sha256(b"\0".join(texts)).hexdigest()
     return f"# {_code()} {checksum}".encode()
 
 
@@ -63,27 +64,27 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
-    """Returns the text of a pipeline's card, and of the job of its demo."""
+def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
+    """Returns the texts of a pipeline's card, of the job of its demo, and of that of its published weights."""
     with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
         cls, place = pipeline_class(model), f"--model {model}"
         trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
         observed = trial.observed()
         trial.check_replay(observed, embeddings_of(trial, observed))
     data = card_of(trial, observed, name or model)
-    card, job = text_of(data), text_of(job_of(data, observed))
+    demo = job_of(data, observed)
+    card, job, published = text_of(data), text_of(demo), text_of(published_job_of(data, demo, cls))
     validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))
     validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
-    return card, job
+    validated(Job, parse_document(published, f"configs/{name or model}.yaml"))
+    return card, job, published
 
 
 def pieces(model: str, name: str) -> list[Piece]:
     """Returns the files of a derived card, to be written into a pack and edited there."""
-    card, job = derived_card(model, name)
-    return [
-        Piece(f"configs/models/{name}.yaml", card, mode="new"),
-        Piece(f"configs/{name}_demo.yaml", job, mode="new"),
-    ]
+    card, demo, published = derived_card(model, name)
+    texts = {f"configs/models/{name}.yaml": card, f"configs/{name}_demo.yaml": demo, f"configs/{name}.yaml": published}
+    return [Piece(file, text, mode="new") for file, text in texts.items()]
 
 
 def image_argument(cls: Any) -> str | None:

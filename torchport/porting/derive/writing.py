@@ -120,6 +120,28 @@ def job_of(card: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
     }
 
 
+def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any) -> dict[str, Any]:
+    """Returns the job of the published weights as YAML's data: upstream's own sizes and steps, on eight chips.
+
+    Where the pipeline takes a size from its weights, a picture has 1024 x 1024 pixels, a video 480 x 832 and 49 frames.
+
+    Args:
+        demo: The job of the card's demo, whose mesh has as many devices.
+    """
+    takes, unit = inspect.signature(cls.__call__).parameters, card["size_multiple_of"]
+    upstreams = {field: takes[name].default for name, field in card["call"]["settings"].items()}
+    is_picture = not {"frames", "num_frames"} & set(takes)
+    usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
+    numbers = {field: value for field, value in upstreams.items() if isinstance(value, int | float)}
+    job = {**demo, "steps": 50, **usual, **numbers}
+    job |= {field: job[field] // unit * unit for field in ("height", "width")}
+    rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
+    job |= {"fps": int(rate[1])} if rate else {}
+    job |= {"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": card["checkpoint"], "encode": "devices"}
+    del job["dtypes"]
+    return job
+
+
 def _encoding(
     trial: PipelineTrial,
     observed: Observed,
