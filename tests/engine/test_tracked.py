@@ -1,5 +1,7 @@
 """What the engine computes is what PyTorch computes: writes through views, stale views, dtypes, tables."""
 
+import gc
+
 import jax
 import numpy
 import pytest
@@ -33,6 +35,20 @@ def traced(function, value=None):
     with engine.wide():
         program = jax.jit(lambda array: engine.call_torch(network, array)).trace(array)
     return jax.tree.map(shard.to_torch, program.lower().compile()(array))
+
+
+def test_views_that_pytorchs_own_code_makes_are_collected_after_a_trace():
+    def attend(x):
+        query = x.reshape(1, 1, 2, 6)
+        return torch.nn.functional.scaled_dot_product_attention(query, query, query)  # PyTorch makes it of others
+
+    def count():
+        gc.collect()
+        return sum(type(each).__name__ == "Tensor" and engine.is_traced(each) for each in gc.get_objects())
+
+    before = count()
+    traced(attend)
+    assert count() == before
 
 
 @pytest.mark.parametrize("table", ["WRITES", "STALE", "DTYPES"])

@@ -497,15 +497,20 @@ class Dispatch:
             return
         memory = self._memory(base)
         view = self._view(base, function, args, kwargs, item, shapes)
-        tensor._memory, tensor._path = memory, (*base._path, view)
+        tensor._memory, tensor._path, tensor._whole = memory, (*base._path, view), base
         memory.add(tensor, tensor._path)
 
     def _view(self, base: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> View:
-        """Returns an operator as a view of one of its arguments."""
+        """Returns an operator as a view of one of its arguments.
+
+        It does not hold that tensor, whose memory holds the view: PyTorch holds the base of some views, too, and Python
+        cannot collect such a circle.
+        """
         shadow = base._shadow
+        args, kwargs = pytree.tree_map(lambda leaf: shadow if leaf is base else leaf, (args, kwargs))
 
         def again(tensor: Any) -> Any:
-            new = pytree.tree_map(lambda leaf: tensor if leaf is base else leaf, (args, kwargs))
+            new = pytree.tree_map(lambda leaf: tensor if leaf is shadow else leaf, (args, kwargs))
             return pytree.tree_leaves(self.lower(function, (), *new))[item]
 
         def forward(value: Any) -> Any:
@@ -513,7 +518,7 @@ class Dispatch:
 
         def of_index(numbers: torch.Tensor) -> torch.Tensor:
             with _plain():
-                new = pytree.tree_map(lambda leaf: numbers if leaf is base else leaf, (args, kwargs))
+                new = pytree.tree_map(lambda leaf: numbers if leaf is shadow else leaf, (args, kwargs))
                 chosen: torch.Tensor = pytree.tree_leaves(function(*new[0], **new[1]))[item]
                 return chosen
 
@@ -625,7 +630,7 @@ def alive() -> list[Any]:
     made = default_env().dispatch.made
     for reference in made:
         if (tensor := reference()) is not None and not is_known(tensor):
-            for name in ("_memory", "_path", "_cast"):
+            for name in ("_memory", "_path", "_whole", "_cast"):
                 vars(tensor).pop(name, None)
     tensor = None
     found = [tensor for reference in made if (tensor := reference()) is not None]
