@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from inspect import Parameter
 from typing import Any
 
-from torchport.source.bindings import DEFINITIONS, Definition
-from torchport.source.parameters import parameters
+from torchport.source.bindings import DEFINITIONS, Definition, parameters
 
 _SKIPPED = {"ctx", "kind", "type_comment", "annotation", "returns", "type_params", "type_ignores"}
 _BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}

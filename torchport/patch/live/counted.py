@@ -21,7 +21,7 @@ from typing import Any
 
 from torchport.patch.live.registry import registry
 from torchport.patch.source.signature import live_signature
-from torchport.source.parameters import POSITIONAL
+from torchport.source.bindings import POSITIONAL
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,8 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from torchport.source.bindings import Chain, blocks
-from torchport.source.parameters import Function
+from torchport.source.bindings import Chain, Function, blocks
 
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")
 _ONE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"

@@ -20,8 +20,7 @@ from typing import Any
 from torchport.errors import ConflictError, RewriteError, SignatureError
 from torchport.patch.declared.entry import Entry, Rewrite
 from torchport.patch.rewriting.pattern import PatternError, Run, runs, statements
-from torchport.source.bindings import arguments, binds, in_scope, names_bound, read_after, reads
-from torchport.source.parameters import Function
+from torchport.source.bindings import Function, arguments, binds, in_scope, names_bound, read_after, reads
 
 _RESERVED = "__torchport_"
 

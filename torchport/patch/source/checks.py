@@ -13,9 +13,8 @@ from torchport.patch.declared.replacement import file_of, no_such_name
 from torchport.patch.rewriting import rewrite
 from torchport.patch.source import signature
 from torchport.source import parsing
-from torchport.source.bindings import Binding, binding_at, definitions, taken
+from torchport.source.bindings import Binding, Function, binding_at, definitions, taken, written_signature
 from torchport.source.modules import SourceFile, read_source
-from torchport.source.parameters import Function, written_signature
 from torchport.source.parsing import tree_of
 
 

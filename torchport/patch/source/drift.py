@@ -16,10 +16,10 @@ from torchport.patch.declared.versions import installed
 from torchport.patch.source.checks import source_of
 from torchport.processes import git
 from torchport.source import parsing
+from torchport.source.bindings import Function, signature
 from torchport.source.fingerprint import bound_hash, changes, parts, tree_hash
 from torchport.source.modules import SourceFile, package_folder
 from torchport.source.names import bindings, callees, definition, home_of, uses
-from torchport.source.parameters import Function, signature
 
 _GONE = "gone"
 

@@ -22,6 +22,7 @@ from torchport.patch.rewriting.pattern import runs, statements
 from torchport.source import parsing
 from torchport.source.bindings import (
     Chain,
+    Function,
     arguments,
     blocks,
     definitions,
@@ -31,7 +32,6 @@ from torchport.source.bindings import (
     read_after,
 )
 from torchport.source.modules import SourceFile
-from torchport.source.parameters import Function
 
 LONGEST = 4
 """Lines of a statement that is written out in a `match`; the blocks of a longer one become holes."""

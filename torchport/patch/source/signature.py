@@ -9,7 +9,7 @@ from typing import Any
 
 from torchport.errors import SignatureError
 from torchport.patch.declared.entry import Entry
-from torchport.source.parameters import BY_NAME, POSITIONAL
+from torchport.source.bindings import BY_NAME, POSITIONAL
 
 
 def live_signature(function: Any) -> Signature | None:

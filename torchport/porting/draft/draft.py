@@ -24,8 +24,8 @@ from torchport.patch.source import checks, drift, proposal
 from torchport.porting.draft.home import Home, Piece
 from torchport.porting.draft.target_source import Target, check_name, find, folder_of, parameters
 from torchport.source import parsing
+from torchport.source.bindings import Function
 from torchport.source.modules import is_there, read_source
-from torchport.source.parameters import Function
 
 TEMPLATE = Path(__file__).with_name("test.jinja")
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "value")

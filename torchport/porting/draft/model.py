@@ -23,10 +23,10 @@ from torchport.porting.draft.draft import name_of
 from torchport.porting.draft.home import Home, Piece
 from torchport.porting.draft.target_source import Target, find, folder_of, is_literal
 from torchport.source import parsing
+from torchport.source.bindings import STARRED, Function, parameters
 from torchport.source.modules import SourceFile
 from torchport.source.names import Classes, definition
 from torchport.source.names import Home as SourceHome
-from torchport.source.parameters import STARRED, Function, parameters
 
 FAMILY = Path(__file__).with_name("family.jinja")
 UNKNOWN_CHECKPOINT = "owner/repository@revision"

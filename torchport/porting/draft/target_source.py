@@ -13,10 +13,9 @@ from typing import Literal
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
-from torchport.source.bindings import definitions
+from torchport.source.bindings import POSITIONAL, Function, definitions
+from torchport.source.bindings import parameters as written
 from torchport.source.modules import SourceFile, is_there, package_folder, read_source
-from torchport.source.parameters import POSITIONAL, Function
-from torchport.source.parameters import parameters as written
 
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]
 _TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)

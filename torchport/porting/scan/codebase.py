@@ -23,9 +23,8 @@ from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.finding import BY_KIND
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
-from torchport.source.bindings import taken
+from torchport.source.bindings import STARRED, parameters, taken
 from torchport.source.modules import imported_from
-from torchport.source.parameters import STARRED, parameters
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
 _DEPTH = 12

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchport.source.parameters import Function
+from torchport.source.bindings import Function
 
 MODULE = "<module>"
 
