@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
+from torchport.patch import rewriting
 from torchport.patch.declared.entry import Entry
 from torchport.patch.live.counted import Calls, Retire, counting, stand_in_class, uncounted, wrapping
 from torchport.patch.live.registry import registry
@@ -27,7 +28,6 @@ from torchport.patch.live.target import (
     locate,
     shaped_as,
 )
-from torchport.patch.rewriting import rewrite
 from torchport.patch.source import signature
 from torchport.patch.source.checks import source_of
 
@@ -152,9 +152,9 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     check_scope(entry, slot)
     check_function(entry, function)
     old = function.__code__
-    text = rewrite.source_text(entry, function)
-    parameters = rewrite.parameters(entry, loaded)
-    edit = rewrite.edit(entry, text, old.co_firstlineno, rewrite.finder(entry, old), parameters)
+    text = rewriting.source_text(entry, function)
+    parameters = rewriting.parameters(entry, loaded)
+    edit = rewriting.edit(entry, text, old.co_firstlineno, rewriting.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
     # Tracebacks show the patches, then upstream's file.
     ids, home = entry.id, old.co_filename
@@ -162,7 +162,7 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
         earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
         ids = f"{earlier}, {entry.id}"
     filename = f"<torchport: {ids} in {home}>"
-    new = rewrite.code(entry, edit.part, old, filename)
+    new = rewriting.code(entry, edit.part, old, filename)
     # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. The lines that it shares with its
     # home are those of the home: a module may have a thousand such texts.
     pairs = zip(io.StringIO(edit.text).readlines(), linecache.getlines(old.co_filename), strict=False)
@@ -174,7 +174,7 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     return Recompiled(slot, function, old, new, edit.name, put)
 
 
-def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:
+def _check_globals(entry: Entry, function: types.FunctionType, edit: rewriting.Edit) -> None:
     known = function.__globals__
     earlier = known.get(edit.name)  # of this entry, if the module is imported again into the same namespace
     if edit.name in known and registry.stand_ins.get(id(earlier)) is not earlier:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
+from torchport.patch import rewriting
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import file_of, no_such_name
-from torchport.patch.rewriting import rewrite
 from torchport.patch.source import signature
 from torchport.source import parsing
 from torchport.source.bindings import Binding, Function, binding_at, definitions, taken, written_signature
@@ -176,8 +176,8 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
     if not isinstance(node, Function):
         return
     text = texts.get(entry.module, source.text)
-    parameters = rewrite.parameters(entry, loaded)
-    texts[entry.module] = rewrite.edit(entry, text, node.lineno, _finder(node), parameters, source.text).text
+    parameters = rewriting.parameters(entry, loaded)
+    texts[entry.module] = rewriting.edit(entry, text, node.lineno, _finder(node), parameters, source.text).text
 
 
 def _finder(node: Function) -> Callable[[ast.Module], Function]:

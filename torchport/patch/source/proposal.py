@@ -16,9 +16,9 @@ import yaml
 from packaging.version import Version
 
 from torchport.errors import ConflictError, RewriteError
+from torchport.patch import rewriting
 from torchport.patch.declared.entry import Entry, mistake
-from torchport.patch.rewriting import rewrite
-from torchport.patch.rewriting.pattern import runs, statements
+from torchport.patch.rewriting import runs, statements
 from torchport.source import parsing
 from torchport.source.bindings import (
     Chain,
@@ -262,7 +262,7 @@ def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
     entry = entry_of(fields, home)
     try:
-        rewrite.edit(entry, text, line, find, parameters)
+        rewriting.edit(entry, text, line, find, parameters)
     except (RewriteError, ConflictError):
         return False
     return True

@@ -21,7 +21,7 @@ from pathlib import Path
 from torchport import patch
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
-from torchport.patch.rewriting import pattern
+from torchport.patch import rewriting
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Unread, find_sources, recursion
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, FunctionContext, Site, is_kernel, sites, text_of
 from torchport.porting.scan.facts import Called
@@ -424,7 +424,7 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
 
 def _lines(node: ast.AST, match: str) -> Iterator[tuple[int, int]]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        for run in pattern.runs(node, pattern.statements(match)):
+        for run in rewriting.runs(node, rewriting.statements(match)):
             last = run.statements[-1]
             yield run.statements[0].lineno, last.end_lineno or last.lineno
 
