@@ -19,7 +19,7 @@ from torchport.config.pack import Pack, find_pack
 from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, NothingAppliedError, TorchportError
 from torchport.patch import Entry, Ledger
-from torchport.patch.live.registry import registry
+from torchport.patch.live import registry
 
 VARIABLE = "TORCHPORT_APPLIED"
 """The variable by which children know what is in force in their parent: see `arm`."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from torchport.errors import AliasError, PatchError, TooLateError, UnreadableError
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.ledger import Op, Record
+from torchport.patch.live import registry
 from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_stand_ins
 from torchport.patch.live.holders import Holder, Place, Referrers, names_of, weak_references
-from torchport.patch.live.registry import registry
 from torchport.patch.live.target import Slot, function_in
 from torchport.source.modules import SourceFile, read_source, shown
 

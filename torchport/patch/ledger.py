@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from torchport.errors import NotCalledError, StaleTraceError, TorchportError, TwinModuleError
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.declared.replacement import file_digest
+from torchport.patch.live import registry
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
-from torchport.patch.live.registry import registry
 
 
 @dataclasses.dataclass(slots=True)

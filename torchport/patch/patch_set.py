@@ -20,13 +20,12 @@ from torchport.errors import (
     nearest,
 )
 from torchport.patch import aliases
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
 from torchport.patch.ledger import Ledger, Record, check_twins, digest
-from torchport.patch.live import hook, stub
+from torchport.patch.live import hook, registry, stub
 from torchport.patch.live.change import Change, Placed, change
-from torchport.patch.live.registry import registry
 from torchport.patch.source import drift
 from torchport.patch.source.checks import check_sources, is_imported
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchport.errors import ConflictError, RewriteError, SignatureError
-from torchport.patch.declared.entry import Entry, Rewrite
+from torchport.patch.declared import Entry, Rewrite
 from torchport.source.bindings import (
     Chain,
     Function,

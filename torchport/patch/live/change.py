@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
 from torchport.patch import rewriting
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
+from torchport.patch.live import registry
 from torchport.patch.live.counted import Calls, Retire, counting, stand_in_class, uncounted, wrapping
-from torchport.patch.live.registry import registry
 from torchport.patch.live.target import (
     Default,
     Slot,
@@ -28,8 +28,7 @@ from torchport.patch.live.target import (
     locate,
     shaped_as,
 )
-from torchport.patch.source import signature
-from torchport.patch.source.checks import source_of
+from torchport.patch.source.checks import check_signature, live_signature, source_of
 
 
 class Change(Protocol):
@@ -133,7 +132,7 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
 
 def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> None:
     method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
-    signature.check(entry, signature.live_signature(original), loaded, method)
+    check_signature(entry, live_signature(original), loaded, method)
 
 
 def _word(thing: Any) -> str:

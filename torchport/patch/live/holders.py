@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torchport.patch.live.registry import registry
+from torchport.patch.live import registry
 
 ABSENT = object()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, Literal
 
-from torchport.patch.live.registry import Callback, Window, registry
+from torchport.patch.live import Callback, Window, registry
 
 When = Literal["before", "after", "windows"]
 """The registry's tables of what is awaited."""

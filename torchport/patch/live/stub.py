@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torchport.errors import StubCalledError, TooLateError, TorchportError
-from torchport.patch.declared.entry import Entry
-from torchport.patch.live import hook
+from torchport.patch.declared import Entry
+from torchport.patch.live import hook, registry
 from torchport.patch.live.counted import Calls
-from torchport.patch.live.registry import registry
 
 
 class Stub(types.ModuleType):

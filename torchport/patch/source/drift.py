@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torchport.errors import DriftError, OutputError, TargetError
-from torchport.patch.declared.entry import Entry
-from torchport.patch.declared.lock import Locked, LockRow, read_lock
-from torchport.patch.declared.reading import LOCK
+from torchport.patch.declared import Entry
+from torchport.patch.declared.reading import LOCK, Locked, LockRow, read_lock
 from torchport.patch.declared.versions import installed
 from torchport.patch.source.checks import source_of
 from torchport.processes import git

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from torchport.errors import ConflictError, RewriteError
 from torchport.patch import rewriting
-from torchport.patch.declared.entry import Entry, mistake
+from torchport.patch.declared import Entry, mistake
 from torchport.patch.rewriting import runs, statements
 from torchport.source import parsing
 from torchport.source.bindings import (

@@ -18,7 +18,7 @@ from torchport.errors import BadValueError, TakenNameError, TargetError, WrongTy
 from torchport.files import page
 from torchport.files.folder import as_named
 from torchport.patch import patch_set
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.declared.reading import LOCK, read_file
 from torchport.patch.source import checks, drift, proposal
 from torchport.porting.draft.home import Home, Piece
