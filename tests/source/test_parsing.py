@@ -10,7 +10,7 @@ from torchport import patch
 from torchport.commands import static_check
 from torchport.errors import UnreadableError
 from torchport.patch.source import drift
-from torchport.porting.draft import draft
+from torchport.porting import draft
 from torchport.porting.scan import scanning as scan
 from torchport.source import modules, parsing
 

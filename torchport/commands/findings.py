@@ -20,7 +20,7 @@ from torchport.errors import DRIFT_EXIT_CODE, BadValueError, PatchError, Torchpo
 from torchport.files import folder
 from torchport.files.atomic import writing
 from torchport.patch import Entry
-from torchport.porting.scan.finding import RULES
+from torchport.porting.scan import RULES
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
 _CODES = {"TP207": DRIFT_EXIT_CODE, "TP203": 4, "TP204": 4, "TP206": 5}

@@ -14,7 +14,7 @@ import click
 from torchport.commands import findings, options, terminal
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
-from torchport.porting.scan.finding import GUARDS, ScanFinding, ScanReport
+from torchport.porting.scan import GUARDS, ScanFinding, ScanReport
 from torchport.porting.scan.scanning import scan
 
 

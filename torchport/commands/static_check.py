@@ -68,15 +68,14 @@ def with_entries(folders: patch.Folders) -> list[str]:
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
-    known = patch.upstreams(folders)
+    known, having = patch.upstreams(folders), with_entries(folders)
     for name in names:
         if name.partition("/")[0] not in known:
             fact = f"No pack has a folder patches/{name.partition('/')[0]}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, known))
         if "/" in name:
             check_file(folders, name, f"torchport check {name}")
-        elif not any(_files(root, name) for root in stack_of(folders)):
-            having = [other for other in known if any(_files(root, other) for root in stack_of(folders))]
+        elif name not in having:
             fact = f"There are no patches in patches/{name}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
     return list(names) or known

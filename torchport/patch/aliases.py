@@ -11,6 +11,7 @@ import functools
 import gc
 import re
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -297,15 +298,12 @@ def importer(module: str) -> str | None:
 
 
 def _local_variable(thing: Any) -> str | None:
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
             for name, value in frame.f_locals.items():
                 if value is thing:
                     code = frame.f_code
-                    where = f"{shown(code.co_filename)}:{frame.f_lineno}"
-                    return f"the variable '{name}' of {code.co_name} ({where})"
-        frame = frame.f_back  # type: ignore[assignment]
+                    return f"the variable '{name}' of {code.co_name} ({shown(code.co_filename)}:{line})"
     return None
 
 

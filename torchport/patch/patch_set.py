@@ -82,7 +82,8 @@ class _PatchSet:
             depth += 1
             try:
                 if depth == 1:
-                    _make(record, import_module(record.entry.module))
+                    module = import_module(record.entry.module)
+                    record.change = change(record.entry, module, record.loaded, record.calls)
                 yield
             finally:
                 depth -= 1
@@ -112,7 +113,7 @@ class _PatchSet:
 
     def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
         for record in due:
-            _make(record, module)
+            record.change = change(record.entry, module, record.loaded, record.calls)
             self.changed.append(record)
         self.rebindings += aliases.repair(due)
 
@@ -150,10 +151,6 @@ class _PatchSet:
         aliases.give_back([placed for placed in changes if isinstance(placed, Placed)])
         for spent in (self.disarm, self.rebindings, self.replaced, self.changed):
             spent.clear()
-
-
-def _make(record: Record, module: types.ModuleType) -> None:
-    record.change = change(record.entry, module, record.loaded, record.calls)
 
 
 class _PendingFirst:

@@ -13,11 +13,11 @@ from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
 from torchport.files.folder import as_named, has_file
 from torchport.patch import Entry, read, upstreams
-from torchport.porting.draft import draft, home
-from torchport.porting.draft.draft import PatchDraftRequest
+from torchport.porting import draft
+from torchport.porting.draft import PatchDraftRequest, home
 from torchport.porting.draft.home import Home
 from torchport.porting.draft.target_source import folder_of
-from torchport.porting.scan.finding import ScanFinding, ScanReport
+from torchport.porting.scan import ScanFinding, ScanReport
 from torchport.porting.scan.syntax import MODULE
 
 AT_IMPORT = "it runs while its module is imported, where no patch of a function reaches it"

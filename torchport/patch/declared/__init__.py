@@ -244,8 +244,7 @@ def mistake(entry: Entry) -> Mistake | None:
         return (), f"'{entry.id}' has {len(kinds)} kinds ({listed})", f"Give exactly one of {', '.join(KINDS)}"
     if getattr(entry, kinds[0]) is None:
         return (kinds[0],), f"'{kinds[0]}' is empty", "Name a function as file.py:name"
-    checks = (_scope_mistake, _counting_mistake, _stub_mistake, _gives_mistake)
-    return next(filter(None, (check(entry) for check in checks)), None)
+    return _scope_mistake(entry) or _kind_mistake(entry)
 
 
 def _scope_mistake(entry: Entry) -> Mistake | None:
@@ -263,21 +262,13 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
     return None
 
 
-def _counting_mistake(entry: Entry) -> Mistake | None:
+def _kind_mistake(entry: Entry) -> Mistake | None:
     if entry.must_be_called and not entry.counted:
         return ("counted",), "'counted' is false beside 'must_be_called'", "Remove one of the two"
     if not entry.counted and entry.kind not in ("replace", "wrap"):
         return ("counted",), f"'{entry.kind}' is always counted", "Remove 'counted'"
-    return None
-
-
-def _stub_mistake(entry: Entry) -> Mistake | None:
     if entry.stub is not None and entry.package != entry.stub.package:
         return ("target",), f"'{entry.target}' is not in {entry.stub.package}", "Name what the importers take from it"
-    return None
-
-
-def _gives_mistake(entry: Entry) -> Mistake | None:
     if entry.rewrite and entry.rewrite.gives and len(set(entry.rewrite.gives)) != len(entry.rewrite.gives):
         return ("rewrite", "gives"), "'rewrite.gives' repeats a name", "Name each once"
     return None

@@ -28,7 +28,7 @@ from torchport.patch.live.target import (
     locate,
     shaped_as,
 )
-from torchport.patch.source.checks import check_signature, live_signature, source_of
+from torchport.patch.source.checks import check_signature, live_signature, under
 
 
 class Change(Protocol):
@@ -141,9 +141,7 @@ def _word(thing: Any) -> str:
 
 def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
     slot = locate(entry, module)
-    source = source_of(entry)
-    node = source.where(entry.path).node if source else None
-    function = function_of(slot.raw, entry.module, node)
+    function = function_of(slot.raw, entry.module, under(entry))
     if function is None or not slot.in_holder:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.in_holder else f"{entry.target} is inherited"

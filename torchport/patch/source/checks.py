@@ -38,10 +38,15 @@ def source_of(entry: Entry) -> SourceFile | None:
         raise TargetError(entry.place, fact, remedy, patch=entry.id) from error
 
 
+def under(entry: Entry) -> ast.stmt | None:
+    """Returns the statement under an entry's target. None if it is in C, or its module's source does not show it."""
+    source = source_of(entry)
+    return source.where(entry.path).node if source else None
+
+
 def is_imported(entry: Entry) -> bool | None:
     """Returns whether a target is a name that its module imports from another. None if the source does not say."""
-    source = source_of(entry)
-    node = source.where(entry.path).node if source else None
+    node = under(entry)
     return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
 
 

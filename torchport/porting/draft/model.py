@@ -19,7 +19,7 @@ from torchport.errors import BadValueError, TakenNameError, TargetError
 from torchport.files import page
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
-from torchport.porting.draft.draft import name_of
+from torchport.porting.draft import name_of
 from torchport.porting.draft.home import Home, Piece
 from torchport.porting.draft.target_source import Target, find, folder_of, is_literal
 from torchport.source import parsing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import re
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -226,8 +225,3 @@ def is_literal(node: ast.expr) -> bool:
     except (ValueError, TypeError, SyntaxError):
         return False
     return True
-
-
-def summary(node: Function | ast.ClassDef) -> str:
-    text = ast.get_docstring(node)
-    return inspect.cleandoc(text).splitlines()[0] if text else ""

@@ -170,10 +170,6 @@ class _Walk:
             self._note(Act.DECORATOR, decorator)
             self.expression(decorator)
 
-    def function(self, node: Function) -> None:
-        self.head_of_function(node)
-        self.block(node.body)
-
     def head_of_function(self, node: Function) -> None:
         self.decorators(node)
         for default in (*node.args.defaults, *node.args.kw_defaults):
@@ -219,7 +215,8 @@ class _Walk:
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             outer, loop, self._loop = self.guards, self._loop, False
             self._note(Act.ENTER, node)
-            self.function(node)
+            self.head_of_function(node)
+            self.block(node.body)
             self.guards, self._loop = outer, loop
         elif isinstance(node, ast.ClassDef):
             self.block(node.body)
