@@ -26,7 +26,7 @@ from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_stand_ins
 from torchport.patch.live.holders import Holder, Place, Referrers, names_of, weak_references
 from torchport.patch.live.target import Slot, function_in
-from torchport.source.modules import SourceFile, read_source, shown
+from torchport.source.parsing import SourceFile, read_source, shown
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from torchport.errors import BadValueError, TorchportError
 from torchport.files.folder import refused
-from torchport.processes import import_path
+from torchport.processes import without_empty
 
 _START = "TORCHPORT_BEGIN"
 """The variable that says what is called in the process with a number, and how its path was."""
@@ -53,7 +53,7 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], va
     """
     before = os.environ.get("PYTHONPATH")
     start = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
-    entries = [_HOOK, *filter(None, [import_path.without_empty(before or "")])]
+    entries = [_HOOK, *filter(None, [without_empty(before or "")])]
     environment = {**os.environ, **variables, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,7 +8,7 @@ import yaml
 
 from torchport.patch.declared import Entry, mistake
 from torchport.patch.source import proposal
-from torchport.source.modules import SourceFile
+from torchport.source.parsing import SourceFile
 
 SOURCE = textwrap.dedent("""
 class Net:

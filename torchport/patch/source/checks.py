@@ -24,8 +24,7 @@ from torchport.source.bindings import (
     taken,
     written_signature,
 )
-from torchport.source.modules import SourceFile, read_source
-from torchport.source.parsing import tree_of
+from torchport.source.parsing import SourceFile, read_source, tree_of
 
 
 def source_of(entry: Entry) -> SourceFile | None:

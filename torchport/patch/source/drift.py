@@ -24,8 +24,8 @@ from torchport.patch.source.checks import source_of, under
 from torchport.processes import git
 from torchport.source import parsing
 from torchport.source.bindings import DEFINITIONS, Definition, Function, parameters, signature
-from torchport.source.modules import SourceFile, package_folder
 from torchport.source.names import bindings, callees, definition, home_of, uses
+from torchport.source.parsing import SourceFile, package_folder
 
 _GONE = "gone"
 

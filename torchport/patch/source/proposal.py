@@ -31,7 +31,7 @@ from torchport.source.bindings import (
     names_bound,
     read_after,
 )
-from torchport.source.modules import SourceFile
+from torchport.source.parsing import SourceFile
 
 LONGEST = 4
 """Lines of a statement that is written out in a `match`; the blocks of a longer one become holes."""

@@ -28,7 +28,7 @@ from torchport.porting.draft.home import Home, Piece
 from torchport.porting.draft.target_source import Target, check_name, find, folder_of, parameters
 from torchport.source import parsing
 from torchport.source.bindings import Function
-from torchport.source.modules import is_there, read_source
+from torchport.source.parsing import is_there, read_source
 
 TEMPLATE = Path(__file__).with_name("test.jinja")
 WHY = "say here what fails, or is slow, without it"

@@ -24,9 +24,9 @@ from torchport.porting.draft.home import Home, Piece
 from torchport.porting.draft.target_source import Target, find, folder_of, is_literal
 from torchport.source import parsing
 from torchport.source.bindings import STARRED, Function, parameters
-from torchport.source.modules import SourceFile
 from torchport.source.names import Classes, definition
 from torchport.source.names import Home as SourceHome
+from torchport.source.parsing import SourceFile
 
 FAMILY = Path(__file__).with_name("family.jinja")
 UNKNOWN_CHECKPOINT = "owner/repository@revision"

@@ -14,7 +14,7 @@ from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
 from torchport.source.bindings import POSITIONAL, Function, definitions
 from torchport.source.bindings import parameters as written
-from torchport.source.modules import SourceFile, is_there, package_folder, read_source
+from torchport.source.parsing import SourceFile, is_there, package_folder, read_source
 
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]
 _TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)

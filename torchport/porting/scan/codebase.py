@@ -24,7 +24,7 @@ from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
 from torchport.source.bindings import STARRED, parameters, taken
-from torchport.source.modules import imported_from
+from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
 _DEPTH = 12

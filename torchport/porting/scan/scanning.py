@@ -30,8 +30,7 @@ from torchport.porting.scan.reach import Closed, Reached, gathered, roots
 from torchport.porting.scan.syntax import MODULE, Act, Body, chain_of
 from torchport.progress import note, track, waiting
 from torchport.source.bindings import Function
-from torchport.source.modules import is_there
-from torchport.source.parsing import tree_of
+from torchport.source.parsing import is_there, tree_of
 
 _TRAINS = {
     "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer",
