@@ -156,13 +156,11 @@ def as_sarif(report: Report) -> str:
 def _rule(id: str) -> dict[str, Any]:
     """Returns what SARIF knows of an id: the documentation of its class, or of a scan's rule."""
     if id in RULES:
-        return _rule_of(id, RULES[id].kind, RULES[id].title, scan_section(id))
-    kind = next(kind for kind in errors.kinds() if kind.id == id)
-    page = inspect.getdoc(kind) or ""
-    return _rule_of(id, kind.__name__, page.partition("\n")[0], page)
-
-
-def _rule_of(id: str, name: str, title: str, page: str) -> dict[str, Any]:
+        name, title, page = RULES[id].kind, RULES[id].title, scan_section(id)
+    else:
+        kind = next(kind for kind in errors.kinds() if kind.id == id)
+        page = inspect.getdoc(kind) or ""
+        name, title = kind.__name__, page.partition("\n")[0]
     return {
         "id": id,
         "name": name,

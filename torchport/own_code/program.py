@@ -68,7 +68,7 @@ def run(flags: Flags) -> None:
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
     _check_names(flags)
     arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
-    script.become(flags.words, "torchport.own_code.program:begin", arguments, {})
+    script.become(flags.words, "torchport.own_code.program:begin", arguments)
 
 
 def _check_names(flags: Flags) -> None:

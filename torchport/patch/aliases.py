@@ -14,7 +14,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torchport.patch.ledger import Op, Record
 from torchport.patch.live import registry
 from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_stand_ins
-from torchport.patch.live.holders import Holder, Place, Referrers, names_of, weak_references
+from torchport.patch.live.holders import Holder, Place, Referrers, names_of, namespace, weak_references
 from torchport.patch.live.target import Slot, function_in
 from torchport.source.parsing import SourceFile, read_source, shown
 
@@ -145,7 +145,7 @@ def _audits(pairs: list[_Pair]) -> list[_Audit]:
     def is_own(referrer: Any) -> bool:
         return id(referrer) in parts or isinstance(referrer, (_Pair, Slot, Placed, Record, Op, Rebinding))
 
-    names = names_of(objects, classes=False)
+    names = names_of(objects)
     referrers = Referrers(objects, is_own)
     del objects[:]
     _, seen = referrers.holders(control.old)
@@ -179,7 +179,6 @@ def _refusal(record: Record, holder: str) -> PatchError:
     return TooLateError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-_namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 _attributes = type.__dict__["__dict__"].__get__
 _HEIGHT = 5
 
@@ -189,7 +188,7 @@ def expression(thing: Any) -> str | None:
 
     Names are read from `__dict__`s, so that no lazy package is woken.
     """
-    homes = {id(_namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
+    homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
     seen = {id(thing), id(level)}
     for _ in range(_HEIGHT):

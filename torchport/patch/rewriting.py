@@ -382,11 +382,7 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
 
 def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
     """Returns a function that finds a code object's definition in a tree, by its name and first line."""
-
-    def find(tree: ast.Module) -> Function:
-        return _chain(entry, tree, old)[-1]  # type: ignore[return-value]
-
-    return find
+    return lambda tree: _chain(entry, tree, old)[-1]  # type: ignore[return-value]
 
 
 def _chain(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:

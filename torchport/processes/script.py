@@ -42,19 +42,18 @@ def check(words: Sequence[str]) -> None:
             raise refused(place, words[0], error) from error
 
 
-def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> NoReturn:
+def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) -> NoReturn:
     """Becomes a Python program, in which a function is called first.
 
     Args:
         words: `FILE ARGS...`, or `-m package.module ARGS...`.
         function: `package.module:function`. A refusal of it ends the process.
         arguments: Its keywords; what JSON can carry.
-        variables: Of the environment, beside those of this process. The program's children have them, too.
     """
     before = os.environ.get("PYTHONPATH")
     start = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
     entries = [_HOOK, *filter(None, [without_empty(before or "")])]
-    environment = {**os.environ, **variables, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
+    environment = {**os.environ, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *words], environment)

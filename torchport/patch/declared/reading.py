@@ -288,11 +288,7 @@ def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]
     document = read_document(file, shown)
     if not isinstance(document.data, list):
         raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
-    parts = [
-        Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
-        for index, data in enumerate(document.data)
-    ]
-    targets = [_with_statements(validated(Locked, part)) for part in parts]
+    targets = [_with_statements(validated(Locked, part)) for part in _items(document)]
     return {locked.target: locked for locked in targets}
 
 

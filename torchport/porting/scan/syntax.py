@@ -275,7 +275,7 @@ class _Walk:
             if type(node.ctx) is ast.Load:
                 self._note(Act.CHAIN, node)
         elif kind is ast.Constant:
-            if isinstance(node.value, str) and node.value.startswith("cuda"):
+            if names_cuda(node):
                 self._note(Act.TEXT, node)
         elif node is not None:
             _WALKS.get(kind, _Walk._parts)(self, node)
@@ -322,7 +322,7 @@ class _Walk:
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
-        if isinstance(node, ast.BinOp) or not _names_cuda(node):
+        if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._parts(node)
 
@@ -363,12 +363,9 @@ _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
 """How each kind of expression is walked; all others part by part."""
 
 
-def _names_cuda(node: ast.Compare) -> bool:
-    sides = (node.left, *node.comparators)
-    return any(
-        isinstance(side, ast.Constant) and isinstance(side.value, str) and side.value.startswith("cuda")
-        for side in sides
-    )
+def names_cuda(node: ast.expr) -> bool:
+    """Returns whether an expression is a text such as "cuda:0"."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
 
 
 def names_in(node: ast.AST) -> set[str]:
