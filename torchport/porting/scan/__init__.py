@@ -116,6 +116,16 @@ class ScanReport:
     #: of kernels are findings.
     absent: tuple[Absent, ...] = ()
 
+    @property
+    def wanted(self) -> Reach:
+        """What a finding's reach is if a port meets it."""
+        return "path" if self.entries else "unknown"
+
+    def unpatched(self) -> list[ScanFinding]:
+        """Returns what a port meets, nothing guards, and needs a patch that is not there."""
+        some = [finding for finding in self.findings if finding.verdict == "rewrite" and not finding.only]
+        return [finding for finding in some if finding.reach == self.wanted]
+
     def count(self) -> str:
         """Returns the sentence that counts what is on the path; without an entry, what is not training."""
         some = [finding for finding in self.findings if finding.reach == "path" and finding.meaning.in_code]

@@ -289,11 +289,14 @@ class _Walk:
 
     def _attribute(self, node: ast.Attribute) -> None:
         self._note(Act.CHAIN, node)
-        value = node.value
-        while isinstance(value, ast.Attribute):
-            value = value.value
-        if not isinstance(value, ast.Name):
-            self.expression(value)
+        self._start(node)
+
+    def _start(self, chain: ast.expr) -> None:
+        """Walks what a chain of attributes starts from, unless that is a name."""
+        while isinstance(chain, ast.Attribute):
+            chain = chain.value
+        if not isinstance(chain, ast.Name):
+            self.expression(chain)
 
     def _text(self, node: ast.JoinedStr) -> None:
         first = node.values[0] if node.values else None
@@ -333,11 +336,7 @@ class _Walk:
         self.guards = outer
 
     def _call(self, node: ast.Call) -> None:
-        func: ast.expr = node.func
-        while isinstance(func, ast.Attribute):
-            func = func.value
-        if not isinstance(func, ast.Name):
-            self.expression(func)
+        self._start(node.func)
         for argument in node.args:
             self.expression(argument)
         for keyword in node.keywords:

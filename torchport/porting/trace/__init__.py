@@ -76,10 +76,8 @@ def called(request: Request) -> Calls:
     for stage in task.stages:
         if stage.network is not None and stage.like is not None:
             with in_force(task, [stage]):
-                parts = network.as_shapes(task, stage)
-                module, how = network.module_of(stage, parts), network.how(stage, task)
-                found = recorder.network_calls(stage, parts, module, how, task.settings, count=False)
                 # Without what `pickle` cannot carry.
+                found = _calls(task, stage)
                 result[stage.name] = [dataclasses.replace(call, output=None, kept={}) for call in found]
     return result
 
