@@ -19,7 +19,7 @@ from operator_table import in_short
 from torchport.commands.explain import scan_section
 from torchport.commands.schema import meanings, schema, summary
 from torchport.engine import conformance
-from torchport.porting.scan.finding import RULES
+from torchport.porting.scan import RULES
 from torchport.stages import NAMES, WITH_VARIANTS, family
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,8 +3,8 @@
 __version__ = "0.1.0"
 
 _LAZY = {
-    "applied": "torchport.own_code.applied",
-    "arm": "torchport.own_code.applied",
+    "applied": "torchport.own_code",
+    "arm": "torchport.own_code",
     "port": "torchport.own_code.port",
 }
 

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import yaml
 
+from torchport.porting.scan import BY_KIND
 from torchport.porting.scan import scanning as scan
-from torchport.porting.scan.finding import BY_KIND
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torchport.commands.schema import meanings, schema, summary
 from torchport.config import parse_document, read_document
 from torchport.config.card import Component
 from torchport.config.strategy import WeightRule
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.stages.family import Stage
 
 

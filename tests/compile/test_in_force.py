@@ -16,7 +16,7 @@ from torchport.compile.in_force import hushed, in_force
 from torchport.config.machine import parse_machine
 from torchport.errors import ForeignError, TracedValueError
 from torchport.plan import aot, sweep
-from torchport.porting.trace import tracing
+from torchport.porting import trace as tracing
 from torchport.run.path import run
 from torchport.task import Request, accept
 from torchport.task.devices import devices

@@ -10,8 +10,7 @@ import yaml
 
 from torchport import engine
 from torchport.engine import conformance
-from torchport.engine.conformance import Form, form_of
-from torchport.engine.verdicts import Operators
+from torchport.engine.conformance import Form, Operators, form_of
 
 aten = torch.ops.aten
 
@@ -102,7 +101,7 @@ STATES = [
 
 @pytest.mark.parametrize(("found", "state"), STATES)
 def test_the_table_says_of_a_form_what_its_samples_said(table, found, state):
-    assert conformance.state(found) == state
+    assert conformance.state_of(found) == state
 
 
 def test_an_unknown_operator_is_counted_and_under_strict_refused(table):
@@ -175,7 +174,7 @@ def test_the_shipped_table_is_of_these_versions_and_is_written_as_the_tool_write
     assert operator_table.written(data) == text
     assert list(data["operators"]) == sorted(data["operators"])
     assert len(text.splitlines()) <= 2000
-    assert conformance.state(form("aten.relu.default")) == ("same", "")
+    assert conformance.state_of(form("aten.relu.default")) == ("same", "")
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from torch import nn
 from torchport import compile, patch, shard
 from torchport.config import card
 from torchport.config.strategy import Rule, WeightRule
-from torchport.patch.live.registry import registry
+from torchport.patch.live import registry
 
 TRANSFORMER = "hyvideo.models.transformers.hunyuanvideo_1_5_transformer"
 ATTENTION = "hyvideo.models.transformers.modules.attention"

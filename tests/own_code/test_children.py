@@ -90,7 +90,7 @@ def test_a_child_has_the_mesh_and_the_devices_of_its_parent(tmp_path):
         import torchport
         torchport.arm()
         import jax, up.m
-        from torchport.own_code.applied import sessions
+        from torchport.own_code import sessions
         print(sessions[-1].choice.mesh, sessions[-1].choice.attention, len(jax.devices()))
         """,
     )

@@ -271,9 +271,9 @@ def test_without_patches_in_force_it_is_refused(block):
 
 
 def test_it_says_how_many_operators_are_known_and_under_strict_refuses_the_others(x, session, caplog, monkeypatch):
-    known = conformance.state
+    known = conformance.state_of
     unknown = "unknown", "the operator was never sampled"
-    monkeypatch.setattr(conformance, "state", lambda form: unknown if ".neg." in form.operator else known(form))
+    monkeypatch.setattr(conformance, "state_of", lambda form: unknown if ".neg." in form.operator else known(form))
 
     class Negated(torch.nn.Module):
         def forward(self, x):

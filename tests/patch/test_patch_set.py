@@ -23,7 +23,7 @@ from torchport.errors import (
     ThreadError,
     UnknownNameError,
 )
-from torchport.patch.live.registry import registry
+from torchport.patch.live import registry
 from torchport.patch.patch_set import check_claims
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from torchport import patch
-from torchport.patch.declared.lock import read_lock
+from torchport.patch.declared.reading import read_lock
 from torchport.patch.declared.versions import installed
 from torchport.patch.source import drift
 

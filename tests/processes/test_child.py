@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from fakes.child_calls import Place
 
+from torchport import processes
 from torchport.errors import TopologyError, VmemError
-from torchport.processes import child, import_path
+from torchport.processes import child
 
 
 def stopped(end):
@@ -114,15 +115,15 @@ def test_a_child_imports_what_its_parent_does_and_nothing_of_the_current_folder(
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     searched, json_file, named, one = call("imported", environment={"ONE": "1"}, first=[first])
     assert searched[0] == str(first) and "" not in searched and str(tmp_path) not in searched
-    assert searched[1:] == import_path.trusted(sys.path)
+    assert searched[1:] == processes.trusted_path(sys.path)
     assert not json_file.startswith(str(tmp_path)) and (named, one) == (str(first), "1")
 
 
 def test_a_child_imports_the_torchport_of_its_parent_though_another_is_installed(tmp_path, root, monkeypatch):
     (tmp_path / "torchport").mkdir()
     (tmp_path / "torchport" / "__init__.py").write_text("raise SystemExit('another one')")
-    others = [entry for entry in import_path.trusted(sys.path) if entry != str(root)]
-    monkeypatch.setattr(import_path, "trusted", lambda _: [str(tmp_path), *others])
+    others = [entry for entry in processes.trusted_path(sys.path) if entry != str(root)]
+    monkeypatch.setattr(processes, "trusted_path", lambda _: [str(tmp_path), *others])
     assert call("moved", Place((1, 2)), 3) == Place((4, 5))
 
 
@@ -146,13 +147,13 @@ def test_the_current_folder_is_searched_only_where_somebody_named_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", variable.replace("HERE", str(tmp_path)))
     searched, wanted = ([str(tmp_path) if one == "HERE" else one for one in paths] for paths in (searched, wanted))
-    assert import_path.trusted(searched, started) == wanted
+    assert processes.trusted_path(searched, started) == wanted
 
 
 def test_a_folder_that_was_removed_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    assert import_path.current() is None and import_path.trusted(["", "/a"], started=True) == ["/a"]
+    assert processes.current_folder() is None and processes.trusted_path(["", "/a"], started=True) == ["/a"]
 
 
 NAMES = ("pydantic", "torch", "jax", "json", "pickle", "numpy", "click", "yaml", "diffusers", "torchax", "tempfile")

@@ -8,7 +8,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport import patch
-from torchport.source import modules
+from torchport.source import parsing as modules
 
 
 @pytest.fixture

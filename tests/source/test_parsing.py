@@ -10,9 +10,9 @@ from torchport import patch
 from torchport.commands import static_check
 from torchport.errors import UnreadableError
 from torchport.patch.source import drift
-from torchport.porting.draft import draft
+from torchport.porting import draft
 from torchport.porting.scan import scanning as scan
-from torchport.source import modules, parsing
+from torchport.source import parsing
 
 PYTHON = r"Python 3.\d+ cannot read it: "
 UNREADABLE = {
@@ -101,7 +101,7 @@ def test_what_parses_and_is_too_deep_to_walk_is_an_error_too(case, world):
 def test_a_chain_of_branches_in_a_module_is_an_error_too(world):
     world.write("up/m.py", "if a:\n    pass\n" + "elif a:\n    pass\n" * 2000 + "def f(a): pass\nf = f\n")
     with pytest.raises(UnreadableError, match=rf"^up/m\.py: {PYTHON}nested too deep"):
-        modules.read_source("up.m").where(["f"])
+        parsing.read_source("up.m").where(["f"])
 
 
 def test_blank_lines_before_a_mistake_cost_nothing(tmp_path):

@@ -40,7 +40,7 @@ from torchport.errors import (
 from torchport.files import atomic
 from torchport.patch.declared import replacement
 from torchport.processes import child
-from torchport.source.modules import is_there, shown
+from torchport.source.parsing import is_there, shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,18 +111,16 @@ def data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _data(distance: Distance) -> dict[str, Any]:
+    from torchport.verify.report import finite
+
     return {
         "folder": str(distance.run.folder),
         "differences": [dataclasses.asdict(row) for row in distance.differences],
         "warning": distance.warning or None,
-        "frames": {**_finite(dataclasses.asdict(distance.frames)), "same": distance.same_frames},
-        "latents": [_finite(dataclasses.asdict(latents)) for latents in distance.latents],
+        "frames": {**finite(dataclasses.asdict(distance.frames)), "same": distance.same_frames},
+        "latents": [finite(dataclasses.asdict(latents)) for latents in distance.latents],
         "unkept": distance.unkept or None,
     }
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
 
 
 def lines(comparison: Comparison) -> list[str]:

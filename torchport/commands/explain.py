@@ -14,7 +14,7 @@ import click
 
 from torchport import errors
 from torchport.commands import terminal
-from torchport.porting.scan.finding import RULES
+from torchport.porting.scan import RULES
 
 START = """\
 An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is 2, or 130

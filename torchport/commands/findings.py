@@ -20,7 +20,7 @@ from torchport.errors import DRIFT_EXIT_CODE, BadValueError, PatchError, Torchpo
 from torchport.files import folder
 from torchport.files.atomic import writing
 from torchport.patch import Entry
-from torchport.porting.scan.finding import RULES
+from torchport.porting.scan import RULES
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
 _CODES = {"TP207": DRIFT_EXIT_CODE, "TP203": 4, "TP204": 4, "TP206": 5}
@@ -156,13 +156,11 @@ def as_sarif(report: Report) -> str:
 def _rule(id: str) -> dict[str, Any]:
     """Returns what SARIF knows of an id: the documentation of its class, or of a scan's rule."""
     if id in RULES:
-        return _rule_of(id, RULES[id].kind, RULES[id].title, scan_section(id))
-    kind = next(kind for kind in errors.kinds() if kind.id == id)
-    page = inspect.getdoc(kind) or ""
-    return _rule_of(id, kind.__name__, page.partition("\n")[0], page)
-
-
-def _rule_of(id: str, name: str, title: str, page: str) -> dict[str, Any]:
+        name, title, page = RULES[id].kind, RULES[id].title, scan_section(id)
+    else:
+        kind = next(kind for kind in errors.kinds() if kind.id == id)
+        page = inspect.getdoc(kind) or ""
+        name, title = kind.__name__, page.partition("\n")[0]
     return {
         "id": id,
         "name": name,

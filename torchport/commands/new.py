@@ -39,8 +39,8 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
 
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
-    from torchport.porting.draft import draft, home
-    from torchport.porting.draft.draft import PatchDraftRequest
+    from torchport.porting import draft
+    from torchport.porting.draft import PatchDraftRequest, home
 
     wish = PatchDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)

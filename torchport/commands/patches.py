@@ -17,7 +17,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import DRIFT_EXIT_CODE, UnknownNameError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import versions
-from torchport.patch.declared.lock import read_lock
+from torchport.patch.declared.reading import read_lock
 
 
 @terminal.group("patches")

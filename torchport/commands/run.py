@@ -16,7 +16,6 @@ from torchport.errors import BadValueError
 
 if TYPE_CHECKING:
     from torchport.processes.hosts import Cluster
-    from torchport.run import series
     from torchport.run.path import Summary
     from torchport.task import Request
 
@@ -150,15 +149,15 @@ def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster
     """Makes the videos of a file of prompts, prints a table of them, and returns the exit code: 1 if one failed."""
     from torchport.processes import hosts
     from torchport.run import series
-    from torchport.run.series import read_prompts
 
     out = _folder_of_series(file, request)
-    videos = series.accepted(request, read_prompts(file))
+    videos = series.accepted(request, series.read_prompts(file))
     try:
         series.make(videos, out, flags.together or series.TOGETHER, cluster)
     finally:
         if hosts.first():
-            _print_series(videos, flags.quiet)
+            made = [str(video.task.result) for video in videos if video.state in ("done", "reused")]
+            terminal.say(made if flags.quiet else ["", *series.lines(videos)])
     return int(any(video.state == "failed" for video in videos))
 
 
@@ -172,14 +171,3 @@ def _folder_of_series(file: Path, request: Request) -> Path:
     if request.out is None:
         raise BadValueError(place, "There is no --out", "Name the folder that has, or gets, a folder for each video")
     return request.out
-
-
-def _print_series(videos: list[series.Video], quiet: bool) -> None:
-    from torchport.run import series
-
-    if not quiet:
-        terminal.say(["", *series.lines(videos)])
-        return
-    for video in videos:
-        if video.state in ("done", "reused"):
-            terminal.say(str(video.task.result))

@@ -14,7 +14,7 @@ import click
 from torchport.commands import findings, options, terminal
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
-from torchport.porting.scan.finding import GUARDS, ScanFinding, ScanReport
+from torchport.porting.scan import GUARDS, ScanFinding, ScanReport
 from torchport.porting.scan.scanning import scan
 
 
@@ -80,8 +80,7 @@ def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
     """Returns the findings to show: those on the path, and files that could not be read; or all."""
     if everything:
         return list(report.findings)
-    wanted = "path" if report.entries else "unknown"
-    return [finding for finding in report.findings if finding.reach == wanted or not finding.meaning.in_code]
+    return [finding for finding in report.findings if finding.reach == report.wanted or not finding.meaning.in_code]
 
 
 def text(report: ScanReport, everything: bool = False) -> str:
@@ -146,6 +145,4 @@ def _as_finding(finding: ScanFinding) -> findings.Finding:
 
 def exit_code(report: ScanReport) -> int:
     """Returns 1 if something on the path that nothing guards needs a patch that is not there, else 0."""
-    wanted = "path" if report.entries else "unknown"
-    some = [finding for finding in report.findings if finding.verdict == "rewrite" and not finding.only]
-    return int(any(finding.reach == wanted for finding in some))
+    return int(bool(report.unpatched()))

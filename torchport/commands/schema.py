@@ -14,7 +14,7 @@ import click
 from torchport import patch
 from torchport.commands import terminal
 from torchport.config import Frozen, card, step_cache, strategy
-from torchport.patch.declared import entry
+from torchport.patch import declared
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Kind = Literal["card", "job", "patch"]
@@ -30,7 +30,7 @@ def command(kind: Kind) -> None:
 def schema(kind: Kind) -> dict[str, Any]:
     """Returns the JSON Schema of a kind of YAML file, for editors: torchport refuses what it refuses, and more."""
     if kind == "patch":
-        return _described(patch.schema(), vars(entry))
+        return _described(patch.schema(), vars(declared))
     model: type[Frozen] = card.Card if kind == "card" else card.Job
     raw = model.model_json_schema(by_alias=True)
     definitions = {**raw.pop("$defs", {}), model.__name__: raw}

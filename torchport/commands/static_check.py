@@ -6,6 +6,7 @@ No Python of the pack runs either. `torchport check` begins with the same checks
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,14 @@ def with_entries(folders: patch.Folders) -> list[str]:
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
-    known = patch.upstreams(folders)
+    known, having = patch.upstreams(folders), with_entries(folders)
     for name in names:
         if name.partition("/")[0] not in known:
             fact = f"No pack has a folder patches/{name.partition('/')[0]}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, known))
         if "/" in name:
             check_file(folders, name, f"torchport check {name}")
-        elif not any(_files(root, name) for root in stack_of(folders)):
-            having = [other for other in known if any(_files(root, other) for root in stack_of(folders))]
+        elif name not in having:
             fact = f"There are no patches in patches/{name}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
     return list(names) or known
@@ -327,19 +327,14 @@ def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | N
 
 def _conflicts(pack: Pack, names: Sequence[str], home: Path) -> Iterator[TorchportError]:
     """Yields the refusal of two patches of one stage that claim one target."""
-    entries = read(pack.folders, names, Report(), home)  # what cannot be read is another finding
+    fitting = []
+    for entry in read(pack.folders, names, Report(), home):  # what cannot be read is another finding
+        with contextlib.suppress(UnsupportedError):
+            fitting += [entry] if versions.outcome(entry, probe=False) is None else []
     try:
-        patch_set.check_claims([], [entry for entry in entries if _versions_fit(entry)])
+        patch_set.check_claims([], fitting)
     except TorchportError as error:
         yield error
-
-
-def _versions_fit(entry: patch.Entry) -> bool:
-    """Returns whether an entry is to be applied here, as far as versions say."""
-    try:
-        return versions.outcome(entry, probe=False) is None
-    except UnsupportedError:
-        return False
 
 
 def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:

@@ -22,7 +22,7 @@ import click
 
 from torchport.errors import BadValueError, OutputError, StoppedError, TorchportError, printable
 from torchport.files.folder import refused
-from torchport.processes import import_path, watch
+from torchport.processes import current_folder, watch
 
 log = logging.getLogger("torchport")
 AGAIN = 0.05
@@ -43,7 +43,7 @@ class Command(click.Command):
                 for value in given if isinstance(given, list | tuple) else [given]:
                     if isinstance(value, str):
                         _check(option, value)
-        if import_path.current() is None:
+        if current_folder() is None:
             raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
         return rest
 

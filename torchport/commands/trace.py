@@ -13,8 +13,8 @@ from torchport.commands import options, terminal
 from torchport.progress import size_text
 
 if TYPE_CHECKING:
+    from torchport.porting.trace import TraceReport
     from torchport.porting.trace.notes import Stopper
-    from torchport.porting.trace.tracing import TraceReport
     from torchport.task import Request
 
 SHOWN = 10
@@ -37,7 +37,7 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     the programs, what makes a second program, and how many operators compute what PyTorch does.
     """
     terminal.log_to_stderr()
-    from torchport.porting.trace.tracing import trace
+    from torchport.porting.trace import trace
 
     report = trace(request_of(**given), not without_patches)
     terminal.Answer(data(report), lines(report, not without_patches)).say(as_json)

@@ -330,24 +330,14 @@ class State:
                 _write(found.tables[number], value)
         return make(effects.returned, values)
 
-    def _note(
-        self,
-        thing: Any,
-        terms: Mapping[Part, Any],
-        values: Mapping[str, Sequence[Any]],
-    ) -> None:
+    def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
         for part, term in terms.items():
             tensors = [make(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
             self._made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
                 self._kept.add((Opaque(thing), part))
 
-    def is_kept(
-        self,
-        tensor: torch.Tensor,
-        thing: Any,
-        part: Part,
-    ) -> bool:
+    def is_kept(self, tensor: torch.Tensor, thing: Any, part: Part) -> bool:
         """Returns whether a tensor depends on inputs of earlier calls."""
         return tensor in self._made or (Opaque(thing), part) in self._kept
 

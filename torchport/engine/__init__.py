@@ -16,8 +16,8 @@ from typing import Any
 
 from torchport.engine import conformance, tracked
 from torchport.engine.aliasing import extent, lies_in
+from torchport.engine.conformance import DiffersError, Operators, watching
 from torchport.engine.tracked import alive, freeze, laid, narrow, on_host, spoil, views, was_written
-from torchport.engine.verdicts import DiffersError, Operators, watching
 
 __all__ = [
     "DiffersError",

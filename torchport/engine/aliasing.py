@@ -120,7 +120,8 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
         start, stop, _ = slice(argument(2, "start", None), argument(3, "end", None)).indices(base.shape[dim])
         if step == 1:
             return lambda whole, part: write(whole, part, start, dim)
-        return lambda whole, part: whole.at[_at(dim, slice(start, stop, step))].set(part)
+        sliced = (*(slice(None) for _ in range(dim)), slice(start, stop, step))
+        return lambda whole, part: whole.at[sliced].set(part)
     if name in ("select", "unbind"):
         dim = argument(1, "dim", 0) % dims
         index = item if name == "unbind" else argument(2, "index", 0)
@@ -171,7 +172,3 @@ def _order(name: str, dims: int, argument: Callable[[int, str, Any], Any]) -> li
         first, second = (0, dims - 1) if name == "t" else (argument(1, "dim0", 0), argument(2, "dim1", 1))
         order[first], order[second] = order[second], order[first]
     return order
-
-
-def _at(dim: int, part: slice) -> tuple[slice, ...]:
-    return (*(slice(None) for _ in range(dim)), part)

@@ -23,8 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport.engine.aliasing import Storage, View, extent, inverse, lies_in
-from torchport.engine.conformance import operator_name
-from torchport.engine.verdicts import DiffersError, watched, watching
+from torchport.engine.conformance import DiffersError, operator_name, watched, watching
 
 LARGEST = 2**28
 """Bytes of the largest tensor that the host computes. A larger one is left to the devices."""
@@ -66,7 +65,7 @@ def prepare(environment: Any) -> None:
     for name in ("__setitem__", "type_as", "shape", "ndim", "flatten", "detach", "dtype", "dim", "tolist", "numpy"):
         delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
     Tensor._elem = property(_value, _set_value)
-    Tensor.numpy, Tensor.tolist, Tensor.__deepcopy__ = _numpy, _list, _copy
+    Tensor.numpy, Tensor.tolist, Tensor.__deepcopy__ = _numpy, lambda tensor: _numpy(tensor).tolist(), _copy
     Tensor.data = property(torch.Tensor.detach, _set_data)
 
 
@@ -91,10 +90,6 @@ def _numpy(tensor: Any) -> Any:
         with _plain():
             return tensor._shadow.numpy()
     return numpy.asarray(tensor._elem)
-
-
-def _list(tensor: Any) -> Any:
-    return _numpy(tensor).tolist()
 
 
 def _copy(tensor: Any, known: dict[int, Any]) -> Any:
@@ -190,7 +185,8 @@ class Dispatch:
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
                 raise DiffersError(operator_name(function), memory.stale)
         other = _without_out(function)
-        if other and not self._is_patched(function):
+        is_patched = getattr(self.environment._ops.get(function), "is_user_defined", False)
+        if other and not is_patched:
             return self._into(function, other, args, kwargs)
         # Below autograd PyTorch leaves these whole.
         if is_aten and self._is_composite(function):
@@ -211,11 +207,6 @@ class Dispatch:
             return False
         given = pytree.tree_leaves((args, kwargs))
         return not any(isinstance(leaf, torch.Tensor) for leaf in given)
-
-    def _is_patched(self, function: Any) -> bool:
-        """Whether a patch has the lowering of an operator."""
-        lowering = self.environment._ops.get(function)
-        return getattr(lowering, "is_user_defined", False)
 
     def _is_composite(self, function: Any) -> bool:
         """Whether PyTorch makes an operator of others, and it has no lowering."""

@@ -3,3 +3,243 @@
 `applied` puts a card's patches in force, `port` compiles a module that is loaded already, `arm` does in a child process
 what its parent has done, and `program` prepares the process of `torchport exec`.
 """
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torchport import patch
+from torchport.config import Document, checkout, machine
+from torchport.config.card import Card, Implementation
+from torchport.config.pack import Pack, find_pack
+from torchport.config.strategy import Axis
+from torchport.errors import BadValueError, NothingAppliedError, TorchportError
+from torchport.patch import Entry, Ledger
+from torchport.patch.live import registry
+
+VARIABLE = "TORCHPORT_APPLIED"
+"""The variable by which children know what is in force in their parent: see `arm`."""
+BESIDE = ("torchax", "torch/attention")
+"""The patches that a compiled module needs, of whatever model."""
+
+ENGINE = ("torch", "torchax")
+"""Packages that every port runs on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PortDefaults:
+    """What `port` takes where its caller says nothing: the flags of `torchport exec`.
+
+    Attributes:
+        strategy: One of the card's.
+        mesh: Sizes of the axes.
+        attention: The implementation.
+        machine: The devices, such as `cpu:8`; None: what JAX finds. A child prepares them as its parent did.
+        strict: Whether an operator is refused that no sample has compared with PyTorch's.
+    """
+
+    strategy: str | None = None
+    mesh: Mapping[Axis, int] | None = None
+    attention: Implementation | None = None
+    machine: str | None = None
+    strict: bool = False
+
+    def prepare(self) -> None:
+        """Gives JAX in this process the machine's devices, before it starts.
+
+        Raises:
+            ConfigError: There is no such machine.
+            MachineError: JAX runs already, with fewer devices.
+        """
+        if self.machine is not None:
+            from torchport.task import devices
+
+            devices.prepare(machine.parse_machine(self.machine, f"--machine {self.machine}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A set of patches that is in force around somebody's code.
+
+    Attributes:
+        pack: Where patches and cards are read.
+        ledger: What became of each patch.
+        card: The model card; None where only patches were named.
+        document: Its lines, for errors.
+        backend: `torchax`, or `original`: upstream in PyTorch, with its plumbing patched.
+        choice: What `port` takes by default.
+    """
+
+    pack: Pack
+    ledger: Ledger
+    card: Card | None
+    document: Document | None
+    backend: str
+    choice: PortDefaults
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a plain dict for each patch: its id, its target, and its state."""
+        return self.ledger.rows()
+
+    def nothing(self) -> NothingAppliedError | None:
+        """Returns the refusal of a set that changed nothing; None where a module of it was imported.
+
+        Patches of torch and of the engine are no sign: they are in force around any code.
+        """
+        records = [r for r in self.ledger.records if r.entry.package not in ENGINE and r.outcome is None]
+        waited = [record for record in records if record.entry.edits and not record.late]
+        if not waited or any(record.change is not None for record in waited):
+            return None
+        what = "the patches that were named" if self.card is None else f"the patches of '{self.card.model}'"
+        packages = sorted({record.entry.module for record in waited})
+        more = f" and {len(packages) - 3} more modules" if len(packages) > 3 else ""
+        fact = f"None of {what} was applied: nobody imported {', '.join(packages[:3])}{more}"
+        return NothingAppliedError("torchport", fact, "Name the model of the code that runs, or leave its patches out")
+
+
+sessions: list[Session] = []
+"""Those in force in this process, the last one entered last."""
+
+
+@contextlib.contextmanager
+def applied(
+    model: str | None = None,
+    *,
+    patches: Sequence[str] = (),
+    upstream_path: str | Path | None = None,
+    backend: Literal["torchax", "original"] = "torchax",
+    paths: Sequence[str] = (),
+    choice: PortDefaults | None = None,
+) -> Iterator[Session]:
+    """Puts the patches of a model in force while the context lasts; import upstream inside it.
+
+    Args:
+        model: Name of a model card. None: only `patches`, and those that a compiled module needs.
+        patches: Further ones, as a card names them: `folder` or `folder/file`.
+        upstream_path: The checkout of an upstream that is no installed package.
+        backend: `torchax`; or `original`: only plumbing, and what the card says of the original.
+        paths: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
+        choice: What `port` takes by default.
+
+    Yields:
+        The session: `rows()` says what became of each patch.
+
+    Raises:
+        TorchportError: A patch cannot be applied as declared.
+        NothingAppliedError: The code inside imported nothing that the patches change.
+    """
+    if model is None and upstream_path is not None:
+        fact = "It is the checkout of a card's upstream, and no model is named"
+        raise BadValueError(f"upstream_path={str(upstream_path)!r}", fact, "Name the model, or put it on sys.path")
+    pack = find_pack(paths)
+    card, document = (None, None) if model is None else pack.card(model)
+    place = None if upstream_path is None else str(upstream_path)
+    folder = None if card is None else checkout.find(card.checkout, place)
+    told: dict[str, Any] = {
+        "model": model,
+        "patches": list(patches),
+        "upstream_path": folder and str(folder),
+        "backend": backend,
+    }
+    told["choice"] = dataclasses.asdict(choice or PortDefaults())
+    entries = entries_of(pack, card, patches, backend)
+    with _on_path(folder), _told({**told, "paths": [str(Path(path).resolve()) for path in paths]}):
+        with patch.applied(entries) as ledger:
+            session = Session(pack, ledger, card, document, backend, choice or PortDefaults())
+            sessions.append(session)
+            try:
+                yield session
+            finally:
+                sessions.remove(session)
+            nothing = session.nothing()
+        if nothing is not None:
+            raise nothing
+
+
+def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: str) -> list[Entry]:
+    """Returns the patches of all stages of a card, those of its scripts, and further ones.
+
+    For the original these are plumbing, and those that the card names.
+    """
+    names = dict.fromkeys(BESIDE if backend == "torchax" else ())
+    names |= {name: None for _, stage in (card.patch_sets() if card is not None else ()) for name in stage}
+    names |= dict.fromkeys([*(card.script if card is not None else ()), *patches])
+    home = None if card is None else pack.home(card.model).patches
+    entries = patch.read(pack.folders, list(names), home)
+    if backend == "torchax":
+        return entries
+    needed = {entry.id for entry in patch.read(pack.folders, card.original if card is not None else [], home)}
+    return [entry for entry in entries if entry.plumbing or entry.id in needed]
+
+
+@contextlib.contextmanager
+def _on_path(folder: Path | None) -> Iterator[None]:
+    """Puts a checkout first on the path. The environment stays the caller's, whatever upstream writes into it."""
+    entry = str(folder)
+    if folder is not None:
+        sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if folder is not None and entry in sys.path:
+            sys.path.remove(entry)
+
+
+@contextlib.contextmanager
+def _told(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Tells children what is in force."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = json.dumps(arguments)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
+
+
+_armed = contextlib.ExitStack()
+"""Of a child: what it has entered, for as long as it lives."""
+
+
+def arm(*_: object) -> None:
+    """Puts the patches in force that were in force where this process was started, for as long as it lives.
+
+    What `torchport.port` takes by default there, it takes here, too: strategy, mesh, attention, and the devices.
+
+    It is an initializer: `multiprocessing.Pool(initializer=torchport.arm)`, `ProcessPoolExecutor(initializer=...)`,
+    `DataLoader(worker_init_fn=torchport.arm)`, or the first line of a script that a subprocess runs. A process that was
+    forked has the patches of its parent, and nothing is to be done.
+
+    Args:
+        *_: What an initializer is called with, such as the worker's number.
+
+    Raises:
+        BadValueError: No parent has told it anything.
+        TooLateError: Upstream is imported already, and the original cannot be replaced everywhere.
+    """
+    told = os.environ.get(VARIABLE)
+    if told is None:
+        fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
+        raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
+    if not registry.sets:
+        arguments = json.loads(told)
+        choice = PortDefaults(**arguments.pop("choice"))
+        choice.prepare()
+        _armed.enter_context(applied(**arguments, choice=choice))
+        atexit.register(_disarm)
+
+
+def _disarm() -> None:
+    """Takes the patches back as the process ends. What there is to say of them, the parent's process says."""
+    with contextlib.suppress(TorchportError):
+        _armed.close()

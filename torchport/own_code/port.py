@@ -17,7 +17,7 @@ from torchport.config import Document, Frozen, validated
 from torchport.config.card import Card, Implementation
 from torchport.config.strategy import Axis, Rule
 from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
-from torchport.own_code.applied import Session, sessions
+from torchport.own_code import Session, sessions
 from torchport.task.devices import hush_libtpu
 
 

@@ -15,7 +15,7 @@ from torchport.config.card import Implementation
 from torchport.config.pack import find_pack
 from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
-from torchport.own_code.applied import PortDefaults, Session, applied
+from torchport.own_code import PortDefaults, Session, applied
 from torchport.patch.patch_set import unreached
 from torchport.processes import script
 from torchport.progress import log
@@ -68,7 +68,7 @@ def run(flags: Flags) -> None:
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
     _check_names(flags)
     arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
-    script.become(flags.words, "torchport.own_code.program:begin", arguments, {})
+    script.become(flags.words, "torchport.own_code.program:begin", arguments)
 
 
 def _check_names(flags: Flags) -> None:
@@ -121,20 +121,13 @@ def begin(**arguments: Any) -> None:
     atexit.register(_report, session)
 
 
-def _asks_for_help(words: Sequence[str]) -> bool:
-    """Returns whether a script was asked for its own help, which it prints before it imports anything.
-
-    Args:
-        words: Python, the script, its arguments. `-h` may be a flag with a value, unless it is the last one.
-    """
-    return "--help" in words[2:] or words[2:][-1:] == ["-h"]
-
-
 def _report(session: Session) -> None:
     """Says what a script must hear of its patches when it has ended; its exit code stays its own."""
     errors, nothing = unreached(), session.nothing()
     is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
-    if errors or is_failed or _asks_for_help(sys.orig_argv):
+    # A script prints its own help before it imports anything. `-h` may be a flag with a value, unless it is the last.
+    asks_for_help = "--help" in sys.orig_argv[2:] or sys.orig_argv[2:][-1:] == ["-h"]
+    if errors or is_failed or asks_for_help:
         nothing = None
     for error in [*errors, *([nothing] if nothing is not None else [])]:
         sys.stderr.write(f"{error.report()}\n")

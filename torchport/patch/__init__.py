@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchport.patch.declared.entry import Entry as Entry
-from torchport.patch.declared.entry import schema as schema
+from torchport.patch.declared import Entry as Entry
+from torchport.patch.declared import schema as schema
 from torchport.patch.declared.reading import Folders as Folders
 from torchport.patch.declared.reading import read as read
 from torchport.patch.declared.reading import upstreams as upstreams

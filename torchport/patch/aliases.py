@@ -11,21 +11,22 @@ import functools
 import gc
 import re
 import sys
+import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchport.errors import AliasError, PatchError, TooLateError, UnreadableError
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.ledger import Op, Record
+from torchport.patch.live import registry
 from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_stand_ins
-from torchport.patch.live.holders import Holder, Place, Referrers, names_of, weak_references
-from torchport.patch.live.registry import registry
+from torchport.patch.live.holders import Holder, Place, Referrers, names_of, namespace, weak_references
 from torchport.patch.live.target import Slot, function_in
-from torchport.source.modules import SourceFile, read_source, shown
+from torchport.source.parsing import SourceFile, read_source, shown
 
 
 @dataclasses.dataclass(slots=True)
@@ -144,7 +145,7 @@ def _audits(pairs: list[_Pair]) -> list[_Audit]:
     def is_own(referrer: Any) -> bool:
         return id(referrer) in parts or isinstance(referrer, (_Pair, Slot, Placed, Record, Op, Rebinding))
 
-    names = names_of(objects, classes=False)
+    names = names_of(objects)
     referrers = Referrers(objects, is_own)
     del objects[:]
     _, seen = referrers.holders(control.old)
@@ -178,7 +179,6 @@ def _refusal(record: Record, holder: str) -> PatchError:
     return TooLateError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-_namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 _attributes = type.__dict__["__dict__"].__get__
 _HEIGHT = 5
 
@@ -188,7 +188,7 @@ def expression(thing: Any) -> str | None:
 
     Names are read from `__dict__`s, so that no lazy package is woken.
     """
-    homes = {id(_namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
+    homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
     seen = {id(thing), id(level)}
     for _ in range(_HEIGHT):
@@ -297,15 +297,12 @@ def importer(module: str) -> str | None:
 
 
 def _local_variable(thing: Any) -> str | None:
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
             for name, value in frame.f_locals.items():
                 if value is thing:
                     code = frame.f_code
-                    where = f"{shown(code.co_filename)}:{frame.f_lineno}"
-                    return f"the variable '{name}' of {code.co_name} ({where})"
-        frame = frame.f_back  # type: ignore[assignment]
+                    return f"the variable '{name}' of {code.co_name} ({shown(code.co_filename)}:{line})"
     return None
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from torchport.errors import NotCalledError, StaleTraceError, TorchportError, TwinModuleError
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.declared.replacement import file_digest
+from torchport.patch.live import registry
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
-from torchport.patch.live.registry import registry
 
 
 @dataclasses.dataclass(slots=True)
@@ -179,14 +179,10 @@ class Ledger:
             stages = record.entry.must_be_called
             due = bool(stages) if self.stage is None else self.stage in stages
             if due and record.outcome != "not needed" and not self.calls(record):
-                raise self._not_called(record)
-
-    def _not_called(self, record: Record) -> NotCalledError:
-        entry = record.entry
-        stage = self.stage or ", ".join(entry.must_be_called)
-        fact = f"'{entry.id}' was not called in {stage} (it is {record.state()})"
-        remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
-        return NotCalledError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+                entry, stage = record.entry, self.stage or ", ".join(stages)
+                fact = f"'{entry.id}' was not called in {stage} (it is {record.state()})"
+                remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
+                raise NotCalledError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def check_twins(entries: Iterable[Entry]) -> None:

@@ -20,13 +20,12 @@ from torchport.errors import (
     nearest,
 )
 from torchport.patch import aliases
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
 from torchport.patch.ledger import Ledger, Record, check_twins, digest
-from torchport.patch.live import hook, stub
+from torchport.patch.live import hook, registry, stub
 from torchport.patch.live.change import Change, Placed, change
-from torchport.patch.live.registry import registry
 from torchport.patch.source import drift
 from torchport.patch.source.checks import check_sources, is_imported
 
@@ -83,7 +82,8 @@ class _PatchSet:
             depth += 1
             try:
                 if depth == 1:
-                    _make(record, import_module(record.entry.module))
+                    module = import_module(record.entry.module)
+                    record.change = change(record.entry, module, record.loaded, record.calls)
                 yield
             finally:
                 depth -= 1
@@ -113,7 +113,7 @@ class _PatchSet:
 
     def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
         for record in due:
-            _make(record, module)
+            record.change = change(record.entry, module, record.loaded, record.calls)
             self.changed.append(record)
         self.rebindings += aliases.repair(due)
 
@@ -151,10 +151,6 @@ class _PatchSet:
         aliases.give_back([placed for placed in changes if isinstance(placed, Placed)])
         for spent in (self.disarm, self.rebindings, self.replaced, self.changed):
             spent.clear()
-
-
-def _make(record: Record, module: types.ModuleType) -> None:
-    record.change = change(record.entry, module, record.loaded, record.calls)
 
 
 class _PendingFirst:

@@ -13,11 +13,11 @@ from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
 from torchport.files.folder import as_named, has_file
 from torchport.patch import Entry, read, upstreams
-from torchport.porting.draft import draft, home
-from torchport.porting.draft.draft import PatchDraftRequest
+from torchport.porting import draft
+from torchport.porting.draft import PatchDraftRequest, home
 from torchport.porting.draft.home import Home
 from torchport.porting.draft.target_source import folder_of
-from torchport.porting.scan.finding import ScanFinding, ScanReport
+from torchport.porting.scan import ScanFinding, ScanReport
 from torchport.porting.scan.syntax import MODULE
 
 AT_IMPORT = "it runs while its module is imported, where no patch of a function reaches it"
@@ -48,9 +48,7 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     outcome = Outcome()
     with on_path(root):
         home = home_of(report, path, out)
-        wanted = "path" if report.entries else "unknown"
-        some = [finding for finding in report.findings if finding.verdict == "rewrite" and not finding.only]
-        drawn = list(_drawn([finding for finding in some if finding.reach == wanted], outcome))
+        drawn = list(_drawn(report.unpatched(), outcome))
         for drawing in drawn:
             _write(drawing, home, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
@@ -68,10 +66,8 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
 
     It is the one that most findings are imported from: `src/` where the packages lie in it.
     """
-    wanted = "path" if report.entries else "unknown"
-    starts = Counter(
-        start for finding in report.findings if finding.reach == wanted and (start := _start(finding)) is not None
-    )
+    wanted = [finding for finding in report.findings if finding.reach == report.wanted]
+    starts = Counter(start for finding in wanted if (start := _start(finding)) is not None)
     if starts:
         return starts.most_common(1)[0][0]
     current = Path(os.path.realpath(path))

@@ -1,8 +1,8 @@
 """One call in a fresh Python process: the only door through which torchport starts one.
 
-The process imports what this one does, and nothing of the current folder (`-P`, see `path`). Arguments and result go
-through files in a folder that only this user can read: upstream may print what it likes. The process ends when this one
-does, however this one ends.
+The process imports what this one does, and nothing of the current folder (`-P`, see `trusted_path`). Arguments and
+result go through files in a folder that only this user can read: upstream may print what it likes. The process ends
+when this one does, however this one ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchport import processes
 from torchport.errors import TorchportError
 from torchport.files import atomic
-from torchport.processes import import_path
 from torchport.progress import note, track
 
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r}, {parent})"
@@ -83,12 +83,12 @@ def call(
         first: Folders that are searched before all others for what is imported.
     """
     root = str(Path(__file__).resolve().parents[2])
-    trusted = import_path.trusted(sys.path)
+    trusted = processes.trusted_path(sys.path)
     # The process must import the torchport that this one has, also where that lies in the current folder alone.
     folders = [] if root in trusted else [root]
     entries = [*(str(folder.absolute()) for folder in first), *folders, *trusted]
     variables = {**os.environ, **(environment or {})}
-    search_path = import_path.without_empty(variables.pop("PYTHONPATH", ""))
+    search_path = processes.without_empty(variables.pop("PYTHONPATH", ""))
     with atomic.scratch() as folder:
         (folder / _REQUEST).write_bytes(pickle.dumps((function, arguments)))
         code = _CODE.format(path=entries, folder=str(folder), parent=os.getpid())

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from torchport.errors import BadValueError, TorchportError
 from torchport.files.folder import refused
-from torchport.processes import import_path
+from torchport.processes import without_empty
 
 _START = "TORCHPORT_BEGIN"
 """The variable that says what is called in the process with a number, and how its path was."""
@@ -42,19 +42,18 @@ def check(words: Sequence[str]) -> None:
             raise refused(place, words[0], error) from error
 
 
-def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> NoReturn:
+def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) -> NoReturn:
     """Becomes a Python program, in which a function is called first.
 
     Args:
         words: `FILE ARGS...`, or `-m package.module ARGS...`.
         function: `package.module:function`. A refusal of it ends the process.
         arguments: Its keywords; what JSON can carry.
-        variables: Of the environment, beside those of this process. The program's children have them, too.
     """
     before = os.environ.get("PYTHONPATH")
     start = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
-    entries = [_HOOK, *filter(None, [import_path.without_empty(before or "")])]
-    environment = {**os.environ, **variables, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
+    entries = [_HOOK, *filter(None, [without_empty(before or "")])]
+    environment = {**os.environ, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *words], environment)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from torchport.source import parsing
 from torchport.source.bindings import DEFINITIONS, at_import, last_bindings, taken
-from torchport.source.modules import SourceFile, read_source
+from torchport.source.parsing import SourceFile, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_FUNCTIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from torchport import engine, shard
 from torchport.compile import network, ported
 from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Stage, Steps
 from torchport.stages.outputs import leaves
 from torchport.task import Task, encoder_names
+from torchport.verify.borders import to_host
 from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import computing_in, distance, sampled, wide_dtype
 
@@ -106,8 +106,7 @@ class _Note:
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         first = next(iter(leaves({"": output}).values()), None)
         if first is not None:
-            value = shard.to_torch(engine.array(first)) if engine.is_traced(first) else first.detach().clone()
-            self.values.append((self.path, sampled(value)))
+            self.values.append((self.path, sampled(to_host(first))))
 
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:

@@ -253,10 +253,7 @@ class _StepWatch:
     def called(self, inputs: Mapping[str, Any]) -> None:
         """Notes how the network is called: shapes, and arguments that choose a way through it."""
         shapes = {key: (tuple(leaf.shape), leaf.dtype) for key, leaf in by_place(inputs).items()}
-        flags = {}
-        for name, value in inputs.items():
-            if value is None or isinstance(value, bool | str):
-                flags[name] = value
+        flags = {name: value for name, value in inputs.items() if value is None or isinstance(value, bool | str)}
         self._calls.append((shapes, flags))
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:

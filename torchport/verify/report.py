@@ -430,15 +430,16 @@ def data(verification: Verification) -> dict[str, Any]:
     ]
     rows["seams"] = [{**dataclasses.asdict(seam), "verdict": seam.verdict} for seam in verification.seams]
     head = {"verdict": verification.verdict_words, "first_line": verification.first_line}
-    finite: dict[str, Any] = _finite({**head, "exit_code": verification.exit_code, **rows})
-    return finite
+    whole: dict[str, Any] = finite({**head, "exit_code": verification.exit_code, **rows})
+    return whole
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Returns a tree as JSON has it: what is infinite, or no number, is null."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, Verdict):
         return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

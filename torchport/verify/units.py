@@ -337,10 +337,9 @@ def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
 
 
 def port_outputs(port: Port, call: RecordedCall) -> Outputs:
-    def outputs(changes: Sequence[Values]) -> list[Any]:
-        return [port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes]
-
-    return outputs
+    return lambda changes: [
+        port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes
+    ]
 
 
 def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:

@@ -330,13 +330,9 @@ def causes_of_unit(request: Request, file: Path, folder: Path, measured: Measure
         prepared = _is_prepared(task, stage, unit.path)
         causes = tuple(dataclasses.replace(cause, prepared=prepared) for cause in causes)
     earlier = measured.reshaped_patches - measured.patches - measured.block_patches
-    reshaping = []
-    for cause in causes:
-        if cause.patch in earlier:
-            words = measured.reshaped
-            cause = dataclasses.replace(cause, reshaped=words)
-        reshaping.append(cause)
-    return Search(tuple(reshaping), found.tried)
+    words = dict.fromkeys(earlier, measured.reshaped)
+    causes = tuple(dataclasses.replace(cause, reshaped=words.get(cause.patch, "")) for cause in causes)
+    return Search(causes, found.tried)
 
 
 def _is_prepared(task: Task, stage: Stage, path: str) -> bool:

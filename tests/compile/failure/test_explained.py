@@ -67,9 +67,9 @@ def test_the_port_itself_runs(port):
 
 
 def test_under_strict_an_operator_that_was_not_compared_is_refused_until_a_card_accepts_it(port, monkeypatch):
-    known = conformance.state
+    known = conformance.state_of
     unknown = "unknown", "the operator was never sampled"
-    monkeypatch.setattr(conformance, "state", lambda form: unknown if ".neg." in form.operator else known(form))
+    monkeypatch.setattr(conformance, "state_of", lambda form: unknown if ".neg." in form.operator else known(form))
     port.change("up/model.py", LAYER, f"{LAYER}        y = y.neg()\n")
     lines = refused(port, OperatorError, strict=True)
     assert "calls aten.neg.default, which no sample has compared with PyTorch's (the operator was never " in lines[0]

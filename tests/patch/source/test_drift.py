@@ -12,7 +12,7 @@ from fakes.patch_world import World
 from torchport import patch
 from torchport.errors import DriftError, ReplacementError, UnsupportedError, WrongTypeError
 from torchport.patch.declared import versions
-from torchport.patch.declared.lock import read_lock
+from torchport.patch.declared.reading import read_lock
 from torchport.patch.source import drift
 
 UP = '''\

@@ -6,9 +6,9 @@ import textwrap
 import pytest
 import yaml
 
-from torchport.patch.declared.entry import Entry, mistake
+from torchport.patch.declared import Entry, mistake
 from torchport.patch.source import proposal
-from torchport.source.modules import SourceFile
+from torchport.source.parsing import SourceFile
 
 SOURCE = textwrap.dedent("""
 class Net:

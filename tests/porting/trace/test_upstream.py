@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from torchport.porting.trace.tracing import trace
+from torchport.porting.trace import trace
 from torchport.task import Request
 
 HYVIDEO = os.environ.get("TORCHPORT_HYVIDEO")

@@ -29,7 +29,7 @@ from torchport.load.foreign import is_absence, is_cuda
 from torchport.patch.source import proposal
 from torchport.patch.source.proposal import Proposal
 from torchport.source import parsing
-from torchport.source.modules import SourceFile
+from torchport.source.parsing import SourceFile
 
 Cure = tuple[str, str, Proposal | None]
 """Fact, remedy, and an entry to paste."""

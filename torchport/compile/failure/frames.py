@@ -7,9 +7,10 @@ import functools
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Literal
 
 from torchport.config import Document
@@ -108,7 +109,7 @@ class Frame:
 
 def frames(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
     """Returns the frames of an exception's causes, the innermost last."""
-    return [frame for cause in causes for frame in _frames_of(cause.__traceback__, owners)]
+    return [_frame(*at, owners) for cause in causes for at in traceback.walk_tb(cause.__traceback__)]
 
 
 def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
@@ -151,20 +152,7 @@ def of_syntax(error: BaseException) -> Frame | None:
 
 def live(owners: Owners) -> list[Frame]:
     """Returns the frames of whoever calls, the innermost last; see `frames`."""
-    frames = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        frames.append(_frame(frame, frame.f_lineno, owners))
-        frame = frame.f_back  # type: ignore[assignment]
-    return frames[::-1]
-
-
-def _frames_of(trace: TracebackType | None, owners: Owners) -> list[Frame]:
-    frames = []
-    while trace is not None:
-        frames.append(_frame(trace.tb_frame, trace.tb_lineno, owners))
-        trace = trace.tb_next
-    return frames
+    return [_frame(*at, owners) for at in traceback.walk_stack(sys._getframe(1))][::-1]
 
 
 def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:

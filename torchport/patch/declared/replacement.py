@@ -12,7 +12,7 @@ from typing import Any
 
 from torchport.errors import ReplacementError, TorchportError, nearest
 from torchport.files.folder import as_named
-from torchport.patch.declared.entry import Entry
+from torchport.patch.declared import Entry
 
 
 class Explained:

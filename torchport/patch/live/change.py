@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
-from torchport.patch.declared.entry import Entry
+from torchport.patch import rewriting
+from torchport.patch.declared import Entry
+from torchport.patch.live import registry
 from torchport.patch.live.counted import Calls, Retire, counting, stand_in_class, uncounted, wrapping
-from torchport.patch.live.registry import registry
 from torchport.patch.live.target import (
     Default,
     Slot,
@@ -27,9 +28,7 @@ from torchport.patch.live.target import (
     locate,
     shaped_as,
 )
-from torchport.patch.rewriting import rewrite
-from torchport.patch.source import signature
-from torchport.patch.source.checks import source_of
+from torchport.patch.source.checks import check_signature, live_signature, under
 
 
 class Change(Protocol):
@@ -133,7 +132,7 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
 
 def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> None:
     method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
-    signature.check(entry, signature.live_signature(original), loaded, method)
+    check_signature(entry, live_signature(original), loaded, method)
 
 
 def _word(thing: Any) -> str:
@@ -142,9 +141,7 @@ def _word(thing: Any) -> str:
 
 def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
     slot = locate(entry, module)
-    source = source_of(entry)
-    node = source.where(entry.path).node if source else None
-    function = function_of(slot.raw, entry.module, node)
+    function = function_of(slot.raw, entry.module, under(entry))
     if function is None or not slot.in_holder:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.in_holder else f"{entry.target} is inherited"
@@ -152,9 +149,9 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     check_scope(entry, slot)
     check_function(entry, function)
     old = function.__code__
-    text = rewrite.source_text(entry, function)
-    parameters = rewrite.parameters(entry, loaded)
-    edit = rewrite.edit(entry, text, old.co_firstlineno, rewrite.finder(entry, old), parameters)
+    text = rewriting.source_text(entry, function)
+    parameters = rewriting.parameters(entry, loaded)
+    edit = rewriting.edit(entry, text, old.co_firstlineno, rewriting.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
     # Tracebacks show the patches, then upstream's file.
     ids, home = entry.id, old.co_filename
@@ -162,7 +159,7 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
         earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
         ids = f"{earlier}, {entry.id}"
     filename = f"<torchport: {ids} in {home}>"
-    new = rewrite.code(entry, edit.part, old, filename)
+    new = rewriting.code(entry, edit.part, old, filename)
     # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. The lines that it shares with its
     # home are those of the home: a module may have a thousand such texts.
     pairs = zip(io.StringIO(edit.text).readlines(), linecache.getlines(old.co_filename), strict=False)
@@ -174,7 +171,7 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     return Recompiled(slot, function, old, new, edit.name, put)
 
 
-def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:
+def _check_globals(entry: Entry, function: types.FunctionType, edit: rewriting.Edit) -> None:
     known = function.__globals__
     earlier = known.get(edit.name)  # of this entry, if the module is imported again into the same namespace
     if edit.name in known and registry.stand_ins.get(id(earlier)) is not earlier:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
-from torchport.patch.live.registry import registry
-from torchport.patch.source.signature import live_signature
-from torchport.source.parameters import POSITIONAL
+from torchport.patch.live import registry
+from torchport.patch.source.checks import live_signature
+from torchport.source.bindings import POSITIONAL
 
 
 @dataclasses.dataclass(slots=True)

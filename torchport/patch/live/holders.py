@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torchport.patch.live.registry import registry
+from torchport.patch.live import registry
 
 ABSENT = object()
 
@@ -126,8 +126,7 @@ class _Member(Place):
             self.members.add(new)
 
 
-_namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
-_attributes = type.__dict__["__dict__"].__get__
+namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 # What may belong to something else, which a refusal names: a cell is a tuple's, and that a function's.
 _OWNED = (
     dict, list, set, tuple, types.CellType, types.MethodType, staticmethod, classmethod, property, frozenset,
@@ -148,35 +147,22 @@ class Holder:
     container: Any = None
 
 
-def names_of(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Holder]]:
-    """Returns the holders of objects among module globals and class attributes, by the objects' ids."""
+def names_of(objects: Sequence[Any]) -> dict[int, list[Holder]]:
+    """Returns the holders of objects among module globals, by the objects' ids."""
     ids = {id(thing) for thing in objects}
     result: dict[int, list[Holder]] = {key: [] for key in ids}
     seen: set[int] = set()
     for key, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or key.startswith("torchport_patches."):
             continue
-        names = _namespace(module)
-        values = list(names.values())
-        if id(names) not in seen and not ids.isdisjoint(map(id, values)):
+        names = namespace(module)
+        if id(names) not in seen and not ids.isdisjoint(map(id, list(names.values()))):
             seen.add(id(names))
             for name, value in list(names.items()):
                 if id(value) in ids:
                     where = f"{module.__name__}.{name}"
                     result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
-        for value in values if classes else ():
-            if isinstance(value, type) and id(value) not in seen:
-                seen.add(id(value))
-                if not ids.isdisjoint(map(id, list(_attributes(value).values()))):
-                    _in_class(value, ids, result)
     return result
-
-
-def _in_class(cls: type, ids: set[int], result: dict[int, list[Holder]]) -> None:
-    for name, value in list(vars(cls).items()):
-        if id(value) in ids:
-            where = f"{cls.__module__}.{cls.__qualname__}.{name}"
-            result[id(value)].append(Holder(where, cls.__module__, name, ClassAttribute(cls, name)))
 
 
 def weak_references(thing: Any) -> list[Holder]:
@@ -209,7 +195,7 @@ class Referrers:
         self._subjects = {id(thing) for thing in objects}
         self._is_own = is_own
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
-        self._modules = {id(_namespace(module)): module for module in modules}
+        self._modules = {id(namespace(module)): module for module in modules}
         self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
         self._owners: dict[int, list[Any]] = {}
         self._climb([r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, Literal
 
-from torchport.patch.live.registry import Callback, Window, registry
+from torchport.patch.live import Callback, Window, registry
 
 When = Literal["before", "after", "windows"]
 """The registry's tables of what is awaited."""
@@ -44,14 +44,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
-class _Loader(importlib.abc.Loader):
-    """Goes around a module's own loader, which takes its place back before the module's code can look at it."""
+class _Around(importlib.abc.Loader):
+    """Goes around a module's own loader, whose attributes it has."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+class _Loader(_Around):
+    """The module's own loader takes its place back before the module's code can look at it."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
@@ -67,14 +71,8 @@ class _Loader(importlib.abc.Loader):
         run_callbacks(module)
 
 
-class _OldLoader(importlib.abc.Loader):
-    """Goes around a loader that has `load_module` alone, which makes the module and executes it in one."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+class _OldLoader(_Around):
+    """The module's own loader has `load_module` alone, which makes the module and executes it in one."""
 
     def load_module(self, fullname: str) -> types.ModuleType:
         with _open_windows(fullname):

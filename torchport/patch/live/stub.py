@@ -8,6 +8,7 @@ imports through `importlib.import_module` is not served.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import sys
 import types
@@ -15,10 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torchport.errors import StubCalledError, TooLateError, TorchportError
-from torchport.patch.declared.entry import Entry
-from torchport.patch.live import hook
+from torchport.patch.declared import Entry
+from torchport.patch.live import hook, registry
 from torchport.patch.live.counted import Calls
-from torchport.patch.live.registry import registry
 
 
 class Stub(types.ModuleType):
@@ -89,34 +89,29 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         keep: Takes the error of each call of the stub, which upstream's own `try` may swallow.
     """
     assert entry.stub is not None
-    undos: list[Callable[[], None]] = []
+    undos = contextlib.ExitStack()
     for name in entry.stub.importers:
         if name in sys.modules:
             _check_was_served(entry, sys.modules[name])
             calls.count += 1
         server = registry.servers.setdefault(name, _Server())
         server.stubs[entry.stub.package] = (Stub(entry.stub.package, entry, keep), calls)
-        undos.append(functools.partial(server.stubs.pop, entry.stub.package, None))
+        undos.callback(server.stubs.pop, entry.stub.package, None)
         prepare = functools.partial(_serve, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
-        undos.append(hook.arm(name, prepare, "before"))
-
-    def undo() -> None:
-        for step in reversed(undos):
-            step()
-
-    return undo
+        undos.callback(hook.arm(name, prepare, "before"))
+    return undos.close
 
 
-def _serve(server: _Server, undos: list[Callable[[], None]], module: types.ModuleType) -> None:
+def _serve(server: _Server, undos: contextlib.ExitStack, module: types.ModuleType) -> None:
     """Gives a module builtins of its own, with the server's `__import__`, if another stub has not done so."""
     before = module.__dict__.get("__builtins__", builtins.__dict__)
     whole = vars(before) if isinstance(before, types.ModuleType) else before
     if whole["__import__"] is server:
         return
     module.__dict__["__builtins__"] = {**whole, "__import__": server}
-    undos.append(lambda: module.__dict__.__setitem__("__builtins__", before))
+    undos.callback(module.__dict__.__setitem__, "__builtins__", before)
 
 
 def _check_was_served(entry: Entry, module: types.ModuleType) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchport.errors import TargetError, nearest
-from torchport.patch.declared.entry import Entry
-from torchport.patch.rewriting.rewrite import first_line
+from torchport.patch.declared import Entry
+from torchport.patch.rewriting import first_line
 from torchport.patch.source.checks import walks_out
-from torchport.source.parameters import Function
+from torchport.source.bindings import Function
 
 _ABSENT = object()
 

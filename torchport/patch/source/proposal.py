@@ -16,12 +16,13 @@ import yaml
 from packaging.version import Version
 
 from torchport.errors import ConflictError, RewriteError
-from torchport.patch.declared.entry import Entry, mistake
-from torchport.patch.rewriting import rewrite
-from torchport.patch.rewriting.pattern import runs, statements
+from torchport.patch import rewriting
+from torchport.patch.declared import Entry, mistake
+from torchport.patch.rewriting import runs, statements
 from torchport.source import parsing
 from torchport.source.bindings import (
     Chain,
+    Function,
     arguments,
     blocks,
     definitions,
@@ -30,8 +31,7 @@ from torchport.source.bindings import (
     names_bound,
     read_after,
 )
-from torchport.source.modules import SourceFile
-from torchport.source.parameters import Function
+from torchport.source.parsing import SourceFile
 
 LONGEST = 4
 """Lines of a statement that is written out in a `match`; the blocks of a longer one become holes."""
@@ -262,7 +262,7 @@ def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
     entry = entry_of(fields, home)
     try:
-        rewrite.edit(entry, text, line, find, parameters)
+        rewriting.edit(entry, text, line, find, parameters)
     except (RewriteError, ConflictError):
         return False
     return True

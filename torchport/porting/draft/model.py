@@ -19,14 +19,14 @@ from torchport.errors import BadValueError, TakenNameError, TargetError
 from torchport.files import page
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
-from torchport.porting.draft.draft import name_of
+from torchport.porting.draft import name_of
 from torchport.porting.draft.home import Home, Piece
 from torchport.porting.draft.target_source import Target, find, folder_of, is_literal
 from torchport.source import parsing
-from torchport.source.modules import SourceFile
+from torchport.source.bindings import STARRED, Function, parameters
 from torchport.source.names import Classes, definition
 from torchport.source.names import Home as SourceHome
-from torchport.source.parameters import STARRED, Function, parameters
+from torchport.source.parsing import SourceFile
 
 FAMILY = Path(__file__).with_name("family.jinja")
 UNKNOWN_CHECKPOINT = "owner/repository@revision"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import re
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Literal
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
-from torchport.source.bindings import definitions
-from torchport.source.modules import SourceFile, is_there, package_folder, read_source
-from torchport.source.parameters import POSITIONAL, Function
-from torchport.source.parameters import parameters as written
+from torchport.source.bindings import POSITIONAL, Function, definitions
+from torchport.source.bindings import parameters as written
+from torchport.source.parsing import SourceFile, is_there, package_folder, read_source
 
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]
 _TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -227,8 +225,3 @@ def is_literal(node: ast.expr) -> bool:
     except (ValueError, TypeError, SyntaxError):
         return False
     return True
-
-
-def summary(node: Function | ast.ClassDef) -> str:
-    text = ast.get_docstring(node)
-    return inspect.cleandoc(text).splitlines()[0] if text else ""

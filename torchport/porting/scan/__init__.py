@@ -4,6 +4,146 @@
 
 From the first step to the last: `syntax` (a file as events), `codebase` (the files, and who is meant by a name in
 them), `detect` (the findings of a function), `facts` (what is kept of it when its syntax tree is dropped), `reach`
-(what an entry leads to), and `scanning`, where they meet what shipped patches take care of. `finding` says what each
-finding means, and holds all that a draft needs.
+(what an entry leads to), and `scanning`, where they meet what shipped patches take care of. Here stands what each
+finding means, and the report, with all that a draft needs.
 """
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+Effort = Literal["none", "minutes", "hours", "days"]
+"""How long the patch takes: none is torchport's own, minutes a line, hours a function, days a kernel."""
+Draft = Literal["replace", "rewrite", "stub", "wrap", "op", ""]
+"""The kind of patch to begin with; empty where no patch would help."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanRule:
+    id: str  #: The id, such as PS401.
+    kind: str  #: Its name, such as `branch`.
+    title: str
+    why: str
+    do: str
+    effort: Effort  #: How long that takes.
+    wrong: str  #: An example that is found.
+    right: str  #: The same, ported.
+    draft: Draft = ""
+    #: Whether it stops a port for certain; else it may be harmless, and a trace shows it.
+    stops: bool = False
+    #: Whether it is in code that was read; else it is about a file that could not be.
+    in_code: bool = True
+
+
+FILE = Path(__file__).with_name("rules.yaml")
+RULES = {id: ScanRule(id, **fields) for id, fields in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()}
+"""The rules by id."""
+BY_KIND = {rule.kind: rule.id for rule in RULES.values()}
+"""The ids by name."""
+
+
+Reach = Literal["path", "training", "off", "unknown"]
+"""Whether the entry leads there: on its inference path, in training alone, not at all; or nobody named an entry."""
+
+Only = Literal["", "process-group", "cuda"]
+"""What a finding runs under alone; empty where nothing that is known guards it."""
+GUARDS: dict[Only, str] = {"process-group": "only under a process group", "cuda": "only on CUDA"}
+"""The same in words."""
+
+Verdict = Literal["covered", "rewrite", "unknown"]
+"""What is to be done: nothing, as a patch does it; a patch is to be written; or only a trace or a look shows it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanFinding:
+    """One thing in the source that will not port."""
+
+    rule: str  #: The id that `torchport explain` knows, such as PS401.
+    file: str  #: Its file, as it can be opened from the current folder.
+    line: int
+    #: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
+    target: str
+    text: str
+    #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
+    uses: str = ""
+    reach: Reach = "unknown"
+    covered_by: tuple[str, ...] = ()
+    #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
+    sure: bool = True
+    only: Only = ""  #: What must be there for it to run, where the entry leads there: a guard asks for it.
+
+    @property
+    def meaning(self) -> ScanRule:
+        return RULES[self.rule]
+
+    @property
+    def kind(self) -> str:
+        return self.meaning.kind
+
+    @property
+    def name(self) -> str:
+        return self.target.partition(":")[2]
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.covered_by:
+            return "covered"
+        return "rewrite" if self.meaning.stops and self.sure else "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """A package that the path imports and this environment has not."""
+
+    package: str
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanReport:
+    #: By file and line; files that could not be read are among them.
+    findings: tuple[ScanFinding, ...]
+    files: int
+    lines: int
+    #: The entries, as `pkg.mod:Class`; none if none was named.
+    entries: tuple[str, ...] = ()
+    #: The packages that are imported without condition, are not installed here, and that no stub stands for. Packages
+    #: of kernels are findings.
+    absent: tuple[Absent, ...] = ()
+
+    @property
+    def wanted(self) -> Reach:
+        """What a finding's reach is if a port meets it."""
+        return "path" if self.entries else "unknown"
+
+    def unpatched(self) -> list[ScanFinding]:
+        """Returns what a port meets, nothing guards, and needs a patch that is not there."""
+        some = [finding for finding in self.findings if finding.verdict == "rewrite" and not finding.only]
+        return [finding for finding in some if finding.reach == self.wanted]
+
+    def count(self) -> str:
+        """Returns the sentence that counts what is on the path; without an entry, what is not training."""
+        some = [finding for finding in self.findings if finding.reach == "path" and finding.meaning.in_code]
+        where = "on the inference path"
+        if not self.entries:
+            some = [finding for finding in self.findings if finding.reach != "training" and finding.meaning.in_code]
+            where = "outside training"
+        numbers = {
+            verdict: sum(finding.verdict == verdict and not finding.only for finding in some)
+            for verdict in ("covered", "rewrite", "unknown")
+        }
+        guarded = [
+            f", {number} {words}"
+            for only, words in GUARDS.items()
+            if (number := sum(finding.only == only for finding in some))
+        ]
+        needs = "needs" if numbers["rewrite"] == 1 else "need"
+        return (
+            f"{len(some)} {where}: {numbers['covered']} covered, {numbers['rewrite']} {needs} a rewrite, "
+            f"{numbers['unknown']} unknown{''.join(guarded)}"
+        )

@@ -9,23 +9,22 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import inspect
 import os
 import re
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
+from torchport.porting.scan import BY_KIND
 from torchport.porting.scan.facts import Facts, Term
-from torchport.porting.scan.finding import BY_KIND
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
-from torchport.source.bindings import taken
-from torchport.source.modules import imported_from
-from torchport.source.parameters import STARRED, parameters
+from torchport.source.bindings import STARRED, parameters, taken
+from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
 _DEPTH = 12
@@ -369,9 +368,7 @@ def _as_shallow() -> AbstractContextManager[None]:
 
     It nests on the machine's own stack, which is at its end before a deep limit is.
     """
-    depth, frame = 0, inspect.currentframe()
-    while frame is not None:
-        depth, frame = depth + 1, frame.f_back
+    depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))
     return recursion(min(sys.getrecursionlimit(), depth + _PARSED))
 
 

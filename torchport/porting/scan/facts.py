@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torchport.porting.scan.syntax import Guards, chain_of
+from torchport.porting.scan.syntax import Guards, chain_of, names_cuda
 
 Term = tuple[Any, ...] | None
 """An expression; None where the source does not show its value."""
@@ -160,8 +160,8 @@ class Terms:
     def _of_comparison(self, node: ast.Compare, right: ast.expr, op: str) -> Term:
         left, other = self.term(node.left), self.term(right)
         compared = (op, left, other) if op and left is not None and other is not None else None
-        cuda = _is_cuda(right) or _is_cuda(node.left)
-        asked = chain_of(node.left if _is_cuda(right) else right)[-1:] if cuda else ()
+        cuda = names_cuda(right) or names_cuda(node.left)
+        asked = chain_of(node.left if names_cuda(right) else right)[-1:] if cuda else ()
         if set(asked) & _DEVICES and op in ("==", "!="):
             return "else", compared, "cuda", op == "!="
         return compared
@@ -173,10 +173,6 @@ class Terms:
         last = chain_of(node.func)[-1:]
         known = ("call", name) if name and not name.startswith("torch.") else None
         return _or_else(known, last[0].removeprefix("get_") if last else "", name)
-
-
-def _is_cuda(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
 
 
 def _or_else(term: Term, last: str, name: str = "") -> Term:

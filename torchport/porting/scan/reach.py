@@ -18,7 +18,7 @@ from typing import Any
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit
 from torchport.porting.scan.facts import Called, Conditions, Facts, Imported, Read, Term, Terms
 from torchport.porting.scan.syntax import MODULE, NEVER, Act, Body, Event, chain_of, names_in
-from torchport.source.parameters import STARRED, Function, parameters
+from torchport.source.bindings import STARRED, Function, parameters
 
 Arguments = dict[str, Any]
 _DUNDERS = ("__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__")

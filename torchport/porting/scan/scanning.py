@@ -21,16 +21,16 @@ from pathlib import Path
 from torchport import patch
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
-from torchport.patch.rewriting import pattern
+from torchport.patch import rewriting
+from torchport.porting.scan import BY_KIND, GUARDS, Absent, Only, Reach, ScanFinding, ScanReport
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Unread, find_sources, recursion
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, FunctionContext, Site, is_kernel, sites, text_of
 from torchport.porting.scan.facts import Called
-from torchport.porting.scan.finding import BY_KIND, GUARDS, Absent, Only, Reach, ScanFinding, ScanReport
 from torchport.porting.scan.reach import Closed, Reached, gathered, roots
 from torchport.porting.scan.syntax import MODULE, Act, Body, chain_of
 from torchport.progress import note, track, waiting
-from torchport.source.modules import is_there
-from torchport.source.parsing import tree_of
+from torchport.source.bindings import Function
+from torchport.source.parsing import is_there, tree_of
 
 _TRAINS = {
     "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer",
@@ -202,7 +202,8 @@ def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> se
     names = {unit: _names_in(codebase.written(unit)) for unit in candidates}
     while True:
         reached = {unit.name.partition(".")[0] for unit in known} | {maker.name for maker in makers}
-        reached |= {name for unit in known for name in _globals_set(codebase.written(unit))}
+        nodes = (node for unit in known for node in ast.walk(codebase.written(unit).node))
+        reached |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
         more = {unit for unit in candidates if unit not in known and names[unit] & reached}
         if not more:
             return known
@@ -236,12 +237,6 @@ def _names_in(body: Body) -> set[str]:
     """Returns the first names of all that a function reads or calls."""
     nodes = [event.node for event in body.events if event.act in (Act.CALL, Act.CHAIN)]
     return {name for node in nodes for name in chain_of(node.func if isinstance(node, ast.Call) else node)[:1]}
-
-
-def _globals_set(body: Body) -> Iterator[str]:
-    for node in ast.walk(body.node):
-        if isinstance(node, ast.Global):
-            yield from node.names
 
 
 def _calls_of_helpers(codebase: Codebase, known: set[CodeUnit]) -> Iterator[Site]:
@@ -408,25 +403,17 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
     place = f"{entry.module}.{'.'.join(entry.path)}"
     known = codebase.definition(codebase.canonical(place))
     if entry.rewrite is not None and isinstance(known, CodeUnit):
-        for first, last in _lines(codebase.written(known).node, entry.rewrite.match):
-            result.by_lines[known].append((first, last, entry.id))
+        node = codebase.written(known).node
+        pattern = rewriting.statements(entry.rewrite.match)
+        for run in rewriting.runs(node, pattern) if isinstance(node, Function) else ():
+            last = run.statements[-1]
+            result.by_lines[known].append((run.statements[0].lineno, last.end_lineno or last.lineno, entry.id))
     elif entry.kind == "replace" and known is not None:
-        units = (
-            [known]
-            if isinstance(known, CodeUnit)
-            else [unit for unit in known.module.units.values() if unit.owner is known]
-        )
-        for unit in units:
-            result.by_unit[unit].append(entry.id)
+        for unit in known.module.units.values():
+            if known in (unit, unit.owner):
+                result.by_unit[unit].append(entry.id)
     elif known is None and entry.rewrite is None:
         result.by_name[place].append(entry.id)
-
-
-def _lines(node: ast.AST, match: str) -> Iterator[tuple[int, int]]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        for run in pattern.runs(node, pattern.statements(match)):
-            last = run.statements[-1]
-            yield run.statements[0].lineno, last.end_lineno or last.lineno
 
 
 def _add_given(result: Patches, folder: Path) -> None:

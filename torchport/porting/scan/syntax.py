@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchport.source.parameters import Function
+from torchport.source.bindings import Function
 
 MODULE = "<module>"
 
@@ -170,10 +170,6 @@ class _Walk:
             self._note(Act.DECORATOR, decorator)
             self.expression(decorator)
 
-    def function(self, node: Function) -> None:
-        self.head_of_function(node)
-        self.block(node.body)
-
     def head_of_function(self, node: Function) -> None:
         self.decorators(node)
         for default in (*node.args.defaults, *node.args.kw_defaults):
@@ -219,7 +215,8 @@ class _Walk:
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             outer, loop, self._loop = self.guards, self._loop, False
             self._note(Act.ENTER, node)
-            self.function(node)
+            self.head_of_function(node)
+            self.block(node.body)
             self.guards, self._loop = outer, loop
         elif isinstance(node, ast.ClassDef):
             self.block(node.body)
@@ -278,7 +275,7 @@ class _Walk:
             if type(node.ctx) is ast.Load:
                 self._note(Act.CHAIN, node)
         elif kind is ast.Constant:
-            if isinstance(node.value, str) and node.value.startswith("cuda"):
+            if names_cuda(node):
                 self._note(Act.TEXT, node)
         elif node is not None:
             _WALKS.get(kind, _Walk._parts)(self, node)
@@ -292,11 +289,14 @@ class _Walk:
 
     def _attribute(self, node: ast.Attribute) -> None:
         self._note(Act.CHAIN, node)
-        value = node.value
-        while isinstance(value, ast.Attribute):
-            value = value.value
-        if not isinstance(value, ast.Name):
-            self.expression(value)
+        self._start(node)
+
+    def _start(self, chain: ast.expr) -> None:
+        """Walks what a chain of attributes starts from, unless that is a name."""
+        while isinstance(chain, ast.Attribute):
+            chain = chain.value
+        if not isinstance(chain, ast.Name):
+            self.expression(chain)
 
     def _text(self, node: ast.JoinedStr) -> None:
         first = node.values[0] if node.values else None
@@ -325,7 +325,7 @@ class _Walk:
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
-        if isinstance(node, ast.BinOp) or not _names_cuda(node):
+        if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._parts(node)
 
@@ -336,11 +336,7 @@ class _Walk:
         self.guards = outer
 
     def _call(self, node: ast.Call) -> None:
-        func: ast.expr = node.func
-        while isinstance(func, ast.Attribute):
-            func = func.value
-        if not isinstance(func, ast.Name):
-            self.expression(func)
+        self._start(node.func)
         for argument in node.args:
             self.expression(argument)
         for keyword in node.keywords:
@@ -366,12 +362,9 @@ _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
 """How each kind of expression is walked; all others part by part."""
 
 
-def _names_cuda(node: ast.Compare) -> bool:
-    sides = (node.left, *node.comparators)
-    return any(
-        isinstance(side, ast.Constant) and isinstance(side.value, str) and side.value.startswith("cuda")
-        for side in sides
-    )
+def names_cuda(node: ast.expr) -> bool:
+    """Returns whether an expression is a text such as "cuda:0"."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
 
 
 def names_in(node: ast.AST) -> set[str]:

@@ -14,7 +14,7 @@ from torchport.errors import UnreadableError
 from torchport.porting.scan.codebase import CodeUnit
 from torchport.porting.scan.syntax import Act, Body, Event, chain_of
 from torchport.source import parsing
-from torchport.source.parameters import STARRED, Function, parameters
+from torchport.source.bindings import STARRED, Function, parameters
 
 
 class Kind(enum.Enum):

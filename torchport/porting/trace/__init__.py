@@ -1,1 +1,227 @@
-"""What stops a network from being traced: every place in one go, from shapes alone."""
+"""What stops a network from being traced: every place in one go, from shapes alone, as a run would trace it.
+
+Every trace has a process of its own: what is assumed stays in torch and in the modules that are imported under it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchport import shard
+from torchport.compile import network, preflight
+from torchport.compile.eager import plainly
+from torchport.compile.failure import Owners, cure
+from torchport.compile.in_force import in_force, lowerings
+from torchport.errors import TopologyError, TorchportError
+from torchport.porting.trace.assumptions import GoingOn, assumed, modules_go_on
+from torchport.porting.trace.notes import Constant, Notes, Raised, Stopper
+from torchport.processes import child
+from torchport.progress import waiting
+from torchport.stages import outputs, recorder
+from torchport.stages.family import Stage
+from torchport.task import Request, Task, accept, devices
+
+Calls = Mapping[str, Sequence[recorder.NetworkCall]]
+"""By stage, the calls that its verb makes of its network."""
+
+
+@dataclasses.dataclass
+class TraceReport:
+    stoppers: list[Stopper]
+    constants: list[Constant]
+    programs: list[Program]
+    stages: list[str]
+    skipped: dict[str, str]
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Program:
+    stage: str
+    times: int  #: How often the stage calls it in this job; 0 for one of another job.
+    #: What makes it another program than the stage's first; empty of that.
+    because: str
+
+
+def trace(request: Request, patched: bool = True) -> TraceReport:
+    """Returns what stops the networks of a job from being traced.
+
+    Args:
+        request: The job; it needs no prompt, and no weights are read.
+        patched: Whether the card's patches are in force. Without them, the shapes of the inputs are still those that
+            the patched stages make.
+    """
+    accept(request, dry=True)  # refusals come before a process is started
+    with waiting(f"trace {request.model}"):
+        calls = None if patched else child.call("torchport.porting.trace:called", request, ended=_ended)
+        # Blocks that a stopper changes cannot be stacked, and patches may be what makes them equal.
+        overrides = request.overrides if patched else (*request.overrides, "stacked=false")
+        request = dataclasses.replace(request, overrides=overrides)
+        report: TraceReport = child.call("torchport.porting.trace:traced", request, calls, ended=_ended)
+    return report
+
+
+def _ended(end: child.Ended) -> TopologyError:
+    return TopologyError("torchport trace", f"The process that traces {end}", "Mend that, or trace another job")
+
+
+def called(request: Request) -> Calls:
+    """Returns the calls of every stage's network, under the card's patches: a process's own side."""
+    task = accept(request, dry=True)
+    devices.prepare(task.machine)
+    result: dict[str, list[recorder.NetworkCall]] = {}
+    for stage in task.stages:
+        if stage.network is not None and stage.like is not None:
+            with in_force(task, [stage]):
+                # Without what `pickle` cannot carry.
+                found = _calls(task, stage)
+                result[stage.name] = [dataclasses.replace(call, output=None, kept={}) for call in found]
+    return result
+
+
+def traced(request: Request, calls: Calls | None) -> TraceReport:
+    """Returns what a trace found: a process's own side.
+
+    Args:
+        calls: The calls of its networks where its patches are not to be in force; None where they are.
+    """
+    task = accept(request, dry=True)
+    devices.prepare(task.machine)
+    notes = Notes(dataclasses.replace(Owners.of_task(task), unpatched=calls is not None))
+    report = TraceReport([], [], [], [], {})
+    for stage in task.stages:
+        if stage.network is None or stage.like is None:
+            reason = "it runs on the host" if stage.network is None else "its inputs are not known beforehand"
+            report.skipped[stage.name] = reason
+            continue
+        notes.stage = stage.name
+        report.stages.append(stage.name)
+        ends = f"nothing: the trace of {stage.name} ends here"
+        try:
+            with Raised() as raised:
+                report.programs += _of_stage(task, stage, notes, calls, report.operators)
+        except TorchportError as error:
+            if not notes.stoppers:  # else an assumption may have led to it
+                raise
+            stopper = Stopper(error.id, stage.name, error.place, error.fact, error.remedy, [], 0, "", ends)
+            notes.stoppers.setdefault((error.id, error.place), stopper)
+        else:
+            if raised.error is not None:
+                notes.record(raised.error, ends)
+    report.stoppers = list(notes.stoppers.values())
+    report.constants = sorted(notes.constants.values(), key=lambda constant: -constant.bytes)
+    return report
+
+
+def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]) -> list[Program]:
+    """Traces one stage's network for each set of its inputs, and adds what it calls to `operators`."""
+    patches = task.patches([stage])
+    entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
+    going = functools.partial(_going_on, notes, stage.call or _plain, False)
+    lowering = functools.partial(_going_on, notes, stage.call or _plain, True)
+    quiet, loud = (dataclasses.replace(stage, call=call, prepare=_guarded(stage, notes)) for call in (going, lowering))
+    with assumed(notes), modules_go_on(notes):
+        with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
+            network.check_classes(task)
+            found = calls[stage.name] if calls is not None else _calls(task, quiet)
+            mesh = shard.make_mesh(task.job.mesh, devices.devices(task.machine))
+            parts = network.as_shapes(task, loud)
+            module = network.module_of(loud, parts)
+            compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
+            for call in found:
+                compiled.lowered(compiled.shapes(call.inputs), call.static)
+            operators[stage.name] = compiled.operators.text()
+        if calls is not None:
+            return []
+        with in_force(task, [stage], entries=entries, explained=False):
+            return _programs(task, quiet, found, notes)
+
+
+def _plain(module: Any, settings: Any, **inputs: Any) -> Any:
+    return plainly(module, **inputs)
+
+
+def _going_on(notes: Notes, call: Callable[..., Any], counts: bool, module: Any, settings: Any, **inputs: Any) -> Any:
+    notes.lowers = counts
+    with GoingOn(notes, counts):
+        return call(module, settings=settings, **inputs)
+
+
+def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
+    if stage.prepare is None:
+        return None
+    prepare = stage.prepare
+
+    def guarded(parts: Mapping[str, Any], settings: Any) -> None:
+        with Raised() as raised:
+            prepare(parts, settings)
+        if raised.error is not None:
+            notes.record(raised.error, "the rest of prepare is left out")
+
+    return guarded
+
+
+def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
+    with preflight.without_values():
+        parts = network.as_shapes(task, stage)
+        module, how = network.module_of(stage, parts), network.how(stage, task)
+        return recorder.network_calls(stage, parts, module, how, task.settings, count=False)
+
+
+def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], notes: Notes) -> list[Program]:
+    """Returns the programs of this job, and those that other values of its settings would add.
+
+    Args:
+        notes: What stops another job is no stopper of this one, and is not noted.
+    """
+    first = calls[0]
+    result = [Program(stage.name, first.times, "")]
+    result += [Program(stage.name, call.times, _difference(first, call)) for call in calls[1:]]
+    for words, other in _others(task):
+        try:
+            with notes.of_another_job(), Raised() as raised:
+                new = [call for call in _calls(other, stage) if all(_difference(call, old) for old in calls)]
+                result += [Program(stage.name, 0, f"{words}: {_difference(first, call)}") for call in new]
+            error: BaseException | None = raised.error
+        except TorchportError as refusal:
+            error = refusal
+        if error is not None:
+            result.append(Program(stage.name, 0, f"{words}: not known, that job ends with {cure.reason(error)}"))
+    if task.settings.text_bucket is not None and stage.needs:
+        words = f"prompts whose lengths differ by more than text_bucket, {task.settings.text_bucket} tokens"
+        result.append(Program(stage.name, 0, f"{words}: the shapes of the text"))
+    return result
+
+
+def _others(task: Task) -> list[tuple[str, Task]]:
+    """Returns other jobs that a service may be asked for, in words and as such; all of a job has the same settings."""
+    current = task.settings
+    scale = 1.0 if current.guidance_scale > 1.0 else 5.0
+    word = "without guidance" if scale == 1.0 else "with guidance"
+    others = [
+        (f"{word} (guidance_scale {scale})", dataclasses.replace(current, guidance_scale=scale)),
+        (f"with {current.steps + 1} steps", dataclasses.replace(current, steps=current.steps + 1)),
+    ]
+    return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others]
+
+
+def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
+    """Returns in words how the arguments of two calls differ; empty if one program takes both."""
+    before, after = outputs.leaves(first.inputs), outputs.leaves(other.inputs)
+    words = [f"'{name}' is only in one of them" for name in sorted(before.keys() ^ after.keys())]
+    for name in sorted(before.keys() & after.keys()):
+        old, new = before[name], after[name]
+        if tuple(old.shape) != tuple(new.shape):
+            words.append(f"'{name}' is {list(new.shape)}, not {list(old.shape)}")
+        elif old.dtype != new.dtype:
+            words.append(f"'{name}' is {new.dtype}, not {old.dtype}".replace("torch.", ""))
+    was, statics = dict(first.static), dict(other.static)
+    words += [
+        f"'{key}' is {statics.get(key)!r}, not {was.get(key)!r}"
+        for key in sorted(was | statics)
+        if was.get(key) != statics.get(key)
+    ]
+    return "; ".join(words)

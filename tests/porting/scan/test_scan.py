@@ -5,7 +5,7 @@ import re
 import pytest
 
 from torchport.commands import explain
-from torchport.porting.scan.finding import BY_KIND, RULES
+from torchport.porting.scan import BY_KIND, RULES
 
 HEAD = """\
 import torch

@@ -8,7 +8,7 @@ import torch
 from fakes.plain_pack import PlainPack
 
 from torchport.commands import trace as command
-from torchport.porting.trace import tracing
+from torchport.porting import trace as tracing
 from torchport.task import Request
 
 FORWARD = """    def forward(self, x, context):

@@ -537,7 +537,7 @@ def test_a_run_that_begins_at_an_elif_stays_in_the_outer_ifs_else(world, target,
 
 def test_a_text_that_would_mean_something_else_is_refused(world, monkeypatch):
     """The net under every misplacement: what is written is parsed again and compared."""
-    monkeypatch.setattr("torchport.patch.rewriting.rewrite._replace", lambda lines, run, statement: None)
+    monkeypatch.setattr("torchport.patch.rewriting._replace", lambda lines, run, statement: None)
     world.python("def new():\n    return 1\n")
     text = _refusal(world, RewriteError, "up.m:branches", "while $a:\n    $...body", gives="[a, x]")
     assert "'up.one' cannot be put into up.m:branches without changing what stands around it." in text
