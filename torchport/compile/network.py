@@ -204,7 +204,7 @@ def _without_weights(task: Task, component: str) -> Any:
     cls = load.class_of(entry.class_)
     if not hasattr(cls, "from_config"):
         return cls()
-    root = described(task)
+    root = checkpoint.described(task.checkpoint, task.card)
     if root is not None or (component == "scheduler" and task.settings.scheduler is not None):
         return _light(task, component, task.component_folder(root or Path(), component))
     return cls.from_config(dict(recipe(task, component, None).config))
@@ -217,18 +217,14 @@ def published(task: Task, component: str) -> Any:
     """
     if component not in task.shapes:
         dtype = task.dtype(component) if component in task.settings.dtypes else None
-        task.shapes[component] = load.published(*recipe(task, component, described(task)), dtype)
+        root = checkpoint.described(task.checkpoint, task.card)
+        task.shapes[component] = load.published(*recipe(task, component, root), dtype)
     return task.shapes[component]
-
-
-def described(task: Task) -> Path | None:
-    """Returns the folder of the configurations of the task's checkpoint: see `checkpoint.described`."""
-    return None if task.is_tiny else checkpoint.described(task.checkpoint, task.card)
 
 
 def parameters(task: Task, component: str) -> int:
     """Returns the number of a component's parameters, by the card or by the checkpoint's configuration; 0: unknown."""
-    entry, root = task.card.components[component], described(task)
+    entry, root = task.card.components[component], checkpoint.described(task.checkpoint, task.card)
     if entry.parameters is not None:
         return entry.parameters
     folder = None if root is None else task.component_folder(root, component)

@@ -149,9 +149,10 @@ def _host_bytes(task: Task, component: str) -> int:
     """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
     if task.is_tiny:
         return 0
-    dtype, root = task.settings.dtypes.get(component), network.described(task)
+    dtype, root = task.settings.dtypes.get(component), checkpoint.described(task.checkpoint, task.card)
     folder = None if root is None else task.component_folder(root, component)
-    if folder is None or dtype is None or not checkpoint.has_weights(folder):
+    has_weights = folder is not None and any(file.suffix != ".json" for file in folder.glob("*"))
+    if folder is None or dtype is None or not has_weights:
         return (dtype or torch.float16).itemsize * network.parameters(task, component)
     return dtype.itemsize * network.layout(task, component).parameters(folder)
 

@@ -83,21 +83,19 @@ def local(name: str) -> Path | None:
 
 
 def described(name: str, card: Card) -> Path | None:
-    """Returns the folder that says how a checkpoint's components are built; None where the card has to say it.
+    """Returns the folder that says how a checkpoint's components are built; None where the card says it.
 
-    It is that of `local`. A card that was derived from a pipeline knows no published numbers, as classes' defaults are
-    often other ones, so that its checkpoint's configurations are downloaded: some kilobytes.
+    It is that of `local`; a tiny checkpoint has none. A card that was derived from a pipeline knows no published
+    numbers, as classes' defaults are often other ones, so that its checkpoint's configurations are downloaded: some
+    kilobytes.
     """
+    if is_tiny(name):
+        return None
     folder = local(name)
     if folder is None and card.model.startswith(DERIVED):
         folder = _snapshot(name, list(_CONFIGURATIONS))
         check_index(folder, card)
     return folder
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a component's folder holds more than its configuration."""
-    return any(file.suffix != ".json" for file in folder.glob("*"))
 
 
 def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:

@@ -156,7 +156,7 @@ def _why_unchecked(task: Task, entry: LoraFile) -> str | None:
 
 def _component_folder(task: Task, component: str) -> Path | None:
     """Returns where a component of the checkpoint lies; None if it is not here."""
-    root = None if task.is_tiny else checkpoint.local(task.checkpoint)
+    root = checkpoint.described(task.checkpoint, task.card)
     return None if root is None else task.component_folder(root, component)
 
 

@@ -350,7 +350,7 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
         return MachineError("torchport verify", f"The original's process {end}", "Free memory")
 
     def outputs(changes: Sequence[Values]) -> list[Any]:
-        function = "torchport.verify.units:call_original"
+        function = "torchport.verify.units:_call_original"
         environment = {"PYTHONWARNINGS": "ignore"}
         found: list[Any] = child.call(function, request, file, key, list(changes), ended=ended, environment=environment)
         return found
@@ -358,7 +358,7 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
     return outputs
 
 
-def call_original(request: Request, file: Path, key: BlockKey, changes: Sequence[Values]) -> list[Any]:
+def _call_original(request: Request, file: Path, key: BlockKey, changes: Sequence[Values]) -> list[Any]:
     """Returns what the original's network returns in one call for each set of values; runs in a process of its own."""
     call = key.call_of(read(file))
     with original_network(accept(request), call) as original:

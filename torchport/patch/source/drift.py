@@ -42,7 +42,7 @@ def current_row(entry: Entry) -> LockRow | None:
         written = str(signature(node)).replace("=Ellipsis", "=...") if isinstance(node, Function) else None
         return LockRow(
             signature=written,
-            tree=tree_hash(node),
+            tree=_tree_hash(node),
             statements=" ".join(part.key for part in parts(node)),
             relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
         )
@@ -92,14 +92,14 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     source, node = source_of(entry), under(entry)
     if used and source is not None and node is not None:
         where = f" ({source.shown}:{node.lineno}), by what its names lead to,"
-        result[entry.target] = bound_hash([], used)[:8], where
+        result[entry.target] = _bound_hash([], used)[:8], where
     return result
 
 
 def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> tuple[str, str]:
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
-        key = bound_hash(bindings(source, home[1]), uses(home))
+        key = _bound_hash(bindings(source, home[1]), uses(home))
     return key[:8], f" ({source.shown}:{node.lineno}), {why},"
 
 
@@ -320,12 +320,12 @@ _MARKS = {
 """What the hash of a parameter has before its name."""
 
 
-def tree_hash(node: ast.AST) -> str:
+def _tree_hash(node: ast.AST) -> str:
     """Returns the hash of a definition, 16 hexadecimal digits."""
     return hashlib.sha256("".join(_plain_text(node)).encode()).hexdigest()[:16]
 
 
-def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
+def _bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
     """Returns the hash of what a name is: of all that binds it, and of where the names in that lead.
 
     Args:
