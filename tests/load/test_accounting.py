@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from torchport import load
 from torchport.compile import in_force
+from torchport.config.card import Component
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
 from torchport.stages import family as families
 from torchport.task.family_file import family as family_of
@@ -380,3 +381,14 @@ def test_numbers_of_either_kind_and_values_that_are_left_open_pass(card, tiny_fo
     path = shutil.copytree(tiny_folder / "scheduler", tmp_path / "scheduler") / "scheduler_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": 7, "shift_terminal": None, "base_shift": None}))
     accounted(card, tmp_path, "scheduler")
+
+
+def test_a_transformers_module_is_built_from_its_file_unless_the_card_says_how(tmp_path):
+    def records(**entry):
+        return load.records_config(Component.model_validate({"class": "transformers:T5EncoderModel"} | entry), tmp_path)
+
+    assert not records()
+    (tmp_path / "config.json").write_text("{}")
+    assert records() and records(**{"class": "diffusers:AutoencoderKL"})
+    assert not records(published={"d_model": 64}) and not records(file="model.pt")
+    assert not records(**{"class": "transformers:T5Tokenizer"})

@@ -581,3 +581,9 @@ def test_a_step_cache_is_planned_as_two_programs_and_their_average():
     assert found.step.flops == whole.step.flops * 5 / 8
     alone = planning.plan(request(*SMALL), "v6e:2x4").stage("denoise")
     assert found.per_device.peak_bytes > alone.per_device.peak_bytes, "what is kept lies there, too"
+
+
+def test_encoders_on_the_devices_that_were_not_asked_for_can_be():
+    task = types.SimpleNamespace(encodes_on_devices=lambda stage: True)
+    left_out = planning._left_out(task, types.SimpleNamespace(name="encode", network=None, like=None))
+    assert (left_out.status, left_out.why) == ("not_asked", "Add --stage encode, or --stage all")

@@ -92,8 +92,8 @@ def described(name: str, card: Card) -> Path | None:
     if is_tiny(name):
         return None
     folder = local(name)
-    if folder is None and card.model.startswith(DERIVED):
-        folder = _snapshot(name, list(_CONFIGURATIONS))
+    if card.model.startswith(DERIVED):
+        folder = folder or _snapshot(name, list(_CONFIGURATIONS))
         check_index(folder, card)
     return folder
 

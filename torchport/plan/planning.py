@@ -98,7 +98,7 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
             *([] if whole is None else [clip.ASSUMED]),
         ],
         lossy=lossy(task),
-        stages={stage.name: planned.get(stage.name) or _left_out(stage) for stage in task.family.STAGES},
+        stages={stage.name: planned.get(stage.name) or _left_out(task, stage) for stage in task.family.STAGES},
         clip=whole,
         verification=verification_cost(task, planned),
     )
@@ -145,11 +145,11 @@ def _check(task: Task, stages: Sequence[str]) -> None:
     check_tiling(task.card, task.job, compiled, task.job_document)
 
 
-def _left_out(stage: Stage) -> StageLeftOut:
-    if stage.network is None:
+def _left_out(task: Task, stage: Stage) -> StageLeftOut:
+    if stage.network is None and not task.encodes_on_devices(stage):
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)
-    if stage.like is None:
+    if stage.network is not None and stage.like is None:
         return StageLeftOut(status="not_asked", why="The shapes of its inputs are not known beforehand")
     return StageLeftOut(status="not_asked", why=f"Add --stage {stage.name}, or --stage all")
 
