@@ -88,6 +88,21 @@ def test_two_calls_a_step_are_conditions(texts):
     }
 
 
+def test_blocks_that_take_arguments_without_a_name_are_a_chain():
+    class Block(torch.nn.Module):
+        def forward(self, x, *args):
+            return x + args[0]
+
+    blocks = torch.nn.ModuleList(Block() for _ in range(3))
+    [chain] = trials._chains("transformer", torch.nn.ModuleDict({"blocks": blocks}))
+    chain.watched()
+    for values in ((1, None), (1, None)), ((1, 2000), (1, 3000)):
+        x = torch.zeros(2)
+        for block, number in zip(blocks, (0, 1, 1), strict=True):
+            x = block(x, *values[number])
+        assert chain.carries == (["x"] if values[0] == values[1] else [])
+
+
 def test_a_picture_has_one_frame_and_texts_of_any_length(texts):
     card, job, published = texts("QwenImagePipeline")
     assert (published["height"], published["width"], published["frames"]) == (1024, 1024, 1)

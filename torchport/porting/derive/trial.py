@@ -518,7 +518,10 @@ class _Chain:
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
             carries = [next((name for name, value in inputs.items() if value is each), "") for each in returned]
-            same = all(inputs[name] is others.get(name) for name in inputs if name not in carries)
+            # Positional arguments without a name come as a new tuple in every call.
+            rest = [(inputs[name], others.get(name)) for name in inputs if name not in carries]
+            pairs = [(x, y) if isinstance(x, tuple) and isinstance(y, tuple) else ((x,), (y,)) for x, y in rest]
+            same = all([*map(id, x)] == [*map(id, y)] for x, y in pairs)
             fits = "" not in carries and same and self.carries in (None, carries)
             self.carries = carries if fits else []
         self.before = (number, inputs, outputs)
