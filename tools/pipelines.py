@@ -2,6 +2,7 @@
 
     python tools/pipelines.py --write                  # every pipeline of the list below
     python tools/pipelines.py FluxPipeline --write     # one of them, and its row of docs/models.md
+    python tools/pipelines.py --plan --write           # the published sizes of some, as `torchport plan` has them
 
 The original is upstream's pipeline object, called as its documentation says. A row has the largest difference of the
 port's latents from it, relative to the largest latent; of frames, in steps of 8 bits; and the sharding strategies.
@@ -25,7 +26,26 @@ from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- rows: tools/pipelines.py -->", "<!-- end of rows -->"
+PLANS, PLANS_END = "<!-- plans: tools/pipelines.py -->", "<!-- end of plans -->"
 STRATEGIES = ("ulysses", "tp")
+SLICES = ("v6e:2x4", "v5e:2x4")
+PLANNED: dict[str, dict[str, dict[str, Any]]] = {
+    "FluxPipeline": {
+        "transformer": {"guidance_embeds": True},
+        "vae": {
+            "block_out_channels": [128, 256, 512, 512],
+            "down_block_types": ["DownEncoderBlock2D"] * 4,
+            "up_block_types": ["UpDecoderBlock2D"] * 4,
+            "latent_channels": 16,
+        },
+    },
+    "HunyuanVideoPipeline": {},
+    "LTXPipeline": {},
+    "MochiPipeline": {},
+    "QwenImagePipeline": {},
+    "WanPipeline": {},
+}
+"""Pipelines whose published networks are their classes' defaults, but for these numbers."""
 PIPELINES = [
     "AnyFlowPipeline",
     "AuraFlowPipeline",
@@ -202,28 +222,66 @@ def as_line(found: dict[str, Any]) -> str:
     return f"| {name} | {numbers} | {levels} | {', '.join(found['patches'])} | {found['seconds']} |"
 
 
+def planned(name: str) -> str:
+    """Returns a row of the table of published sizes: a denoising step on each slice."""
+    from torchport.config.pack import find_pack
+    from torchport.porting import derive
+
+    model = f"diffusers:{name}"
+    derive.ensure(model)
+    card, _ = find_pack().card(model)
+    job, _ = find_pack().job(f"configs/{model}.yaml")
+    with tempfile.TemporaryDirectory() as folder:
+        index = {part: entry.class_.split(":") for part, entry in card.components.items()}
+        (Path(folder) / "model_index.json").write_text(json.dumps(index))
+        for part in card.components:
+            (Path(folder) / part).mkdir()
+            config = "scheduler_config.json" if part == "scheduler" else "config.json"
+            (Path(folder) / part / config).write_text(json.dumps(PLANNED[name].get(part, {})))
+        cells = [cell_of(model, folder, machine) for machine in SLICES]
+    frames = f" x {job.frames}" if job.frames > 1 else ""
+    return f"| `{model}` | {job.height} x {job.width}{frames}, {job.steps} steps | {' | '.join(cells)} |"
+
+
+def cell_of(model: str, folder: str, machine: str) -> str:
+    """Returns what `torchport plan` says of a denoising step on a slice: bytes of a chip, and seconds."""
+    words = [sys.executable, "-m", "torchport", "plan", "--model", model, "--stage", "denoise", "--topology", machine]
+    done = subprocess.run(
+        [*words, "--set", f"checkpoint={folder}", "--json"], capture_output=True, text=True, check=False
+    )
+    if not done.stdout.startswith("{"):
+        found = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        return f"no: {' '.join(found)[:200]}"
+    stage = json.loads(done.stdout)["stages"]["denoise"]
+    if not stage["fits"]:
+        return "does not fit"
+    return f"{stage['per_device']['peak_bytes'] / 2**30:.1f} GiB, {stage['step']['model_s']:.3g} s"
+
+
 def main() -> None:
     """Prints a line for each pipeline; with `--write` the page has them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pipelines", nargs="*", default=PIPELINES)
+    parser.add_argument("pipelines", nargs="*", help="all of the list by default")
+    parser.add_argument("--plan", action="store_true", help="plan the published sizes instead")
     parser.add_argument("--write", action="store_true", help="write the rows into docs/models.md")
     parser.add_argument("--row", nargs="+", metavar="STRATEGY", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.row:
         print(json.dumps(row(flags.pipelines[0], flags.row)))
         return
-    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"{BEGIN}\n{END}\n"
-    head, rest = text.split(BEGIN)
-    body, tail = rest.split(END)
+    begin, end = (PLANS, PLANS_END) if flags.plan else (BEGIN, END)
+    head, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    body, tail = rest.split(end)
     rows = {line.split("`")[1]: line for line in body.splitlines() if line.startswith("| `")}
-    for name in flags.pipelines:
-        line = as_line(in_child(name))
+    columns = "| pipeline | latents, " + " and ".join(STRATEGIES) + " | levels of 8 bits | patches | seconds |"
+    columns = "| pipeline | size | " + " | ".join(SLICES) + " |" if flags.plan else columns
+    for name in flags.pipelines or (PLANNED if flags.plan else PIPELINES):
+        line = planned(name) if flags.plan else as_line(in_child(name))
         rows[f"diffusers:{name}"] = line
         print(line, flush=True)
         if flags.write:
-            columns = "| pipeline | latents, " + " and ".join(STRATEGIES) + " | levels of 8 bits | patches | seconds |"
-            lines = [columns, "|---|---|---|---|---|", *(rows[key] for key in sorted(rows))]
-            PAGE.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}", encoding="utf-8")
+            lines = [columns, "|---" * (columns.count("|") - 1) + "|", *(rows[key] for key in sorted(rows))]
+            PAGE.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

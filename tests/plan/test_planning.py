@@ -587,3 +587,19 @@ def test_encoders_on_the_devices_that_were_not_asked_for_can_be():
     task = types.SimpleNamespace(encodes_on_devices=lambda stage: True)
     left_out = planning._left_out(task, types.SimpleNamespace(name="encode", network=None, like=None))
     assert (left_out.status, left_out.why) == ("not_asked", "Add --stage encode, or --stage all")
+
+
+def test_tensors_that_are_plain_attributes_have_their_values_in_a_plan(monkeypatch):
+    class Tables(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.arange(3.0)
+
+    built = torch.nn.ModuleDict({"inner": Tables()})
+    with torch.device("meta"):
+        shapes = torch.nn.ModuleDict({"inner": Tables()})
+    monkeypatch.setattr(aot.network, "recipe", lambda *_: ("maker", {}, "here"))
+    monkeypatch.setattr(aot.load, "build", lambda *_: built)
+    task = types.SimpleNamespace(checkpoint="tiny", card=None, dtype=lambda name: "float32")
+    aot._restore_attributes(task, "transformer", shapes)
+    assert shapes["inner"].table.tolist() == [0.0, 1.0, 2.0]

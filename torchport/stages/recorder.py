@@ -95,7 +95,8 @@ class Recorder:
             if self.count:
                 stack.enter_context(counter)
                 stack.enter_context(_at_borders(self.module, tensors))
-            with torch.no_grad(), Constants(_is_meta, lambda tensor: tensor.to("meta")):
+            on_meta = Constants(lambda x: isinstance(x, torch.Tensor) and x.is_meta, lambda tensor: tensor.to("meta"))
+            with torch.no_grad(), on_meta:
                 output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
         borders = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()) if self.count else None
@@ -126,10 +127,6 @@ def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> I
         for path in ["", *unit_paths(network)]:
             hooks.enter_context(network.get_submodule(path).register_forward_hook(note, with_kwargs=True))
         yield
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _like(tree: Any, device: str) -> Any:

@@ -137,3 +137,11 @@ def test_a_hundred_thousand_tokens_need_little_more_than_themselves(dtype):
     blocks, tensors = 8 * 2 * 512 * 1024 * 4, 4 * 2 * 100_000 * 128 * 4
     allowed = blocks + (tensors if dtype == "bfloat16" else 0)
     assert compiled.memory_analysis().temp_size_in_bytes <= allowed
+
+
+def test_keys_of_one_block_are_a_loop_whose_length_the_program_knows():
+    k = jnp.ones((2, 2, 257, 8))
+    how = {"scale": 1.0, "causal": False, "window": None}
+    program = jax.make_jaxpr(lambda lengths: plain.attention(k[:, :, :1], k, k, lengths_B=lengths, **how))
+    program = str(program(jnp.array([0, 5])))
+    assert "scan" in program and "while" not in program

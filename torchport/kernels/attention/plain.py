@@ -95,6 +95,8 @@ class _Inputs:
         """Returns the first block of keys that some query of a block sees, and one after the last."""
         left, right = limits(self.causal, self.window)
         keys = self.k.shape[2]
+        if keys <= self.block_kv:
+            return 0, 1  # a loop whose length the program knows, as a plan must
         end = jnp.int32(keys) if self.lengths is None else jnp.minimum(jnp.max(self.lengths), keys)
         if right is not None:
             end = jnp.minimum(end, first_row + self.block_q + right)

@@ -153,12 +153,7 @@ class PipelineTrial:
         fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {brief(stop.error)}"
         return BadValueError(self.place, fact, f"Write a card that says {where}: docs/cards.md")
 
-    def _mended(
-        self,
-        stop: Stop,
-        before: Observed,
-        end: float,
-    ) -> tuple[Observed, Stop | None] | None:
+    def _mended(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
         """Returns the next trial that came further; None if no change of numbers helps."""
         divisor = re.search(r"divisible by\D*(\d+)", str(stop.error))
         if divisor and int(divisor[1]) % (self.unit or 1 << 30):
@@ -386,11 +381,7 @@ def _patch(configurations: Configurations) -> int:
     return math.lcm(*sides)
 
 
-def _size(
-    module: torch.nn.Module,
-    path: str,
-    attribute: str,
-) -> int | None:
+def _size(module: torch.nn.Module, path: str, attribute: str) -> int | None:
     try:
         value = getattr(module.get_submodule(path), attribute)
     except AttributeError:
@@ -418,12 +409,7 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
 
 
 @contextlib.contextmanager
-def _watched(
-    pipe: Any,
-    parts: Mapping[str, Any],
-    observed: Observed,
-    running: list[Any],
-) -> Iterator[None]:
+def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: list[Any]) -> Iterator[None]:
     """Notes what a pipeline calls, and with what."""
     handles: list[Any] = []
     networks = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]
@@ -505,22 +491,17 @@ class _Chain:
             for number, block in enumerate(self.blocks)
         ]
 
-    def _noted(
-        self,
-        number: int,
-        block: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
+    def _noted(self, number: int, block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inputs = dict(inspect.signature(block.forward).bind_partial(*args, **kwargs).arguments)
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
             carries = [next((name for name, value in inputs.items() if value is each), "") for each in returned]
-            # Positional arguments without a name come as a new tuple in every call.
+            # Positional arguments without a name come as a new tuple in every call, some others as a new list.
             rest = [(inputs[name], others.get(name)) for name in inputs if name not in carries]
-            pairs = [(x, y) if isinstance(x, tuple) and isinstance(y, tuple) else ((x,), (y,)) for x, y in rest]
+            pairs: list[Any] = [
+                (x, y) if isinstance(x, tuple | list) and type(x) is type(y) else ((x,), (y,)) for x, y in rest
+            ]
             same = all([*map(id, x)] == [*map(id, y)] for x, y in pairs)
             fits = "" not in carries and same and self.carries in (None, carries)
             self.carries = carries if fits else []
@@ -540,21 +521,11 @@ def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
             yield _Chain(component, path, blocks)
 
 
-def _counted(
-    component: str,
-    name: str,
-    module: torch.nn.Module,
-    observed: Observed,
-    running: list[Any],
-) -> list[Any]:
+def _counted(component: str, name: str, module: torch.nn.Module, observed: Observed, running: list[Any]) -> list[Any]:
     def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         running.append((component, name, module, args))
 
-    def leave(
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        output: Any,
-    ) -> None:
+    def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         observed.finished += 1
         running.pop()
 
@@ -562,11 +533,7 @@ def _counted(
 
 
 def _noting(component: str, observed: Observed) -> Any:
-    def note(
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         observed.calls.append(LoopCall(component, observed.steps, dict(inputs)))
 

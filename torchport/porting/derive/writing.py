@@ -33,11 +33,7 @@ _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device",
 """Arguments of `encode_prompt` that every run passes."""
 
 
-def card_of(
-    trial: PipelineTrial,
-    observed: Observed,
-    model: str,
-) -> dict[str, Any]:
+def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, Any]:
     """Returns a card as YAML's data."""
     cls, parts = trial.cls, trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls)
@@ -142,11 +138,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     return job
 
 
-def _encoding(
-    trial: PipelineTrial,
-    observed: Observed,
-    network: str,
-) -> dict[str, Any]:
+def _encoding(trial: PipelineTrial, observed: Observed, network: str) -> dict[str, Any]:
     """Returns what a card's `call` says of `encode_prompt`: its arguments, and what it returns."""
     cls = trial.cls
     if not observed.encodings:
@@ -195,13 +187,7 @@ def embeddings_of(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in takes and value is not None}
 
 
-def _size(
-    trial: PipelineTrial,
-    network: str,
-    name: str,
-    dim: int,
-    size: int,
-) -> int | str:
+def _size(trial: PipelineTrial, network: str, name: str, dim: int, size: int) -> int | str:
     """Returns a size of an embedding: the name of the network's argument that says it, where it is a width."""
     if dim == 0 or size < 16:
         return size
@@ -214,11 +200,7 @@ def _size(
     return same[0] if same and dim > 0 and name.endswith(("embeds", "embeds_2", "embeddings")) else size
 
 
-def _conditions(
-    embeddings: Mapping[str, Any],
-    calls: Sequence[LoopCall],
-    observed: Observed,
-) -> dict[str, Any]:
+def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observed: Observed) -> dict[str, Any]:
     """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
     first = [call for call in calls if call.step == 0]
     if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):  # two lengths are no batch
