@@ -14,7 +14,7 @@ from torchport.config.card import Card
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, UnknownNameError
 from torchport.porting import derive
-from torchport.porting.derive import parts
+from torchport.porting.derive import parts, writing
 from torchport.porting.derive import trial as trials
 from torchport.porting.derive.trial import Observed, PipelineTrial
 
@@ -85,6 +85,20 @@ def test_two_calls_a_step_are_conditions(texts):
         "strategy": "fsdp",
         "checkpoint": "Wan-AI/Wan2.1-T2V-14B-Diffusers@main",
         "encode": "devices",
+    }
+
+
+def test_a_published_job_has_upstreams_numbers_and_no_field_that_a_job_lacks():
+    class Pipeline:
+        def __call__(self, prompt, height=None, width=1000, max_area=1024**2, num_inference_steps=28):
+            """Has a size, and an area that is no field of a job."""
+
+    settings = {"height": "height", "width": "width", "max_area": "area", "num_inference_steps": "steps"}
+    card = {"size_multiple_of": 16, "checkpoint": "a/b@main", "call": {"settings": settings}}
+    demo = {"height": 32, "width": 64, "frames": 1, "fps": 8, "steps": 4, "machine": "cpu:8", "dtypes": {}}
+    assert writing.published_job_of(card, demo, Pipeline) == {
+        **{"height": 1024, "width": 992, "frames": 1, "fps": 8, "steps": 28},
+        **{"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": "a/b@main", "encode": "devices"},
     }
 
 

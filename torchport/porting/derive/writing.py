@@ -128,7 +128,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     upstreams = {field: takes[name].default for name, field in card["call"]["settings"].items()}
     is_picture = not {"frames", "num_frames"} & set(takes)
     usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
-    numbers = {field: value for field, value in upstreams.items() if isinstance(value, int | float)}
+    numbers = {field: value for field, value in upstreams.items() if field in demo and isinstance(value, int | float)}
     job = {**demo, "steps": 50, **usual, **numbers}
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
