@@ -97,8 +97,15 @@ def test_a_published_job_has_upstreams_numbers_and_no_field_that_a_job_lacks():
     card = {"size_multiple_of": 16, "checkpoint": "a/b@main", "call": {"settings": settings}}
     demo = {"height": 32, "width": 64, "frames": 1, "fps": 8, "steps": 4, "machine": "cpu:8", "dtypes": {}}
     assert writing.published_job_of(card, demo, Pipeline) == {
-        **{"height": 1024, "width": 992, "frames": 1, "fps": 8, "steps": 28},
-        **{"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": "a/b@main", "encode": "devices"},
+        "height": 1024,
+        "width": 992,
+        "frames": 1,
+        "fps": 8,
+        "steps": 28,
+        "machine": "v6e:2x4",
+        "strategy": "fsdp",
+        "checkpoint": "a/b@main",
+        "encode": "devices",
     }
 
 
