@@ -12,6 +12,7 @@ from fakes.plain_pack import PlainPack
 from jax.sharding import PartitionSpec
 
 from torchport import engine, shard
+from torchport.compile import network
 from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
@@ -598,8 +599,8 @@ def test_tensors_that_are_plain_attributes_have_their_values_in_a_plan(monkeypat
     built = torch.nn.ModuleDict({"inner": Tables()})
     with torch.device("meta"):
         shapes = torch.nn.ModuleDict({"inner": Tables()})
-    monkeypatch.setattr(aot.network, "recipe", lambda *_: ("maker", {}, "here"))
-    monkeypatch.setattr(aot.load, "build", lambda *_: built)
+    monkeypatch.setattr(network, "recipe", lambda *_: ("maker", {}, "here"))
+    monkeypatch.setattr(network.load, "build", lambda *_: built)
     task = types.SimpleNamespace(checkpoint="tiny", card=None, dtype=lambda name: "float32")
-    aot._restore_attributes(task, "transformer", shapes)
+    network.restore_attributes(task, "transformer", shapes)
     assert shapes["inner"].table.tolist() == [0.0, 1.0, 2.0]

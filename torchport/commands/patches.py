@@ -77,7 +77,7 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
 
 
 @command.command("schema")
-def print_schema() -> None:
+def _print_schema() -> None:
     """Prints the JSON Schema of a patch file, as `torchport schema patch` does."""
     from torchport.commands.schema import schema
 

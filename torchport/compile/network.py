@@ -233,6 +233,22 @@ def parameters(task: Task, component: str) -> int:
     return sum(each.numel() for each in published(task, component).parameters())
 
 
+def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> None:
+    """Gives a network as shapes the values of the tensors that are plain attributes, which no weights hold.
+
+    Upstream may bring them to its input's device, where a trace wants their values.
+    """
+    parts = dict(module.named_modules())
+    found = [
+        (path, key) for path, part in parts.items() for key, x in vars(part).items() if isinstance(x, torch.Tensor)
+    ]
+    if found:
+        maker, config, place = recipe(task, component, checkpoint.described(task.checkpoint, task.card))
+        built = dict(load.build(maker, config, task.dtype(component), place).named_modules())
+        for path, key in found:
+            setattr(parts[path], key, getattr(built[path], key))
+
+
 def check_classes(task: Task) -> None:
     """Refuses classes of a card that do not exist, and a network that is no module, all together.
 

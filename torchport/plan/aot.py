@@ -73,29 +73,12 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         # What upstream keeps of a call, as tables of positions, would be on meta where the program is traced.
         called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
         preflight.input_rules(task, stage.network, called)
-        _restore_attributes(task, stage.network, parts[stage.network])
+        network.restore_attributes(task, stage.network, parts[stage.network])
         kernels: list[dispatch.Traced | dispatch.Pass] = []
         program = network.compiled(task, stage, module, weights, mesh, record=kernels.append)
         if not bounded:
             program.attention = dataclasses.replace(program.attention, bounds={})
         yield StageNetwork(program, called, kernels)
-
-
-def _restore_attributes(task: Task, component: str, module: torch.nn.Module) -> None:
-    """Gives a network as shapes the values of the tensors that are plain attributes, which no weights hold.
-
-    Upstream may bring them to its input's device, where a trace wants their values.
-    """
-    parts = dict(module.named_modules())
-    found = [
-        (path, key) for path, part in parts.items() for key, x in vars(part).items() if isinstance(x, torch.Tensor)
-    ]
-    if found:
-        root = checkpoint.described(task.checkpoint, task.card)
-        maker, config, place = network.recipe(task, component, root)
-        built = dict(load.build(maker, config, task.dtype(component), place).named_modules())
-        for path, key in found:
-            setattr(parts[path], key, getattr(built[path], key))
 
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:

@@ -129,6 +129,7 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None, opera
             found = calls[stage.name] if calls is not None else _calls(task, quiet)
             mesh = shard.make_mesh(task.job.mesh, devices.devices(task.machine))
             parts = network.as_shapes(task, loud)
+            network.restore_attributes(task, str(loud.network), parts[str(loud.network)])
             module = network.module_of(loud, parts)
             compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
             for call in found:
