@@ -39,7 +39,6 @@ PLANNED: dict[str, dict[str, dict[str, Any]]] = {
             "latent_channels": 16,
         },
     },
-    "HunyuanVideoPipeline": {},
     "LTXPipeline": {},
     "MochiPipeline": {},
     "QwenImagePipeline": {},
