@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -68,14 +69,20 @@ def model(function: Function) -> Function:
     return click.option("--model", required=True, metavar="NAME", help=text, callback=derived)(function)
 
 
-def config(default: str = "", pipelines: str = "a pipeline's demo") -> Decorator[Any]:
+def config(default: str = "", published: Literal["never", "named", "always"] = "never") -> Decorator[Any]:
     """Returns the flag `--config`.
 
     Args:
         default: What is taken without it, in words. If there is nothing, only a pipeline can do without the flag.
-        pipelines: What is taken of a pipeline then, in words.
+        published: When a pipeline's job is that of its published weights, and not its demo: where the checkpoint is
+            named, or wherever it is not the tiny one.
     """
-    without, callback = (default, None) if default else (pipelines, _pipelines_job)
+    words = {
+        "named": "a pipeline's demo; with its weights, its published size",
+        "always": "a pipeline's published size",
+    }
+    callback = None if default else functools.partial(_pipelines_job, published)
+    without = default or words.get(published, "a pipeline's demo")
     text = f"The job, such as configs/demo.yaml: sizes, machine [{without}]."
     return click.option("--config", metavar="FILE", help=text, callback=callback)
 
@@ -92,19 +99,16 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
     )
 
 
-def _pipelines_job(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the job where a pipeline is named without one: of its published weights, or of its demo.
-
-    A plan is of the published weights, a run is where a checkpoint is named. Flags that are given come before this.
-    """
+def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """Returns the job where a pipeline is named without one; see `config`. Flags that are given come before this."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         hint = f"A pipeline has '{DERIVED}' before its name." if model.endswith("Pipeline") else None
         raise click.MissingParameter(hint, ctx=context, param=parameter)
     given = [text.partition("=")[2] for text in context.params.get("overrides", ()) if text.startswith("checkpoint=")]
     checkpoint = context.params.get("checkpoint") or (given[-1] if given else None)
-    published = {"plan": checkpoint is None or not is_tiny(checkpoint), "run": checkpoint and not is_tiny(checkpoint)}
-    return value or f"configs/{model}{'' if published.get(str(context.command.name)) else '_demo'}.yaml"
+    is_demo = published == "never" or (published == "named" if checkpoint is None else is_tiny(checkpoint))
+    return value or f"configs/{model}{'_demo' if is_demo else ''}.yaml"
 
 
 def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

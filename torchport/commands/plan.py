@@ -38,7 +38,7 @@ class PlanFlags:
 
 @terminal.command("plan")
 @options.model
-@options.config(pipelines="a pipeline's published size")
+@options.config(published="always")
 @click.option(
     "--topology",
     metavar="NAME",

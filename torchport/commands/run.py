@@ -45,7 +45,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 
 @terminal.command("run")
 @options.model
-@options.config(pipelines="a pipeline's demo; with its weights, its published size")
+@options.config(published="named")
 @options.prompt("required for the stage encode")
 @click.option(
     "--prompts",

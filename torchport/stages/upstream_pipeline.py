@@ -101,7 +101,10 @@ class UpstreamPipeline:
             vae.take_over(pipe)
         fields = {**vars(settings), "area": settings.height * settings.width}
         values = {name: fields[setting] for name, setting in self.card.settings.items()}
-        values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
+        if self.card.image is not None:
+            from PIL import Image
+
+            values[self.card.image] = Image.new("RGB", (settings.width, settings.height))  # the image is not here
         self._check_call(pipe, settings)
         constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
         takes = inspect.signature(pipe.__call__).parameters
@@ -188,10 +191,3 @@ class UpstreamPipeline:
 def is_guided(settings: Settings) -> bool:
     """Returns whether there are negative embeddings."""
     return settings.guidance_scale != 1.0
-
-
-def _blank(settings: Settings) -> Any:
-    """Returns an image of the video's size in place of one that is not here."""
-    from PIL import Image
-
-    return Image.new("RGB", (settings.width, settings.height))

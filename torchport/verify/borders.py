@@ -263,17 +263,7 @@ class Port:
     ) -> tuple[Any, WatchedCall]:
         """Returns what the network returns, and the call with its values at borders; see `WatchedCall`."""
         counts = functools.partial(call_counts, self.ledger)
-
-        call = WatchedCall(
-            self.module,
-            paths,
-            replacements,
-            lambda tensor, template: engine.constant(tensor.to(template.dtype)),
-            to_host,
-            skipped,
-            counts,
-            whole,
-        )
+        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts, whole)
         with call.watching():
             output = self.compiled(**inputs)
         return output, call
@@ -289,6 +279,11 @@ def compiled_network(
 
 def call_counts(ledger: patch.Ledger) -> dict[str, int]:
     return {record.entry.id: record.calls.count for record in ledger.records}
+
+
+def _to_engine(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    constant: torch.Tensor = engine.constant(tensor.to(template.dtype))
+    return constant
 
 
 def to_host(tensor: torch.Tensor | jax.Array) -> torch.Tensor:
