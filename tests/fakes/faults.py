@@ -681,7 +681,7 @@ WAN_DECODER_FAULTS = [
         "diffusers.wan.vae-resnet",
     ),
 ]
-"""What the decoder of Wan may get wrong: noticed, but its patches need each other, so none is named yet."""
+"""What the decoder of Wan may get wrong: its patches need each other, so they are named together."""
 
 
 def _planted(name, model, target, body, names, stage="denoise"):

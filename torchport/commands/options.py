@@ -74,8 +74,7 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
 
     Args:
         default: What is taken without it, in words. If there is nothing, only a pipeline can do without the flag.
-        published: When a pipeline's job is that of its published weights, and not its demo: where the checkpoint is
-            named, or wherever it is not the tiny one.
+        published: When a pipeline's job is that of its published weights: with a checkpoint, or always but for tiny.
     """
     words = {
         "named": "a pipeline's demo; with its weights, its published size",

@@ -239,9 +239,7 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
     Upstream may bring them to its input's device, where a trace wants their values.
     """
     parts = dict(module.named_modules())
-    found = [
-        (path, key) for path, part in parts.items() for key, x in vars(part).items() if isinstance(x, torch.Tensor)
-    ]
+    found = [(path, key) for path in parts for key, x in vars(parts[path]).items() if isinstance(x, torch.Tensor)]
     if found:
         maker, config, place = recipe(task, component, checkpoint.described(task.checkpoint, task.card))
         built = dict(load.build(maker, config, task.dtype(component), place).named_modules())

@@ -85,7 +85,7 @@ def verify(request: Request, options: Options) -> Verification:
                 decoded = verification.decoded
                 arguments = request, original, file, found.folder, decoded
                 search, parted = _call("verification:causes_of_decoder", *arguments)
-                verification = _with_causes(verification, search, lambda: _decoder_clue(search, parted))
+                verification = _with_causes(verification, search, lambda: _decoder_clue(task, search, parted))
                 if parted is not None:
                     decoded = dataclasses.replace(decoded, parting=parted.words)
                     verification = dataclasses.replace(verification, decoded=decoded)
@@ -276,9 +276,11 @@ def _network_clue(search: Search, strategy: str) -> str:
     return f"called for all conditions of guidance at once, it is wrong on one device, too; {_clue(search)}"
 
 
-def _decoder_clue(search: Search, parted: decoder.Parting | None) -> str:
+def _decoder_clue(task: Task, search: Search, parted: decoder.Parting | None) -> str:
     if parted is not None and parted.patches:
-        return f"leaving out one patch does not cure it; called in that module: {', '.join(sorted(parted.patches))}"
+        entries = sorted(task.patches(task.family.STAGES[-1:]), key=lambda entry: entry.kind == "op")  # mostly exact
+        words = [f"{entry.id} ({entry.place})" for entry in entries if entry.id in parted.patches]
+        return f"leaving out one patch does not cure it; called in that module: {', '.join(words)}"
     if not search.tried:
         return "it has no patch: look at the card's dtypes and rules"
     return f"leaving out one patch does not cure it ({', '.join(search.tried)}): look at two of them, and at dtypes"
