@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchport.load import modular
+
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- rows: tools/pipelines.py -->", "<!-- end of rows -->"
 PLANS, PLANS_END = "<!-- plans: tools/pipelines.py -->", "<!-- end of plans -->"
@@ -53,17 +55,25 @@ PIPELINES = [
     "CogVideoXPipeline",
     "CogView4Pipeline",
     "EasyAnimatePipeline",
+    "ErnieImageModularPipeline",
     "ErnieImagePipeline",
+    "Flux2KleinBaseModularPipeline",
+    "Flux2KleinModularPipeline",
     "Flux2KleinPipeline",
     "FluxControlPipeline",
     "FluxKontextPipeline",
+    "FluxModularPipeline",
     "FluxPipeline",
     "HunyuanImagePipeline",
     "HunyuanSkyreelsImageToVideoPipeline",
+    "HunyuanVideo15ModularPipeline",
     "HunyuanVideoPipeline",
+    "Krea2ModularPipeline",
     "Krea2Pipeline",
+    "Krea2TurboModularPipeline",
     "LTXConditionPipeline",
     "LTXImageToVideoPipeline",
+    "LTXModularPipeline",
     "LTXPipeline",
     "Lumina2Pipeline",
     "LuminaPipeline",
@@ -72,16 +82,21 @@ PIPELINES = [
     "PRXPipeline",
     "PixArtAlphaPipeline",
     "PixArtSigmaPipeline",
+    "QwenImageModularPipeline",
     "QwenImagePipeline",
     "SanaImageToVideoPipeline",
     "SanaPipeline",
     "SanaVideoPipeline",
     "SkyReelsV2Pipeline",
+    "StableDiffusion3ModularPipeline",
     "StableDiffusion3Pipeline",
     "StableDiffusionPipeline",
+    "StableDiffusionXLModularPipeline",
     "StableDiffusionXLPipeline",
     "WanImageToVideoPipeline",
+    "WanModularPipeline",
     "WanPipeline",
+    "ZImageModularPipeline",
     "ZImagePipeline",
 ]
 PROMPT, NEGATIVE, SEED = "A cat walks past a red sign", "blurry", 3
@@ -144,7 +159,7 @@ def _pipeline(card: Any) -> Any:
 
 def _takes_negative(card: Any) -> bool:
     """Returns whether a pipeline takes a negative prompt, and the card has embeddings of it."""
-    takes = inspect.signature(_pipeline(card).__call__).parameters
+    takes = inspect.signature(modular.as_pipeline(_pipeline(card)).__call__).parameters
     return "negative_prompt" in takes and any(key.startswith("negative_") for key in card.call.shapes)
 
 
@@ -170,8 +185,14 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
     from torchport.stages import file_of
 
     job, _ = pack.job(card.demo)
+    is_modular = modular.is_modular(_pipeline(card))
     with hushed(True):
-        pipe = _pipeline(card).from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
+        folder = tiny.write(card, file_of(pack, card, ""))
+        if is_modular:
+            pipe = _pipeline(card)(pretrained_model_name_or_path=str(folder))
+            pipe.load_components(dtype=torch.float32)
+        else:
+            pipe = _pipeline(card).from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     fields = {**vars(job), "area": job.height * job.width}
     values = {argument: fields[field] for argument, field in card.call.settings.items()}
@@ -191,6 +212,12 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
         return output
 
     pipe.scheduler.step = stepped
+    if is_modular:
+        scale = values.pop("guidance_scale", None)
+        if scale is not None:
+            pipe.update_components(guider=pipe.guider.new(guidance_scale=scale))
+        state = pipe(**values, generator=torch.Generator().manual_seed(SEED), output_type="pt")
+        return last[-1], state.get("videos", state.get("images"))
     for kind in ("latent", "pt"):
         generator = torch.Generator().manual_seed(SEED)
         with torch.no_grad():

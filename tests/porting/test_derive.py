@@ -142,6 +142,19 @@ def test_a_derived_card_gets_the_shared_strategies(texts):
     assert all(set(each.weights) == {"transformer", "vae"} for each in card.strategies.values())
 
 
+def test_the_card_of_a_modular_pipeline_is_that_of_the_one_with_its_own_call(texts):
+    modular, plain = texts("WanModularPipeline")[0], texts("WanPipeline")[0]
+    assert modular["pipeline"] == "diffusers:WanModularPipeline"
+    assert modular["components"].pop("scheduler") == {"class": "diffusers:UniPCMultistepScheduler"}  # as published
+    assert modular["components"] == {name: plain["components"][name] for name in modular["components"]}
+    for field in ("patches", "stacks", "frames", "size_multiple_of", "tiny"):
+        assert modular[field] == plain[field]
+    assert modular["call"]["embeddings"] == {
+        name: [1, 512, "text_dim"] for name in ("prompt_embeds", "negative_prompt_embeds")
+    }
+    assert modular["call"]["conditions"] == {"encoder_hidden_states": ["prompt_embeds", "negative_prompt_embeds"]}
+
+
 def test_no_such_pipeline_and_one_that_has_no_prompt_are_refused():
     with pytest.raises(UnknownNameError, match=r"has no pipeline 'MochiPipelin'. Did you mean 'MochiPipeline'"):
         derive.derived_card("diffusers:MochiPipelin")

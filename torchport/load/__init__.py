@@ -89,9 +89,9 @@ def check_init(card: Card, folder: Path) -> None:
         card: One with `call`.
     """
     assert card.call is not None
-    file, defaults = folder / "model_index.json", inspect.signature(class_of(str(card.pipeline)).__init__).parameters
+    defaults = inspect.signature(class_of(str(card.pipeline)).__init__).parameters
     init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
-    index = checkpoint.read_json(file)
+    file, index = checkpoint.pipeline_index(folder)
     values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
     left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
     for name in sorted((values | set(card.call.init)) - left_out):

@@ -35,7 +35,7 @@ LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
 """Bytes read of a JSON file and of a header, at most: ten times the largest vocabulary; safetensors' own limit."""
 
 _ROOT, _INDEX = PurePosixPath("."), ".safetensors.index.json"
-_CONFIGURATIONS = ("model_index.json", "*/config.json", "*/scheduler_config.json")
+_CONFIGURATIONS = ("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json")
 
 CODES = {name: code for code, name in FLOATS.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -203,8 +203,7 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
     if card.pipeline is None:
         _check_classes(folder, card, variant)
         return
-    file = folder / "model_index.json"
-    index = read_json(file)
+    file, index = pipeline_index(folder)
     for name, component in card.components.items():
         library, _, class_name = component.class_.partition(":")
         if name not in index:
@@ -219,6 +218,21 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
         if classes != [library.partition(".")[0], class_name]:
             remedy = f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model"
             raise CheckpointForeignError(str(file), f"'{name}' is {index[name]}", remedy, component=name)
+
+
+def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns the file that says of which classes a checkpoint's components are, and its data.
+
+    A modular pipeline's file has, beside each class, from where the component comes.
+    """
+    file, of_modular = folder / "model_index.json", folder / "modular_model_index.json"
+    if file.is_file() or not of_modular.is_file():
+        return file, read_json(file)
+    index = read_json(of_modular)
+    for name, value in index.items():
+        if isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict):
+            index[name] = [str(word) for word in value[2].get("type_hint") or value[:2]]
+    return of_modular, index
 
 
 def _check_classes(folder: Path, card: Card, variant: str | None) -> None:

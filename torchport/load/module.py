@@ -28,7 +28,7 @@ from torchport.errors import (
     UnknownNameError,
     nearest,
 )
-from torchport.load import checkpoint, renaming
+from torchport.load import checkpoint, modular, renaming
 from torchport.load.foreign import reading
 from torchport.load.layout import DIFFUSERS, Layout, Stored
 from torchport.progress import track
@@ -39,6 +39,8 @@ SAME = "Name a checkpoint of this model and version"
 
 def class_of(path: str, place: str | None = None) -> Any:
     """Returns the class that a card names as `package.module:Class`; patches must be in place by now.
+
+    A modular pipeline of diffusers is returned as one with a call of its own: `modular`.
 
     Args:
         place: Where it is written; by default the path itself.
@@ -54,7 +56,7 @@ def class_of(path: str, place: str | None = None) -> Any:
             raise
         raise _no_module(module, error.name, place or path) from error
     try:
-        return getattr(home, name)
+        return modular.as_pipeline(getattr(home, name))
     except AttributeError as error:
         if name in dir(home):  # its own import fails
             raise

@@ -35,6 +35,7 @@ from torchport.errors import (
 from torchport.files import cache
 from torchport.load import renaming
 from torchport.load.layout import Layout
+from torchport.load.modular import as_pipeline
 from torchport.load.module import Builder, Maker, from_arguments
 from torchport.progress import log
 
@@ -103,7 +104,8 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
             else:
                 assert card.pipeline is not None
                 init = {} if card.call is None else card.call.init
-                _class_of(card.pipeline)(**{name: make(name) for name in card.components}, **init).save_pretrained(work)
+                pipe = as_pipeline(_class_of(card.pipeline))(**{name: make(name) for name in card.components}, **init)
+                pipe.save_pretrained(work)
             (work / DONE).write_bytes(_checksums(work))
             try:
                 if os.path.lexists(folder) and not _is_whole(folder):

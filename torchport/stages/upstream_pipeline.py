@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError, nearest
 from torchport.load.foreign import tokenizing
+from torchport.load.module import class_of
 from torchport.stages.conditions import Conditions
 from torchport.stages.decoding import Decoding, processor_of
 from torchport.stages.family import Call, Settings
@@ -154,8 +154,7 @@ class UpstreamPipeline:
 
     def _built(self, parts: Mapping[str, Any]) -> Any:
         """Returns upstream's pipeline object around some parts; components that are not among them are None."""
-        module, _, name = self.class_path.partition(":")
-        cls = getattr(importlib.import_module(module), name)
+        cls = class_of(self.class_path)
         self._check_takes("__init__", cls.__init__, self.card.init)
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         names = [each.name for each in parameters if each.name in parts or each.default is each.empty]

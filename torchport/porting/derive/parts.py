@@ -17,6 +17,7 @@ from torchport.config.card import TinyTokenizer
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import tiny
 from torchport.load.foreign import brief, refusals
+from torchport.load.modular import as_pipeline, is_modular
 from torchport.porting.draft.model import Argument, is_rotary, shares, tiny_arguments
 
 Kind = Literal["network", "encoder", "tokenizer", "scheduler", "other"]
@@ -61,15 +62,17 @@ def pipeline_class(name: str) -> Any:
     from diffusers import DiffusionPipeline
 
     short = name.partition(":")[2]
-    cls = getattr(diffusers, short, None) if short.isidentifier() else None
+    cls = as_pipeline(getattr(diffusers, short, None)) if short.isidentifier() else None
     # A class that stands for one which cannot be imported names the packages that it needs.
     absent = [each for each in getattr(cls, "_backends", ()) if importlib.util.find_spec(each) is None]
     if absent:
         fact = f"'{short}' of diffusers needs {' and '.join(absent)}, not installed here"
         raise BadValueError(f"--model {name}", fact, f"pip install {' '.join(absent)}")
-    if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline):
-        ends = [each for each in dir(diffusers) if each.endswith("Pipeline") and not each.endswith("ModularPipeline")]
-        names = [each for each in ends if each != DiffusionPipeline.__name__]
+    is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
+    if not is_plain and not is_modular(cls):
+        bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
+        ends = [each for each in dir(diffusers) if each.endswith("Pipeline") and each not in bases]
+        names = [each for each in ends if (kind in each) == (kind in short)]
         fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"
         if cls is not None:
             fact = f"'{short}' of diffusers is no pipeline with a loop of its own"

@@ -21,6 +21,7 @@ import torch
 
 from torchport.errors import BadValueError
 from torchport.load.foreign import brief, reading, refusals
+from torchport.load.modular import is_modular
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
 from torchport.porting.draft.model import shares
 from torchport.stages.replay import OTHER_LOOP
@@ -542,6 +543,8 @@ def _noting(component: str, observed: Observed) -> Any:
 
 def embedding_names(cls: Any) -> list[str]:
     """Returns the names of the values that `encode_prompt` returns as a tuple; one alone may have any name there."""
+    if is_modular(cls):
+        return list(cls.row.embeddings)
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls.encode_prompt)))
     returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     last = returns[-1] if returns else ast.Constant(None)

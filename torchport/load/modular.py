@@ -1,0 +1,185 @@
+"""A modular pipeline of diffusers, as a pipeline with `encode_prompt` and a `__call__` of its own.
+
+Some of diffusers' models have blocks (`ModularPipelineBlocks`) alone. Those that run for a prompt are in a row: they
+encode the prompt, prepare the loop, are the loop, and decode. Here they get the two methods that every other pipeline
+of diffusers has, so that one kind of card, of replay and of trial is for both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport.errors import BadValueError
+
+_GUIDER, _SCALE = "guider", "guidance_scale"
+"""The component that computes guidance, and its argument for the scale."""
+_FIELDS = "denoiser_input_fields"
+"""Upstream's mark of embeddings that the loop takes without naming each."""
+
+
+def is_modular(cls: Any) -> bool:
+    """Returns whether a class is one of diffusers' modular pipelines."""
+    return isinstance(cls, type) and getattr(cls, "default_blocks_name", None) is not None
+
+
+@functools.cache
+def as_pipeline(cls: Any) -> Any:
+    """Returns a subclass of a modular pipeline that is called as other pipelines are; any other class as it is."""
+    if not is_modular(cls) or issubclass(cls, _Pipeline):
+        return cls
+    row = PromptBlocks(cls)
+    methods = {"__init__": row.components, "__call__": row.arguments, "encode_prompt": row.texts}
+    declared = {name: _declared(getattr(_Pipeline, name), parameters) for name, parameters in methods.items()}
+    return type(cls.__name__, (_Pipeline, cls), {"__module__": cls.__module__, "row": row, **declared})
+
+
+def _declared(function: Any, parameters: Sequence[inspect.Parameter]) -> Any:
+    """Returns a function whose signature names the parameters: callers ask for them before a call."""
+    signature = inspect.Signature([_parameter("self"), *parameters])
+
+    @functools.wraps(function)
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        return function(**signature.bind(*args, **kwargs).arguments)
+
+    declared.__signature__ = signature  # type: ignore[attr-defined]
+    declared.__annotations__ = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+    return declared
+
+
+def _parameter(
+    name: str, default: Any = inspect.Parameter.empty, annotation: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+
+
+class PromptBlocks:
+    """The blocks of a modular pipeline that run for a prompt, in their order."""
+
+    def __init__(self, cls: Any) -> None:
+        import diffusers
+        from diffusers import SequentialPipelineBlocks
+        from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
+
+        self.blocks = getattr(diffusers, cls.default_blocks_name)().get_execution_blocks(prompt="")
+        blocks, part = list(self.blocks.sub_blocks.items()), SequentialPipelineBlocks.from_blocks_dict
+        loops = [n for n, (_, block) in enumerate(blocks) if isinstance(block, LoopSequentialPipelineBlocks)]
+        ends = [n + 1 for n, (_, block) in enumerate(blocks) if any(map(_is_of_text, block.expected_components))]
+        if not loops or not ends or ends[-1] > loops[0]:
+            fact = f"The blocks of '{cls.__name__}' do not encode a prompt and then run a loop"
+            raise BadValueError(
+                f"diffusers:{cls.__name__}", fact, "Write a family with a loop for it: docs/families.md"
+            )
+        #: The blocks that encode the prompt.
+        self.encode = part(dict(blocks[: ends[-1]]))
+        #: The blocks from the embeddings to the latents of the last step.
+        self.denoise = part(dict(blocks[ends[-1] : loops[-1] + 1]))
+        #: The blocks from the embeddings to the picture or video.
+        self.rest = part(dict(blocks[ends[-1] :]))
+        #: The name of the picture or video in upstream's state.
+        self.output = blocks[-1][1].intermediate_outputs[-1].name
+        taken, results = {each.name for each in self.rest.inputs}, self.encode.intermediate_outputs
+        #: The names of what `encode_prompt` returns.
+        self.embeddings = [each.name for each in results if each.name in taken or each.kwargs_type == _FIELDS]
+        #: Upstream's mark of each input, by its name.
+        self.marks = {each.name: each.kwargs_type for each in (*results, *self.rest.inputs)}
+        self._declare()
+
+    def _declare(self) -> None:
+        """Notes the parameters of the three methods."""
+        specs, inputs = self.blocks.expected_components, {each.name: each.default for each in self.blocks.inputs}
+        loaded = [each for each in specs if each.default_creation_method == "from_pretrained"]
+        #: The constructor's: components, and plain values, whose type is that of None, as they are no components.
+        self.components = [
+            *(_parameter(each.name, annotation=each.type_hint) for each in loaded),
+            *(_parameter(each.name, each.default, type(None)) for each in self.blocks.expected_configs),
+        ]
+        scales = [(each.config or {}).get(_SCALE, 5.0) for each in specs if each.name == _GUIDER]
+        names = dict.fromkeys(name for name in (*inputs, *self.embeddings) if name and name != _SCALE)
+        #: The call's.
+        self.arguments = [_parameter(name, inputs.get(name)) for name in names]
+        self.arguments += [*(_parameter(_SCALE, scale) for scale in scales), _parameter("return_dict", True)]
+        #: Those of `encode_prompt`.
+        self.texts = [_parameter(each.name, each.default) for each in self.encode.inputs if each.name]
+        self.texts += [_parameter("do_classifier_free_guidance", True) for _ in scales]
+
+
+def _is_of_text(spec: Any) -> bool:
+    """Returns whether a block's component is a text encoder, a tokenizer or a processor."""
+    return str(getattr(spec.type_hint, "__module__", "")).startswith("transformers.")
+
+
+class _Pipeline:
+    """The methods of a modular pipeline's subclass."""
+
+    row: PromptBlocks
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(blocks=self.row.blocks)  # type: ignore[call-arg]
+        plain = {each.name: arguments.pop(each.name, each.default) for each in self.row.blocks.expected_configs}
+        upstreams: Any = self
+        upstreams.register_components(**arguments)
+        upstreams.register_to_config(**plain)
+
+    def encode_prompt(self, do_classifier_free_guidance: bool = True, **texts: Any) -> tuple[Any, ...]:
+        """Returns the embeddings of a prompt, in the order of `PromptBlocks.embeddings`."""
+        if not do_classifier_free_guidance:
+            self._guide(1.0)
+        state = self._state_after(self.row.encode, texts)
+        return tuple(state.get(name) for name in self.row.embeddings)
+
+    def __call__(self, return_dict: bool = True, guidance_scale: float | None = None, **values: Any) -> tuple[Any]:
+        """Returns the picture or video; with `output_type="latent"` the latents after the last step."""
+        if guidance_scale is not None:
+            self._guide(guidance_scale)
+        if values.get("prompt") is not None:
+            texts = {each.name: values[each.name] for each in self.row.texts if each.name in values}
+            values |= dict(zip(self.row.embeddings, self.encode_prompt(**texts), strict=True))
+        is_latent = values.get("output_type") == "latent"
+        state = self._state_after(self.row.denoise if is_latent else self.row.rest, values)
+        return (state.get("latents" if is_latent else self.row.output),)
+
+    def _guide(self, scale: float) -> None:
+        if hasattr(self, _GUIDER):
+            getattr(self, _GUIDER).guidance_scale = scale
+
+    def _state_after(self, blocks: Any, values: Mapping[str, Any]) -> Any:
+        """Returns upstream's state after some blocks have run on values."""
+        from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+        state = PipelineState()
+        for each in blocks.inputs:
+            if each.name:
+                state.set(each.name, each.default, each.kwargs_type)
+        for name, value in values.items():
+            state.set(name, value, self.row.marks.get(name))
+        upstreams = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+        upstreams.addFilter(_is_shown)
+        try:
+            with torch.no_grad():
+                _, state = blocks(self, state)
+        finally:
+            upstreams.removeFilter(_is_shown)
+        return state
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the components, and the `model_index.json` that pipelines of both kinds read."""
+        index: dict[str, Any] = {"_class_name": type(self).__name__}
+        plain = {each.name for each in self.row.blocks.expected_configs}
+        for name in (each.name for each in self.row.components if each.name not in plain):
+            component = getattr(self, name)
+            component.save_pretrained(Path(folder) / name)
+            index[name] = [type(component).__module__.partition(".")[0], type(component).__name__]
+        (Path(folder) / "model_index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Returns that no record is: upstream logs a traceback for each block around an exception, which is reported."""
+    return False
