@@ -50,7 +50,7 @@ class Rebinding:
 
 @dataclasses.dataclass(slots=True)
 class _Audit:
-    """Who refers to the old object of a pair, and how many references to it nobody accounts for."""
+    """Who refers to the old object of a pair, and how many references to it are not explained by that."""
 
     pair: _Pair
     holders: list[Holder]
@@ -76,7 +76,7 @@ def _may_be_garbage(holder: Holder) -> bool:
 
 
 def _check_rebound(audit: _Audit) -> None:
-    """Refuses an audit with a holder that cannot be changed, or with references that nobody accounts for."""
+    """Refuses an audit with a holder that cannot be changed, or with references that are not explained."""
     record = audit.pair.record
     assert record is not None
     for holder in audit.holders:
@@ -133,7 +133,7 @@ def _pairs(record: Record) -> list[_Pair]:
 
 
 def _audits(pairs: list[_Pair]) -> list[_Audit]:
-    """Returns an audit of each pair. An object that nobody else has shows how many references are our own."""
+    """Returns who refers to each old object. A lambda that nobody else has shows how many references are our own."""
     if not pairs:
         return []
     control = _Pair(None, lambda: None, None)
@@ -185,7 +185,7 @@ _HEIGHT = 5
 
 
 def expression(thing: Any) -> str | None:
-    """Returns the shortest expression that leads to an object from a module or class; None beyond five steps."""
+    """Returns the shortest expression that leads to an object from a module or class; None if it has six steps."""
     homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
     seen = {id(thing), id(level)}
@@ -235,7 +235,7 @@ def _of_home(referrer: Any, held: Any, homes: dict[int, str], owners: list[Any])
 
 
 def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
-    """Yields objects through which source can name what a referrer holds, each with the step: `.name` or `[0]`."""
+    """Yields objects with a step: an expression for the object, and `.name` or `[0]`, lead to what a referrer holds."""
     if isinstance(referrer, dict):
         if any(key is held for key in list(dict.keys(referrer))):
             yield referrer, ""
@@ -257,7 +257,7 @@ def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, s
 
 
 def _attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Returns an object's attributes; None if it has none, and for modules, classes and dicts, which hold names."""
+    """Returns an object's attributes; None if it has none, and for modules, classes and dicts: `_steps` has those."""
     if isinstance(owner, (types.ModuleType, type, dict)):
         return None
     names = getattr(owner, "__dict__", None)
@@ -302,7 +302,7 @@ def _local_variable(thing: Any) -> str | None:
 
 
 def _source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
-    """Returns a loaded module's source. With a needle, only if the text matches that before it is parsed."""
+    """Returns a loaded module's source; with a `needle`, a regular expression, only if it is found in the text."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
     if not isinstance(file, str) or not file.endswith(".py"):
@@ -318,7 +318,7 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yields the statements that may take a name: first imports, then assignments and uses, then definitions."""
+    """Yields the statements in which a module may use a name: imports, then assignments and uses, then definitions."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
     yield from imports

@@ -91,7 +91,7 @@ class Trace:
 
 
 class Ledger:
-    """What `applied` gives: one record per patch."""
+    """The patches of one `with patch.applied(...)`: a record for each."""
 
     def __init__(self, records: Sequence[Record], stage: str | None) -> None:
         self.records = list(records)
@@ -102,7 +102,7 @@ class Ledger:
         self._traced: dict[str, int] = {}
 
     def of_run(self, loaded: Trace) -> Ledger:
-        """Returns a ledger of the same patches for another run; the calls that loaded its stage count there, too."""
+        """Returns a ledger of the same patches for another run of a loaded stage; calls of its loading count there."""
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
         ledger.credit(loaded)

@@ -93,7 +93,7 @@ class _PatchSet:
         self.disarm.append(hook.arm(package, window, "windows"))
 
     def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
-        """Applies a module's patches when it has been executed. A failure takes the whole set back."""
+        """Applies a module's patches when it has been executed. An error undoes the whole set."""
         if self.failed:
             return
         for record in due:
@@ -200,7 +200,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
 
 
 def _leave(patches: _PatchSet) -> None:
-    """Undoes a set of patches; before it, and with an error, the later sets that are still in force on top of it."""
+    """Undoes a set of patches. Sets that were entered later and are still in force go first, and are an error."""
     above = registry.sets[registry.sets.index(patches) + 1 :] if patches in registry.sets else []
     for one in reversed([patches, *above]):
         one.leave()

@@ -45,7 +45,7 @@ class PatternError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One place where a pattern matches: `block[start:end]`, and the way to the block."""
+    """One place where a pattern matches: `block[start:end]`, and the statements around the block (`chain`)."""
 
     block: list[ast.stmt]
     start: int
@@ -235,7 +235,7 @@ def edit(
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
-    """Refuses an edited text whose syntax is not the tree with its runs replaced: one got into another block."""
+    """Refuses an edited text that does not parse to the intended tree: a statement got into another block."""
     for run, statement in sorted(edits, key=lambda pair: pair[0].start, reverse=True):
         run.block[run.start : run.end] = ast.parse(statement).body
     try:
@@ -350,7 +350,7 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
 
 
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
-    """Puts a statement in a run's place. What follows on the run's last line comes up to its first."""
+    """Puts a statement in a run's place. Text after the run on its last line moves to its first line."""
     first, last = run.statements[0], run.statements[-1]
     start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
     decorators = getattr(first, "decorator_list", ())
@@ -404,7 +404,7 @@ def _enclosing(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scop
 
 
 def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
-    """Returns the code of the edited function, with the free variables of the old code, which it can replace."""
+    """Returns the compiled code of the edited function, with the old code's free variables: it can replace that."""
     chain = _enclosing(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
     cells = [name for name in old.co_freevars if name != "__class__"]
@@ -421,7 +421,7 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
 
 
 def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
-    """Returns the definition inside bare copies of its enclosing ones, which bind the variables it closes over."""
+    """Returns a definition in empty copies of the functions and classes around it, which bind its free variables."""
     inner: Scope = chain[-1]
     if inner.decorator_list:  # never run; it stays because a code object's first line is its first decorator's
         inner.decorator_list = [ast.Name("_", ast.Load(), lineno=first_line(inner), col_offset=0)]

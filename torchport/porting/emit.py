@@ -77,7 +77,7 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
 
 
 def _import_folder(finding: ScanFinding) -> Path | None:
-    """Returns the folder that a finding's module is imported from; None where file and module have other names."""
+    """Returns the folder that a finding's module is imported from; None where its file has another name than it."""
     names = finding.target.partition(":")[0].split(".")
     file = Path(os.path.realpath(finding.file)).with_suffix("")
     file = file.parent if file.name == "__init__" else file
@@ -104,7 +104,7 @@ def _patches_to_draft(findings: Sequence[ScanFinding], outcome: Outcome) -> Iter
 
 
 def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
-    """Yields functions to replace, and statements to rewrite in functions that are neither replaced nor helpers."""
+    """Yields functions to replace, and statements to rewrite outside of these that call no replaced helper."""
     helpers = {target.replace(":", "."): target for target in functions}
     home = {
         statement: statement.target if statement.target in functions else helpers.get(statement.uses)
@@ -153,7 +153,7 @@ class _Names:
 
 
 def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
-    """Writes a draft into the pack; notes it as there or left if it cannot be written."""
+    """Writes a draft into the pack; if that fails, notes the entry that is there, or the findings that are left."""
     try:
         outcome.written.append(draft.write_draft(drawn.wish, home))
     except (TakenNameError, ConflictError) as error:
@@ -170,7 +170,7 @@ def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
 
 
 def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
-    """Returns whether an entry is the one that a draft met in the pack, and does the work of the draft."""
+    """Returns whether an entry of the pack is what a draft collided with, and does the draft's work already."""
     named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
     if entry.id not in named:
         return False

@@ -266,7 +266,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:
-    """Returns the names that may be read after `block[:end]`, before they are written again. `chain` leads to it."""
+    """Returns the names that may be read after `block[:end]`, before they are written; `chain` leads to `block`."""
     live, sure = exposed(block[end:])
     for parent, outer, index in reversed(chain):
         if isinstance(parent, _LOOPS):

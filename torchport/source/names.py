@@ -75,7 +75,7 @@ def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
 
 
 def uses(home: Home) -> list[str]:
-    """Returns, as `name=target`, where a definition's names lead: to a definition of its package, or out of it."""
+    """Returns, as `name=target`, where the names in a definition lead: to its own package, or to an import."""
     source = _source(home[0])
     if source is None:
         return []
@@ -118,7 +118,7 @@ def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
 
 @functools.cache
 def _reads(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
-    """Returns the chains of names that a definition reads, and its local names with the imports that bind them."""
+    """Returns the names (`a.b.c` as a tuple) that a definition reads, and its local names with the imports of each."""
     chains: set[Chain] = set()
     local: dict[str, list[Imports]] = {}
     for node in bindings(source, path):
@@ -235,7 +235,7 @@ def _import_names(scope: ast.AST) -> set[str]:
 
 
 class _Lookup:
-    """One look-up of a chain of names, inside one package or (None) all. Nothing is asked twice: a circle ends."""
+    """One look-up of a chain of names, in one package (None: in all). Circular imports end: nothing is asked twice."""
 
     def __init__(self, package: str | None) -> None:
         self._package = package
@@ -247,7 +247,7 @@ class _Lookup:
         return len(self._asked) > before
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the definitions that a chain of names in a module means."""
+        """Yields the definitions that a chain of names (`a.b.c` as a tuple) means in a module."""
         source = _source(module)
         if source is None or not self._is_new(module, chain):
             return
@@ -266,7 +266,7 @@ class _Lookup:
             yield module, (chain[0],)
 
     def from_import(self, node: Imports, source: SourceFile, chain: Chain) -> Iterator[Home]:
-        """Yields the definitions that a chain of names means whose first name is bound by an import."""
+        """Yields the definitions that a chain of names means, if this import binds its first name."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
                 home = source.imported_from(node)
@@ -286,7 +286,7 @@ class _Lookup:
             yield from self.names(module, chain)
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
-        """Returns the definitions that a chain means which starts at a module; its first names may be submodules."""
+        """Returns the definitions that a chain of names means inside a module; its first names may be submodules."""
         source = _source(module) if chain and self._may_enter(module) else None
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
@@ -319,7 +319,7 @@ class _Lookup:
         return (cls for chain in chains for cls in self.classes(module, chain))
 
     def classes(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the class that a chain of names in a module means."""
+        """Yields the class that a chain of names (`a.b.C` as a tuple) means in a module."""
         source = _source(module)
         node = source.names.get(chain[0]) if source else None
         if isinstance(node, ast.ClassDef) and len(chain) == 1:

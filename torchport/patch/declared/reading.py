@@ -133,7 +133,7 @@ def _is_word(name: str) -> bool:
 
 
 def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
-    """Returns the files that names stand for, in every folder of the stack; refuses an unknown name."""
+    """Returns the files of patches with some names, from every folder of the stack; refuses an unknown name."""
     roots = [root for root in stack if root.is_dir()]
     if not roots:
         shown = ", ".join(map(as_named, stack))
@@ -148,7 +148,7 @@ def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
 
 
 def _unknown(roots: Sequence[Path], name: str) -> UnknownNameError:
-    """Returns the error for a name that stands for no file of patches."""
+    """Returns the error for a name of patches that have no file."""
     upstream, _, file = name.partition("/")
     place = ", ".join(map(as_named, roots))
     if not any(has_folder(root / upstream) for root in roots):
@@ -177,7 +177,7 @@ def _files_of(root: Path, name: str) -> list[Path]:
 
 
 def _check_all_read(root: Path, folder: Path) -> None:
-    """Refuses YAML in an upstream's folder that would never be read: nobody would miss it."""
+    """Refuses YAML in an upstream's folder that would never be read: nobody would notice."""
     for path in sorted(folder.rglob("*")):
         steps = path.relative_to(folder).parts
         if path.suffix.lower() not in (".yaml", ".yml") or steps[0].startswith((".", "_")):
@@ -214,7 +214,7 @@ def _items(document: Document) -> list[Document]:
 
 
 def _entry(document: Document, folder: Path) -> Entry:
-    """Returns the entry in a document, checked on its own, with its place and folder."""
+    """Returns a document as an entry, with its place and folder; refuses one that contradicts itself."""
     for key in document.data if isinstance(document.data, dict) else ():
         if key in _REMOVED:
             raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)

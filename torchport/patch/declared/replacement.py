@@ -16,7 +16,7 @@ from torchport.patch.declared import Entry
 
 
 class Explained:
-    """Turns an exception of foreign code into the error that `error` makes of it, unless that is None or it is ours."""
+    """A context that raises `error(exception)` for an exception of foreign code, unless that is None."""
 
     def __init__(self, error: Callable[[BaseException], Exception | None]) -> None:
         self._error = error

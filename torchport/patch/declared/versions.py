@@ -24,7 +24,7 @@ def installed(distribution: str) -> str | None:
 
 
 def outcome(entry: Entry, probe: bool = True) -> str | None:
-    """Returns why an entry is not needed, or None where it is to be applied. Without `probe` the fault counts as there.
+    """Returns why an entry is not needed, or None where it is to be applied. Without `probe` a fault is assumed.
 
     Raises:
         UnsupportedError: The upstream that is installed is outside `fits`, and not outside `needed`.

@@ -94,7 +94,7 @@ def uncounted(
 
 
 def _fall_through(function: types.FunctionType, original: Any) -> None:
-    """Gives a function new code that calls the original, which is the default of a parameter of it."""
+    """Gives a function new code, which calls the original: that becomes the default of a keyword parameter."""
 
     def call(*args: Any, _torchport_original: Any, **kwargs: Any) -> Any:
         return _torchport_original(*args, **kwargs)
@@ -250,7 +250,7 @@ def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Ca
 
 
 class _Proxy:
-    """Attributes, class and kind are those of the original: `inspect` sees no difference. Calls go elsewhere.
+    """A callable with the attributes and class of the original: `inspect` sees no difference. Its calls go elsewhere.
 
     The call gets the instance as its first argument, as a plain function does, and the proxy binds where the original
     does. It is equal to nothing but itself: whoever caches by function must not find what was cached for the original.
@@ -302,7 +302,7 @@ def proxy(original: Any, call: Callable[..., Any], name: str | None) -> _Proxy:
 
 @functools.cache
 def _class_of(kind: type) -> type[_Proxy]:
-    """Returns the class of proxies of a type: Python looks for methods such as `__len__` and `__get__` there."""
+    """Returns a class for proxies of a type: Python looks there for special methods, as `__len__` and `__get__`."""
     inherited = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
     special = {name: getattr(kind, name, None) for name in dir(kind) if name.startswith("__") and name.endswith("__")}
     methods = {n: _handed_on(method) for n, method in special.items() if callable(method) and n not in inherited}

@@ -18,7 +18,7 @@ ABSENT = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Somewhere an object stands, and can be exchanged."""
+    """A place that refers to an object, which can be exchanged there."""
 
     def now(self) -> Any:
         """Returns what stands there, or `ABSENT`."""
@@ -75,7 +75,7 @@ class _Item(Place):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TupleItem(Place):
-    """An item of a tuple that stands in another place. The tuple is made anew there."""
+    """An item of a tuple. To exchange it, a new tuple is put into the place of the old one (`outer`)."""
 
     outer: Place
     index: int
@@ -91,7 +91,7 @@ class _TupleItem(Place):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StaticMethod(Place):
-    """The function of a static method that stands in another place. The static method is made anew there."""
+    """The function in a static method. To exchange it, a new static method is put into the place of the old one."""
 
     outer: Place
 
@@ -273,7 +273,7 @@ class Referrers:
             yield from _places_in(referrer, thing)
 
     def _places_of(self, immutable: Any) -> list[Place | None]:
-        """Returns the places where a tuple or the like stands itself; `[None]` if one of them cannot be changed."""
+        """Returns the places that refer to a tuple or the like; `[None]` if one of them cannot be changed."""
         places: list[Place | None] = []
         for owner in self._owners_of(immutable):
             if not self._is_own(owner):

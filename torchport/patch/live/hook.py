@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """A loader around a module's own loader: what it lacks it takes from that one."""
+    """A loader around a module's own loader. It has the attributes of that one, too."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

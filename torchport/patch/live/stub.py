@@ -48,7 +48,7 @@ class Stub(types.ModuleType):
         return (type(self.__name__.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
-        """Returns the error, and keeps it in the ledger: the caller may stand in somebody's `try`."""
+        """Returns the error, and keeps it in the ledger: the call may be inside somebody's `try`."""
         entry, name = self.__dict__["_entry"], caller.f_code.co_qualname
         if name == "<module>":
             name = f"what is called there, in {caller.f_globals.get('__name__')}"
@@ -64,7 +64,7 @@ class Stub(types.ModuleType):
 
 
 class _Server:
-    """The `__import__` that one importing module gets. Its functions keep it for good, so it outlives its patches."""
+    """The `__import__` that one importing module gets. The module's functions keep it, also after the patches."""
 
     def __init__(self) -> None:
         #: What it answers with, by package, with what counts the imports that were served. There is none outside every
@@ -114,7 +114,7 @@ def _serve(server: _Server, undos: contextlib.ExitStack, module: types.ModuleTyp
 
 
 def _check_was_served(entry: Entry, module: types.ModuleType) -> None:
-    """Refuses a module that was imported without this stub; an earlier run may have imported it with the stub."""
+    """Refuses a module that was imported without the stub; accepts one that an earlier run imported with it."""
     assert entry.stub is not None
     package = entry.stub.package
     stubs = [value for value in module.__dict__.values() if isinstance(value, Stub)]

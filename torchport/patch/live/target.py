@@ -110,7 +110,7 @@ def _home(thing: Any) -> str:
 
 
 def _find(holder: Any, name: str) -> tuple[Any, bool]:
-    """Returns what stands under a name in an object or its bases, and whether the object itself has it."""
+    """Returns what a name is in an object's or its bases' namespace, and whether the object itself has it."""
     names = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
     if name in names:
         return names[name], True
@@ -182,8 +182,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that `node`, a `def` of a module, has made, from under its decorators; None if there is
-    none. If the source shows no `def`, it is the innermost function by `__wrapped__`.
+    """Returns the function that `node`, a `def` in `module`, made, without its decorators; None if it is not found. If
+    the source shows no `def`, it is the innermost function by `__wrapped__`.
     """
     functions = list(layers(raw))
     if not isinstance(node, Function):
@@ -197,7 +197,7 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
 
 
 def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
-    """Returns a function in a descriptor like the original's (`raw`): a static or class method, or a property."""
+    """Returns a function wrapped like the original `raw`: as a static or class method or property, or not at all."""
     try:
         if isinstance(raw, (staticmethod, classmethod)):
             shaped: Any = type(raw)(function)

@@ -268,7 +268,7 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
 def _positional_lack(
     theirs: Parameter, match: Parameter | None, ours: Signature, kinds: set[Any], never_named: bool
 ) -> str | None:
-    """Returns in words why `match` cannot stand where the target has the parameter `theirs`; None if it can."""
+    """Returns in words why `match`, at the position of the target's parameter `theirs`, does not do for it, or None."""
     if match is None and Parameter.VAR_POSITIONAL not in kinds:
         return f"does not take '{theirs.name}' by position"
     if theirs.default is not Parameter.empty and match is not None and match.default is Parameter.empty:

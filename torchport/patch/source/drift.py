@@ -145,7 +145,7 @@ def _first_four(lines: list[str]) -> list[str]:
 
 def _changed_callees(entry: Entry, before: dict[str, str], is_same_tree: bool) -> list[str]:
     """Returns in words which callees changed or are gone, and last which are new, since their callers changed, too.
-    Without `is_same_tree` the target's own statements changed: these are reported, and not where its names lead.
+    Without `is_same_tree` the target is not among them: `changes` says what its own statements are now.
     """
     changed, new = [], []
     for name, (key, words) in _callees(entry).items():
@@ -384,7 +384,7 @@ def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
-    """Yields a syntax tree as text to hash: without formatting, annotations or docstrings, on demand without blocks."""
+    """Yields a syntax tree as text to hash, without formatting, annotations and docstrings; `blocks` are optional."""
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
         for field, value in ast.iter_fields(node):

@@ -166,7 +166,7 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
 
 @dataclasses.dataclass(frozen=True)
 class _Spot:
-    """A statement in the own scope of a function, which is a module's or a class's."""
+    """A statement of a function or method, and not of a function inside it."""
 
     names: tuple[str, ...]
     function: Function
@@ -209,7 +209,7 @@ def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
 
 
 def _origin(spot: _Spot) -> _Spot | None:
-    """Returns the one assignment of `name`, if the spot is `if name:` or `assert name`; None if there are more."""
+    """Returns the only assignment of `name`, for a spot `if name:` or `assert name`; None for any other spot."""
     test = getattr(spot.statement, "test", None)
     test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
     if not isinstance(test, ast.Name) or test.id in arguments(spot.function):

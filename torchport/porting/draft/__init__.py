@@ -175,13 +175,13 @@ def _function_draft(wish: PatchDraftRequest, target: Target) -> Draft:
     short = name_of(target.path)
     trial = _trial(wish, _entry_id(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common_fields(wish, path), wish.kind: f"{wish.files}.py:{name}"}
-    more = _to_see_to(target, wish.kind)
+    more = _extra_work(target, wish.kind)
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file, *more)
     return Draft(fields, make(target, name), _agreement_test(trial, target), trial, left)
 
 
-def _to_see_to(target: Target, kind: str) -> list[str]:
-    """Returns what a person has to see to, besides the function: decorators, and bases of a class."""
+def _extra_work(target: Target, kind: str) -> list[str]:
+    """Returns lines on what else a person has to take care of: decorators, and the bases of a class."""
     more = []
     if target.decorators:
         more.append(f"The decorators of {'.'.join(target.path)}: {', '.join(target.decorators)}")

@@ -353,7 +353,7 @@ def _module_name(path: PurePosixPath, starts: set[PurePosixPath], root: str) -> 
 
 
 def _imported_tops(source: Source) -> Iterator[str]:
-    """Yields the packages that the first lines of a file's statements import; no syntax tree is made for them."""
+    """Yields the top-level packages that a file's import lines name, by a regular expression and without a tree."""
     try:
         text = parsing.text_of(source.file, source.path)
     except UnreadableError:
@@ -363,8 +363,8 @@ def _imported_tops(source: Source) -> Iterator[str]:
 
 
 def _as_shallow() -> AbstractContextManager[None]:
-    """Lets the parser nest as deep as at the start of a program, whatever `recursion` allows. It uses the C stack,
-    which would overflow before a higher limit is reached.
+    """Returns a context in which the parser nests as deep as at the start of a program, whatever `recursion` allows.
+    The parser uses the C stack, which would overflow before a higher limit is reached.
     """
     depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))
     return recursion(min(sys.getrecursionlimit(), depth + _PARSED))

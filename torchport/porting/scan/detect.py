@@ -41,7 +41,7 @@ def text_of(node: ast.AST) -> str:
 
 
 class FunctionContext:
-    """A function for the detectors: what its names mean, and which of them are tensors."""
+    """What the detectors know of a function: what its names mean, and which of them are tensors."""
 
     def __init__(self, codebase: Codebase, unit: CodeUnit, body: Body, attributes: frozenset[str]) -> None:
         self.unit = unit
@@ -236,7 +236,7 @@ def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[
 
 
 def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
-    """Yields a factory call such as `torch.zeros(4)` without a device, outside of constructors: it runs on the host."""
+    """Yields a call such as `torch.zeros(4)` without a device, outside of constructors: a tensor of the host."""
     if (
         name.rpartition(".")[0] != "torch"
         or name.rpartition(".")[2] not in _FACTORIES
@@ -348,7 +348,7 @@ def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields masks of all pairs of positions: made as a square, or of one tensor along two dims."""
+    """Yields masks of all pairs of positions: made as a square, or as in `x[:, None] == x[None]`."""
     node = event.node
     pair: tuple[ast.expr, ast.expr] | None = None
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OUTER):

@@ -191,7 +191,7 @@ def _assumed_by_name(last: str) -> tuple[str, Any] | None:
 
 
 def _certain(term: Term) -> Term:
-    """Returns a term without assumptions: a `raise` without a process group does not close the code after it."""
+    """Returns a term without assumptions, so that code after `if not initialized: raise` still counts as reached."""
     if term is None or term[0] in ("const", "name", "self", "training"):
         return term
     if term[0] == "call":  # what a function answers is asked for under an assumption alone

@@ -51,8 +51,8 @@ class Closed:
 
 
 class Reached:
-    """The functions that run when some functions run, each with the constants that all its calls pass. `without` is
-    what is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
+    """What runs when some functions are called: all that they lead to, each with the constants that its calls pass.
+    `without` is what is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reached:
         self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
 
     def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
-        """Follows all that calls of functions, and the making of classes, lead to."""
+        """Follows everything that runs when functions are called and objects of classes are made."""
         for unit in units:
             self._import(unit.module.name)
             self._reach(unit, None, None)
@@ -229,7 +229,7 @@ class Reached:
             self._method_of(unit, owner, chain[1], call)
 
     def _method_of(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
-        """Notes that a method may be called, of a class or of those of its subclasses that are made."""
+        """Notes that a class's method may be called, or that of a subclass of which objects are made."""
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, call)
@@ -375,7 +375,7 @@ def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dic
 
 
 def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns where an entry begins: the methods of its class that are called, and the classes that it is made of."""
+    """Returns where an entry begins: the methods of its class that are called, and the classes of its objects."""
     methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
     mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:
@@ -464,7 +464,7 @@ def _returned_alone(body: Body, terms: Terms) -> Term:
 
 
 def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:
-    """Returns the fact of an import statement."""
+    """Returns an import statement as an `Imported`."""
     conditions = terms.conditions(event.guards)
     if isinstance(node, ast.Import):
         names = tuple(alias.name for alias in node.names)
@@ -478,7 +478,7 @@ def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, t
 
 
 def _call(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
-    """Returns the fact of a call; None if that cannot be of a function of the codebase."""
+    """Returns a call as a `Called`; None if it cannot be of a function of the codebase."""
     node: Any = event.node
     chain, method, of_super = chain_of(node.func), "", False
     name = codebase.meant(unit, chain) if chain else ""
@@ -500,7 +500,7 @@ def _call(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Cal
 
 
 def _read(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
-    """Returns the fact that a name is read; None if that cannot be a name of the codebase."""
+    """Returns a name that is read as a `Read`; None if it cannot be a name of the codebase."""
     node: Any = event.node
     chain = chain_of(node)
     name = codebase.meant(unit, chain) if chain else ""

@@ -137,8 +137,8 @@ def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) 
 
 
 def _runs_under(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[str] | None) -> Only:
-    """Returns without what a finding cannot run: a process group, or CUDA. Empty if it runs without both. `asking` are
-    the functions that call torch.distributed even without a group; None without an entry.
+    """Returns what a finding needs to run, `process-group` or `cuda`; empty if it runs without them. `asking` are the
+    functions that call torch.distributed even without a group; None without an entry.
     """
     if reach not in ("path", "unknown"):
         return ""
@@ -400,7 +400,7 @@ def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
 
 
 def _record(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
-    """Notes what a patch changes: a stub, lines of a function, a function or class, or a name outside of it all."""
+    """Notes what a patch changes: a stub, lines of a function, a function or class, or a name of another package."""
     if entry.stub is not None:
         result.stubs[entry.stub.package].append((entry.id, frozenset(entry.stub.importers)))
         return
@@ -421,7 +421,7 @@ def _record(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
 
 
 def _add_given(result: Patches, folder: Path) -> None:
-    """Notes the names in the dictionaries of the families: what these pass to networks by name."""
+    """Notes which arguments the families pass to networks by name: the string keys of their dictionaries."""
     for file in sorted(folder.glob("*.py")):
         for node in ast.walk(tree_of(file)):
             keys = node.keys if isinstance(node, ast.Dict) else []
@@ -468,7 +468,7 @@ class _Coverage:
         return tuple(dict.fromkeys(self._closing(site.unit)))
 
     def _of_calls(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches of all functions that a line calls: `self.build_mesh("cuda")` hands its finding on."""
+        """Returns the patches of the functions that a line calls, as in `self.mesh("cuda")`, if each has one."""
         if site.kind != "cuda-device":
             return ()
         called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]
@@ -476,7 +476,7 @@ class _Coverage:
         return tuple(dict.fromkeys(item for some in ids for item in some)) if called and all(ids) else ()
 
     def _closing(self, unit: CodeUnit) -> Iterator[str]:
-        """Yields the patches on the ways back from a function to the entry, the nearest of each way."""
+        """Yields the patches on the paths of calls from the entry to a function, the nearest one of each path."""
         seen, pending, found = {unit}, [unit], False
         while pending:
             callee = pending.pop()
@@ -493,7 +493,7 @@ class _Coverage:
             yield from self._by_condition(seen)
 
     def _by_condition(self, units: set[CodeUnit]) -> Iterator[str]:
-        """Yields families that always pass an argument that a condition tests, and patches of what sets a flag."""
+        """Yields what decides a condition: families that always pass its argument, patches of what sets its flag."""
         asked = {name for unit in units for name in unit.facts.asked}
         forwards = [unit for unit in units if unit.name.endswith(".forward")]
         given = {name for unit in forwards for name in unit.facts.asked if name in unit.defaults}

@@ -159,7 +159,7 @@ def _jumps(block: list[ast.stmt]) -> bool:
 
 
 class _Walk:
-    """Adds what statements and expressions do to a list of events, each with the conditions around it (`guards`)."""
+    """Lists what statements and expressions do as events, each with the conditions around it (`guards`)."""
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
@@ -261,7 +261,7 @@ class _Walk:
                 self._target(target, node.value)
 
     def _target(self, target: ast.expr, value: ast.expr, loops_over: bool = False) -> None:
-        """Notes what a target is assigned to; one with an index is a WRITE, and what it is made of is walked, too."""
+        """Notes an assignment. A target with an index is a WRITE, and the expressions in it are walked, too."""
         if isinstance(target, ast.Subscript):
             self._note(Act.WRITE, target, value)
             self.expression(target.value)
@@ -323,6 +323,7 @@ class _Walk:
         self._under(node.orelse, _Guard(node.test, False))
 
     def _and_or(self, node: ast.BoolOp) -> None:
+        """Walks `a and b` or `a or b`: b is computed under the condition that a is true, or false."""
         outer = self.guards
         for value in node.values:
             self.expression(value)

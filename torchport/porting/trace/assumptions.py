@@ -74,7 +74,7 @@ class GoingOn(TorchFunctionMode):
             self.by[output] = getattr(function, "__name__", "")
 
     def _note_constants(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Notes tensors of the host that meet the network's in a function: the program has them as constants."""
+        """Notes tensors of the host that a function takes beside the network's: the program has them as constants."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(map(is_networks, tensors)):
             for tensor in tensors:
@@ -101,7 +101,7 @@ class GoingOn(TorchFunctionMode):
         raise error
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
-        """Returns an assumed value for a tensor's Python value: a truth value where one is asked for, else 1."""
+        """Returns an assumed Python value for a tensor: a truth value where one is asked for, else 1."""
         frame = self.notes.here()
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
@@ -140,7 +140,7 @@ class GoingOn(TorchFunctionMode):
         )
 
     def _result_without_host(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns a result for a function that met a tensor of the host: that counts as zeros of the network."""
+        """Returns a result for a function that met a tensor of the host: zeros of the network take its place."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         hosts = [leaf for leaf in tensors if constants.is_host(leaf)]
         made = next((self.made[leaf] for leaf in hosts if leaf in self.made), None)

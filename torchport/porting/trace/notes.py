@@ -106,7 +106,7 @@ class Notes:
 
 
 class Raised:
-    """A context that keeps an exception of foreign code. Refusals of torchport's own leave it."""
+    """A context that catches an exception of foreign code and keeps it. Torchport's own errors pass through."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
