@@ -102,7 +102,7 @@ class Ledger:
         self._traced: dict[str, int] = {}
 
     def of_run(self, loaded: Trace) -> Ledger:
-        """Returns a ledger of the same patches for another run of a loaded stage; calls of its loading count there."""
+        """Returns a ledger of the same patches for another run of a stage; calls from when it was loaded count, too."""
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
         ledger.credit(loaded)
@@ -162,7 +162,7 @@ class Ledger:
             raise self.pending[0]
 
     def check_called(self) -> None:
-        """Refuses a stage in which a patch that must be called was not, or that has a copy of a patched module."""
+        """Refuses a stage that did not call a patch it must call, and a patched module that was imported twice."""
         self.raise_pending()
         check_twins([record.entry for record in self.records if record.outcome != "not needed"])
         for record in self.records:

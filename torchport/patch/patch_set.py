@@ -39,7 +39,7 @@ class _PatchSet:
         self.changed: list[Record] = []
         #: Changes of modules that were imported again since: somebody may still hold the old functions.
         self.replaced: list[Change] = []
-        #: What made holders of originals hold what took their place.
+        #: Where an original was exchanged for its replacement.
         self.rebindings: list[aliases.Rebinding] = []
         self.disarm: list[Callable[[], None]] = []
         self.failed = False
@@ -274,7 +274,7 @@ def _claimed_places(entry: Entry) -> Iterator[_Place]:
 
 
 def _excluded(entry: Entry) -> Iterator[_Place]:
-    """Yields the places that no other entry may claim beside this one."""
+    """Yields the places that no other entry may claim: its target as a whole, and what is above and below it."""
     module, edits, path = entry.module, entry.edits, entry.path
     for length in range(len(path) + 1):
         yield module, edits, path[:length], "whole"

@@ -77,7 +77,7 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
 
 
 def _import_folder(finding: ScanFinding) -> Path | None:
-    """Returns the folder that a finding's module is imported from; None where its file has another name than it."""
+    """Returns the folder that a finding's module is imported from; None if its path does not end in that name."""
     names = finding.target.partition(":")[0].split(".")
     file = Path(os.path.realpath(finding.file)).with_suffix("")
     file = file.parent if file.name == "__init__" else file

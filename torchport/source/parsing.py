@@ -252,7 +252,7 @@ def _spec_in(name: str, paths: Sequence[str]) -> ModuleSpec:
 
 
 def shown(file: str) -> str:
-    """Returns a file of upstream as errors show it: from its package on, where it stands on the search path."""
+    """Returns a file of upstream as errors show it: from its package on, if that is on the search path."""
     path = Path(file)
     for root in sorted(map(str, sys.path), key=len, reverse=True):
         if root and path.is_relative_to(root):

@@ -67,8 +67,8 @@ def _is_plain(function: Any) -> bool:
 def counting(
     function: Callable[..., Any], calls: Calls, original: Any = None, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that counts its calls and passes them to a replacement, and a function that retires it.
-    Whoever has taken a stand-in keeps it; a retired one calls the original (without `original`: the replacement).
+    """Returns a function that counts its calls and passes them to `function`, and a function that retires it. It looks
+    like `original` (by default `function`), and calls that once it is retired: whoever has taken it keeps it.
     """
     return _stand_in(function if original is None else original, function, calls, name, function)
 
@@ -139,7 +139,7 @@ def _stand_in(
 
 def _own_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
     """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
-    An original that takes `*args, **kwargs` alone passes on any call, whatever `function` takes.
+    Parameters `*args, **kwargs` are always returned: they take any call.
     """
     bare = types.FunctionType(original.__code__, {}, "", original.__defaults__, original.__closure__)
     bare.__kwdefaults__ = original.__kwdefaults__

@@ -160,8 +160,8 @@ class Codebase:
         self.files = self.lines = 0
 
     def read(self) -> Iterator[Module]:
-        """Yields each module while its syntax tree is there; those that its names lead to come next. Whoever takes one
-        drops its syntax before the next: `Module.drop_syntax`.
+        """Yields each module while its syntax tree is there; those that its names lead to come next. The caller has to
+        drop its syntax (`Module.drop_syntax`) before the next one.
         """
         for source in self.sources:
             self.module(self._names[source.path])

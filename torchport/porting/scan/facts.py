@@ -132,7 +132,7 @@ class Terms:
         return known
 
     def term(self, node: ast.AST | None) -> Term:
-        """Returns the term of an expression; None where the source does not show its value."""
+        """Returns an expression as a term, such as `("not", ("self", "flag"))`; None where its value is not shown."""
         if isinstance(node, ast.Constant):
             return "const", node.value
         if isinstance(node, ast.Name):

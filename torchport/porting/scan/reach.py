@@ -159,7 +159,7 @@ class Reached:
                 for asker, call_of_it in list(self._open_calls[name].values()) if name in self._open_calls else ():
                     self._reach(unit, asker, call_of_it)
 
-    def _find(self, name: str, unit: CodeUnit, call: Called | None) -> None:
+    def _call_unknown(self, name: str, unit: CodeUnit, call: Called | None) -> None:
         self._open_calls[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
@@ -183,20 +183,20 @@ class Reached:
         chain = call.chain
         for name in chain[1:-1]:
             if name in self._properties:
-                self._find(name, unit, None)
+                self._call_unknown(name, unit, None)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.method, inherited=True)
             if method is not None:
                 self._reach(method, unit, call)
         elif not chain:
-            self._find(call.method, unit, call)
+            self._call_unknown(call.method, unit, call)
         elif chain[0] == unit.first and unit.owner is not None:
             self._call_of_self(unit, unit.owner, chain, call)
         else:
             self._mention_table(unit, f"{unit.module.name}.{chain[0]}")
             known = bool(call.name) and self._call_of_name(unit, call.name, call)
             if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
-                self._find(chain[-1], unit, call)
+                self._call_unknown(chain[-1], unit, call)
 
     def _call_of_name(self, unit: CodeUnit, name: str, call: Called) -> bool:
         """Follows a call of a full name; returns whether the codebase defines that name."""
@@ -224,7 +224,7 @@ class Reached:
         if len(chain) == 1:  # `cls(...)`
             self._create(owner, unit, call)
         elif len(chain) > 2:
-            self._find(chain[-1], unit, call)
+            self._call_unknown(chain[-1], unit, call)
         else:
             self._method_of(unit, owner, chain[1], call)
 
@@ -248,7 +248,7 @@ class Reached:
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
         for name in read.attributes:
             if name in self._properties:
-                self._find(name, unit, None)
+                self._call_unknown(name, unit, None)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
         if isinstance(known, Class):

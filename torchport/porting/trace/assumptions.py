@@ -162,7 +162,7 @@ class GoingOn(TorchFunctionMode):
 
 
 def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], template: torch.Tensor) -> Any:
-    """Returns arguments with zeros of the network in place of the host's tensors."""
+    """Returns arguments with zeros, made like `template`, a tensor of the network, in place of the host's tensors."""
     ids = {id(host) for host in hosts}
     narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
