@@ -38,6 +38,8 @@ class _Pair:
 
 @dataclasses.dataclass(slots=True)
 class Rebinding:
+    """One place where an original was exchanged for its replacement."""
+
     place: Place
     old: Any
     new: Any
@@ -48,7 +50,7 @@ class Rebinding:
 
 @dataclasses.dataclass(slots=True)
 class _Audit:
-    """Who holds the old object of a pair, and how many references nobody accounts for."""
+    """Who refers to the old object of a pair, and how many references to it are not explained by that."""
 
     pair: _Pair
     holders: list[Holder]
@@ -56,11 +58,7 @@ class _Audit:
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
-    """Makes every holder of the originals hold what took their place.
-
-    Returns:
-        What was rebound, in that order.
-    """
+    """Makes all that refers to an original refer to its replacement instead. Returns what was rebound, in order."""
     pairs = [pair for record in records for pair in _pairs(record)]
     audits = _audits(pairs)
     if any(audit.unknown or any(map(_may_be_garbage, audit.holders)) for audit in audits):
@@ -73,11 +71,12 @@ def repair(records: Sequence[Record]) -> list[Rebinding]:
 
 
 def _may_be_garbage(holder: Holder) -> bool:
-    """Returns whether a holder is no namespace: a closure of an earlier call may only wait to be collected."""
+    """Returns whether a holder may only wait to be collected, as a closure of an earlier call: a namespace does not."""
     return holder.place is None or holder.container is not None
 
 
 def _check_rebound(audit: _Audit) -> None:
+    """Refuses an audit with a holder that cannot be changed, or with references that are not explained."""
     record = audit.pair.record
     assert record is not None
     for holder in audit.holders:
@@ -89,6 +88,7 @@ def _check_rebound(audit: _Audit) -> None:
 
 
 def _rebind(audit: _Audit) -> list[Rebinding]:
+    """Puts the new object in place of the old one in every holder of an audit, and notes where."""
     pair = audit.pair
     if pair.record is not None:
         notes = [f"rebound {holder.where}" for holder in audit.holders]
@@ -100,10 +100,8 @@ def _rebind(audit: _Audit) -> list[Rebinding]:
 
 
 def give_back(changes: Sequence[Placed]) -> None:
-    """Makes whoever captured a replacement while it was in force hold the original again.
-
-    Who cannot be rebound (a local variable, a closure) holds a function that falls through to the original. Who refers
-    to it weakly keeps it as well.
+    """Makes all that took a replacement while it was in force refer to the original again. A local variable, a closure
+    or a weak reference keeps the replacement, which from now on calls the original.
     """
     pairs = [pair for change in changes for pair in _both(None, change.value, change.slot.raw)]
     # The change (or the descriptor around it) and the pair hold a replacement always.
@@ -113,28 +111,29 @@ def give_back(changes: Sequence[Placed]) -> None:
 
 
 def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:
-    """Returns the pair of two objects, and that of the functions in them if they are descriptors."""
+    """Returns the pair of two objects; of two descriptors (`staticmethod`) also the pair of the functions in them."""
     inner = function_in(old)
     pairs = [_Pair(record, old, new)]
     return pairs if inner is old else [*pairs, _Pair(record, inner, function_in(new))]
 
 
 def _pairs(record: Record) -> list[_Pair]:
-    """Returns the pairs of a record's change. None where its name alone is changed, or nobody else has the original."""
+    """Returns what to rebind for a record: none if it changes one name alone, or nobody else has the original."""
     change = record.change
     if not isinstance(change, Placed) or not change.held or not change.slot.in_holder:
         return []
     original, entry = function_in(change.slot.raw), record.entry
     home = getattr(original, "__module__", None)
-    alone = record.imported
-    if alone is None:
-        alone = len(entry.path) == 1 and home not in (None, entry.module)
+    is_name_only = record.imported
+    if is_name_only is None:
+        is_name_only = len(entry.path) == 1 and home not in (None, entry.module)
     if isinstance(original, types.BuiltinFunctionType) and home is not None:
-        alone = alone or home.partition(".")[0] != entry.package  # `size = len` in a class is no alias of everybody's
-    return [] if alone else _both(record, change.slot.raw, change.value)
+        is_name_only = is_name_only or home.partition(".")[0] != entry.package  # as `size = len` in a class
+    return [] if is_name_only else _both(record, change.slot.raw, change.value)
 
 
 def _audits(pairs: list[_Pair]) -> list[_Audit]:
+    """Returns who refers to each old object. A lambda that nobody else has shows how many references are our own."""
     if not pairs:
         return []
     control = _Pair(None, lambda: None, None)
@@ -160,6 +159,7 @@ def _audits(pairs: list[_Pair]) -> list[_Audit]:
 
 
 def _in_words(holder: Holder, entry: Entry) -> str:
+    """Returns a holder in words, with the line in its module's source if that shows one."""
     line = line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
     name = None if holder.container is None else expression(holder.container)
@@ -169,6 +169,7 @@ def _in_words(holder: Holder, entry: Entry) -> str:
 
 
 def _refusal(record: Record, holder: str) -> PatchError:
+    """Returns the error for an original that a holder keeps."""
     entry = record.entry
     fact = f"{entry.target} is still held by {holder}"
     if not record.late:
@@ -184,10 +185,7 @@ _HEIGHT = 5
 
 
 def expression(thing: Any) -> str | None:
-    """Returns the shortest expression that leads to an object. None if no module or class leads to it in five steps.
-
-    Names are read from `__dict__`s, so that no lazy package is woken.
-    """
+    """Returns the shortest expression that leads to an object from a module or class; None if it has six steps."""
     homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
     seen = {id(thing), id(level)}
@@ -237,7 +235,7 @@ def _of_home(referrer: Any, held: Any, homes: dict[int, str], owners: list[Any])
 
 
 def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
-    """Yields the objects of which the source could name what a referrer holds, with the step from each."""
+    """Yields objects with a step: an expression for the object, and `.name` or `[0]`, lead to what a referrer holds."""
     if isinstance(referrer, dict):
         if any(key is held for key in list(dict.keys(referrer))):
             yield referrer, ""
@@ -259,7 +257,7 @@ def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, s
 
 
 def _attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Returns an object's attributes. None for a module, whose names are its home's, and for what has none."""
+    """Returns an object's attributes; None if it has none, and for modules, classes and dicts: `_steps` has those."""
     if isinstance(owner, (types.ModuleType, type, dict)):
         return None
     names = getattr(owner, "__dict__", None)
@@ -267,11 +265,7 @@ def _attributes_of(owner: Any) -> dict[str, Any] | None:
 
 
 def line_of(module: str, name: str | None, original: str) -> str | None:
-    """Returns `file:line` of the statement by which a module took a name.
-
-    Args:
-        name: The name that it has there, or None if it is not a name of the module.
-    """
+    """Returns `file:line` of the first statement in a module with the name `name` or `original`; None without one."""
     source = _source_of_module(module)
     if source is None:
         return None
@@ -297,6 +291,7 @@ def importer(module: str) -> str | None:
 
 
 def _local_variable(thing: Any) -> str | None:
+    """Returns in words the local variable of a caller that holds an object; None if there is none."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
             for name, value in frame.f_locals.items():
@@ -307,7 +302,7 @@ def _local_variable(thing: Any) -> str | None:
 
 
 def _source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
-    """Returns a loaded module's source. With a needle, only if the text matches that before it is parsed."""
+    """Returns a loaded module's source; with a `needle`, a regular expression, only if it is found in the text."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
     if not isinstance(file, str) or not file.endswith(".py"):
@@ -323,6 +318,7 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yields the statements in which a module may use a name: imports, then assignments and uses, then definitions."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
     yield from imports

@@ -73,15 +73,13 @@ def entry_digest(entry: Entry) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The patches that a program was traced under, and how often each had been called by then.
-
-    Keep it with the compiled program.
-    """
+    """The patches that a program was traced under, with their calls by then. Keep it with the compiled program."""
 
     digests: Mapping[str, str]
     calls: Mapping[str, int]
 
     def check(self) -> None:
+        """Refuses to trace a program again while other patches are in force than at its first trace."""
         for key in sorted(self.digests.keys() | registry.digests.keys()):
             before, now = self.digests.get(key), registry.digests.get(key)
             if before != now:
@@ -93,7 +91,7 @@ class Trace:
 
 
 class Ledger:
-    """What `applied` gives: one record per patch."""
+    """The patches of one `with patch.applied(...)`: a record for each."""
 
     def __init__(self, records: Sequence[Record], stage: str | None) -> None:
         self.records = list(records)
@@ -104,11 +102,7 @@ class Ledger:
         self._traced: dict[str, int] = {}
 
     def of_run(self, loaded: Trace) -> Ledger:
-        """Returns a ledger of the same patches for another run of a stage that stays loaded.
-
-        Args:
-            loaded: The trace of what loaded the stage: its calls count for each run.
-        """
+        """Returns a ledger of the same patches for another run of a stage; calls from when it was loaded count, too."""
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
         ledger.credit(loaded)
@@ -119,17 +113,13 @@ class Ledger:
         return record.calls.count - self._before[id(record)] + self._traced.get(record.entry.id, 0)
 
     def trace(self, before: Trace | None = None) -> Trace:
-        """Returns what a program that has just been traced keeps: the patches in force and their calls.
-
-        Args:
-            before: What this returned before the program was traced: earlier calls do not count.
-        """
+        """Returns what a newly traced program keeps: the patches in force and their calls, less those in `before`."""
         earlier = {} if before is None else before.calls
         calls = {record.entry.id: self.calls(record) for record in self.records}
         return Trace(dict(registry.digests), {key: count - earlier.get(key, 0) for key, count in calls.items()})
 
     def credit(self, trace: Trace) -> None:
-        """Counts the calls of a program that an earlier run of the same loaded stage has traced, and this run uses."""
+        """Adds the calls that were counted when an earlier run traced a program that this run uses again."""
         trace.check()
         for key, calls in trace.calls.items():
             self._traced[key] = self._traced.get(key, 0) + calls
@@ -172,7 +162,7 @@ class Ledger:
             raise self.pending[0]
 
     def check_called(self) -> None:
-        """Refuses a stage in which a patch that must be called was not, or that has a copy of a patched module."""
+        """Refuses a stage that did not call a patch it must call, and a patched module that was imported twice."""
         self.raise_pending()
         check_twins([record.entry for record in self.records if record.outcome != "not needed"])
         for record in self.records:
@@ -186,11 +176,7 @@ class Ledger:
 
 
 def check_twins(entries: Iterable[Entry]) -> None:
-    """Refuses a patched module of which this process has a second copy, under another name.
-
-    Raises:
-        TwinModuleError: The first such module; file and both names are in it.
-    """
+    """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
     twins = _twins({entry.module for entry in entries if entry.edits})
     for entry in entries:
         if entry.edits and entry.module in twins:
@@ -203,6 +189,7 @@ def check_twins(entries: Iterable[Entry]) -> None:
 
 
 def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
+    """Returns, by a patched module's name, its file and a second name under which the file was imported."""
     names = {name: sys.modules[name] for name in sorted(patched) if name in sys.modules}
     by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
@@ -218,7 +205,7 @@ def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
 
 
 def _identity(module: object) -> tuple[int, int] | None:
-    """Returns what names a module's file on its disk; None for a module without one."""
+    """Returns the device and inode of a module's file; None for a module without a file."""
     path = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
     try:
         status = os.stat(path) if isinstance(path, str) else None  # noqa: PTH116 - of thousands of modules
@@ -228,7 +215,7 @@ def _identity(module: object) -> tuple[int, int] | None:
 
 
 def _remedy(file: str, name: str, other: str) -> str:
-    """Returns what to do about the second name: most often a folder inside the package is on the path."""
+    """Returns the remedy for a file that was imported twice: often a folder inside the package is on `sys.path`."""
     if other == "__main__":
         return f"Start it from a script of its own, which imports '{name}'"
     folder = Path(file).parents[other.count(".") + (Path(file).name == "__init__.py")]

@@ -31,12 +31,7 @@ from torchport.patch.source.checks import check_sources, is_imported
 
 
 class _PatchSet:
-    """One set of patches, entered and left together.
-
-    Args:
-        records: The patches that this set brings. Those that were in force before are not among them.
-        ledger: It hears of every error.
-    """
+    """A set of patches that is entered and left together, without those that were in force before."""
 
     def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:
         self.records = list(records)
@@ -44,13 +39,13 @@ class _PatchSet:
         self.changed: list[Record] = []
         #: Changes of modules that were imported again since: somebody may still hold the old functions.
         self.replaced: list[Change] = []
-        #: What made holders of originals hold what took their place.
+        #: Where an original was exchanged for its replacement.
         self.rebindings: list[aliases.Rebinding] = []
         self.disarm: list[Callable[[], None]] = []
         self.failed = False
 
     def enter(self) -> None:
-        """Applies what is late and arms the rest. On an error nothing stays."""
+        """Applies the patches of modules that are imported already, and arms the others. An error undoes all."""
         try:
             waiting = [record for record in self.records if record.outcome is None]
             for record in waiting:
@@ -66,6 +61,7 @@ class _PatchSet:
         registry.digests.update({record.entry.id: digest(record.entry) for record in waiting})
 
     def _arm(self, name: str) -> None:
+        """Applies the patches of one module at its import, and at once if it is imported already."""
         due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied(r)]
         if name in sys.modules:
             for record in due:
@@ -74,10 +70,12 @@ class _PatchSet:
         self.disarm.append(hook.arm(name, lambda module: self._apply_at_import(module, due)))
 
     def _arm_window(self, record: Record) -> None:
+        """Applies a `while_importing` patch each time that its package is imported, and undoes it afterwards."""
         depth = 0
 
         @contextlib.contextmanager
         def window() -> Iterator[None]:
+            """Applies the patch for the outermost of nested imports, and undoes it after that."""
             nonlocal depth
             depth += 1
             try:
@@ -95,7 +93,7 @@ class _PatchSet:
         self.disarm.append(hook.arm(package, window, "windows"))
 
     def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
-        """Applies a module's patches when it has been executed. A failure takes the whole set back."""
+        """Applies a module's patches when it has been executed. An error undoes the whole set."""
         if self.failed:
             return
         for record in due:
@@ -118,8 +116,7 @@ class _PatchSet:
         self.rebindings += aliases.repair(due)
 
     def check_reached(self) -> None:
-        """Keeps an error for a patch whose module is there, though its import was never seen: the patch did nothing.
-
+        """Notes an error for each patch that did nothing, because its module was imported without being noticed.
         Another finder before ours, or `exec_module` of a spec made by hand, goes past the import system. So does a
         second name for the same file: the module under that name has no patch.
         """
@@ -136,7 +133,7 @@ class _PatchSet:
                 self.ledger.keep(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
-        """Takes everything back, the last change first, and disarms what never came."""
+        """Undoes all changes, the last one first, and disarms the patches whose module was not imported."""
         for disarm in reversed(self.disarm):
             disarm()
         for record in self.records:
@@ -154,7 +151,7 @@ class _PatchSet:
 
 
 class _PendingFirst:
-    """Raises an error that the ledger has kept before whatever it led to in the body of the `with`."""
+    """Raises the error that the ledger has kept, instead of a later exception in the `with` that it has led to."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -203,7 +200,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
 
 
 def _leave(patches: _PatchSet) -> None:
-    """Takes a set back, and the later ones first, should they still be in force: they are built upon it."""
+    """Undoes a set of patches. Sets that were entered later and are still in force go first, and are an error."""
     above = registry.sets[registry.sets.index(patches) + 1 :] if patches in registry.sets else []
     for one in reversed([patches, *above]):
         one.leave()
@@ -218,7 +215,7 @@ def _leave(patches: _PatchSet) -> None:
 
 
 def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> _PatchSet:
-    """Returns a set that can be entered. Nothing of upstream has been imported or changed by then."""
+    """Returns a checked set of those patches that are not in force yet. Upstream is not imported or changed by it."""
     in_force = {record.entry.id: record for patches in registry.sets for record in patches.records}
     fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
     check_claims([record.entry for record in in_force.values()], fresh)
@@ -236,7 +233,7 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
 
 
 def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
-    """Returns a record of each entry. Those that the upstream that is installed does not need have their outcome."""
+    """Returns a record of each entry, with its outcome if the installed upstream does not need the patch."""
     installed.cache_clear()
     records = {entry.id: Record(entry) for entry in entries}
     for record in records.values():
@@ -247,9 +244,8 @@ def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
-    """Checks new entries against each other and against those in force.
-
-    Rewrites of one function may stand beside each other: whether their runs overlap is seen when they are matched.
+    """Checks new entries against each other and against those in force. Rewrites of one function may stand beside each
+    other: whether their runs overlap is seen when they are matched.
     """
     ids: dict[str, Entry] = {}
     places: dict[_Place, Entry] = {}
@@ -258,12 +254,12 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
             if entry.id in ids:
                 fact = f"The id '{entry.id}' is in force with another content, from {ids[entry.id].place}"
                 raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
-            other = next((places[place] for place in _met(entry) if place in places), None)
+            other = next((places[place] for place in _excluded(entry) if place in places), None)
             if other is not None:
                 fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} {other.target}"
                 raise ConflictError(entry.place, fact, "Keep one of the two", patches=[entry.id, other.id])
         ids[entry.id] = entry
-        for place in _claimed(entry):
+        for place in _claimed_places(entry):
             places.setdefault(place, entry)
 
 
@@ -271,14 +267,14 @@ _Place = tuple[str, bool, tuple[str, ...], str]
 """A module, whether it is edited, a path in it, and what is claimed there: "rewrite", "whole", or what lies "below"."""
 
 
-def _claimed(entry: Entry) -> Iterator[_Place]:
+def _claimed_places(entry: Entry) -> Iterator[_Place]:
     module, edits, path = entry.module, entry.edits, entry.path
     yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
     yield from ((module, edits, path[:length], "below") for length in range(len(path)))
 
 
-def _met(entry: Entry) -> Iterator[_Place]:
-    """Yields the places of which no other entry may claim one."""
+def _excluded(entry: Entry) -> Iterator[_Place]:
+    """Yields the places that no other entry may claim: its target as a whole, and what is above and below it."""
     module, edits, path = entry.module, entry.edits, entry.path
     for length in range(len(path) + 1):
         yield module, edits, path[:length], "whole"
@@ -288,7 +284,7 @@ def _met(entry: Entry) -> Iterator[_Place]:
 
 
 def unreached() -> list[TorchportError]:
-    """Returns what the sets in force would refuse if they were left now: patches that did nothing, kept errors."""
+    """Returns the errors that the sets in force would raise if they were left now, as for a patch that did nothing."""
     errors: list[TorchportError] = []
     for patches in registry.sets:
         patches.check_reached()

@@ -45,7 +45,7 @@ class PatternError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One place where a pattern matches: `block[start:end]`, and the way to the block."""
+    """One place where a pattern matches: `block[start:end]`, and the statements around the block (`chain`)."""
 
     block: list[ast.stmt]
     start: int
@@ -58,19 +58,15 @@ class Run:
 
 
 def statements(text: str) -> list[ast.stmt]:
-    """Returns the statements of a pattern.
-
-    Raises:
-        PatternError: It is not Python, has no statement of its own, or has a misplaced hole.
-    """
+    """Returns the statements of a pattern; raises PatternError for bad Python, a misplaced hole, or holes alone."""
     marked = _HOLE.sub(lambda hole: (_MANY if hole[1] else _ONE) + hole[2], textwrap.dedent(text))
     try:
         body = ast.parse(marked).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise PatternError(f"is not Python: {error.args[0] if error.args else error}") from error
-    if all(_many(statement) for statement in body):
+    if all(_hole(statement) for statement in body):
         raise PatternError("names no statement")
-    if _many(body[0]) or _many(body[-1]):
+    if _hole(body[0]) or _hole(body[-1]):
         raise PatternError("begins or ends with a hole for statements, which would match nothing")
     alone = {id(node.value) for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Expr)}
     for node in ast.walk(ast.Module(body, [])):
@@ -93,7 +89,7 @@ def runs(function: Function, pattern: Sequence[ast.stmt]) -> Iterator[Run]:
 Captured = dict[str, str]
 
 
-def _many(node: ast.AST) -> str | None:
+def _hole(node: ast.AST) -> str | None:
     value = node.value if isinstance(node, ast.Expr) else None
     return value.id if isinstance(value, ast.Name) and value.id.startswith(_MANY) else None
 
@@ -102,7 +98,7 @@ def _match_run(pattern: Sequence[ast.stmt], statements: Sequence[ast.stmt], capt
     """Returns how many of the first statements a pattern takes, as few as possible. None if it does not match."""
     if not pattern:
         return 0
-    if _many(pattern[0]):
+    if _hole(pattern[0]):
         for skipped in range(len(statements) + 1):
             rest = _match_run(pattern[1:], statements[skipped:], captured)
             if rest is not None:
@@ -120,6 +116,7 @@ def _match_run(pattern: Sequence[ast.stmt], statements: Sequence[ast.stmt], capt
 
 
 def _match(pattern: object, node: object, captured: Captured) -> bool:
+    """Returns whether one node fits a pattern's node; `captured` gets the source that each hole stands for."""
     if isinstance(pattern, ast.Name) and pattern.id.startswith(_ONE) and isinstance(node, ast.expr):
         seen = ast.dump(node).replace("Store()", "Load()")
         return captured.setdefault(pattern.id, seen) == seen
@@ -136,16 +133,16 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
 
 
 def _match_list(pattern: list[ast.AST], nodes: list[ast.AST], captured: Captured) -> bool:
-    if not any(_many(part) for part in pattern if isinstance(part, ast.AST)):
+    if not any(_hole(part) for part in pattern if isinstance(part, ast.AST)):
         return len(pattern) == len(nodes) and all(_match(p, n, captured) for p, n in zip(pattern, nodes, strict=True))
     return _match_whole(pattern, nodes, captured)
 
 
 def _match_whole(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured) -> bool:
-    """Matches a nested block, which a pattern must take to its end."""
+    """Returns whether a pattern fits a nested block to its end."""
     if not pattern:
         return not nodes
-    if _many(pattern[0]):
+    if _hole(pattern[0]):
         return any(_match_whole(pattern[1:], nodes[skip:], captured) for skip in range(len(nodes) + 1))
     trial = dict(captured)
     if nodes and _match(pattern[0], nodes[0], trial) and _match_whole(pattern[1:], nodes[1:], trial):
@@ -185,7 +182,7 @@ def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def spans(text: str) -> list[tuple[int, int]]:
-    """Returns the first and the last line of each statement of a file; they stay where they are in an edited text."""
+    """Returns the first and last line of each top-level statement that has a body: an edit does not move them."""
     statements = [node for node in ast.parse(text).body if hasattr(node, "body")]  # no other has a function in it
     return [(first_line(node), node.end_lineno or node.lineno) for node in statements]
 
@@ -208,7 +205,7 @@ def edit(
 
     Args:
         find: Finds the function in the syntax tree of the statement of the file that it is in.
-        home: The file before other edits; by default the text.
+        home: The file's text before other rewrites; by default the same text.
 
     Raises:
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
@@ -238,7 +235,7 @@ def edit(
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
-    """Refuses a text that does not say what the tree says with its runs replaced: a statement in another block."""
+    """Refuses an edited text that does not parse to the intended tree: a statement got into another block."""
     for run, statement in sorted(edits, key=lambda pair: pair[0].start, reverse=True):
         run.block[run.start : run.end] = ast.parse(statement).body
     try:
@@ -255,6 +252,7 @@ def _refusal(entry: Entry, fact: str, remedy: str) -> RewriteError:
 
 
 def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
+    """Returns the runs that an entry's `match` finds; refuses a wrong number, or a run with another patch's call."""
     try:
         pattern = statements(rewrite.match)
     except PatternError as error:
@@ -273,6 +271,7 @@ def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
 
 
 def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, call: str) -> str:
+    """Returns the statement that replaces a run: `return call`, `names = call`, or the call alone."""
     last = run.statements[-1]
     returns = isinstance(last, ast.Return)
     _check_jumps(entry, run.statements[:-1] if returns else run.statements)
@@ -288,25 +287,28 @@ _JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlo
 
 
 def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
+    """Refuses a run with a `return`, `yield`, `break` or the like: a called function cannot do it for its caller."""
     jumps: list[ast.AST] = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, ast.Delete))]
-    jumps += [node for statement in statements for node in _outward(statement)]
+    jumps += [node for statement in statements for node in _jumps_out(statement)]
     if jumps:
         word = type(jumps[0]).__name__.lower()
         fact = f"The run of '{entry.id}' has a {word} on line {getattr(jumps[0], 'lineno', '?')}"
         raise _refusal(entry, fact, "Match less: a call cannot do that for the function")
 
 
-def _outward(statement: ast.AST) -> list[ast.AST]:
+def _jumps_out(statement: ast.AST) -> list[ast.AST]:
+    """Returns the `break` and `continue` statements in a statement that belong to a loop outside of it."""
     if isinstance(statement, (ast.Break, ast.Continue)):
         return [statement]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
     children = getattr(statement, "orelse", ()) if loop else ast.iter_child_nodes(statement)
-    return [jump for child in children for jump in _outward(child)]
+    return [jump for child in children for jump in _jumps_out(child)]
 
 
 def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list[str]:
+    """Returns the names that take what `put` returns; refuses `gives` if it lacks a name or has a wrong one."""
     inside = names_bound(run.statements)
     if rewrite.gives is None and len(inside) > 1:
         fact = f"The run of '{entry.id}' binds {', '.join(sorted(inside))}"
@@ -348,7 +350,7 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
 
 
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
-    """Puts a statement in a run's place. What follows on the run's last line comes up to its first."""
+    """Puts a statement in a run's place. Text after the run on its last line moves to its first line."""
     first, last = run.statements[0], run.statements[-1]
     start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
     decorators = getattr(first, "decorator_list", ())
@@ -382,10 +384,11 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
 
 def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
     """Returns a function that finds a code object's definition in a tree, by its name and first line."""
-    return lambda tree: _chain(entry, tree, old)[-1]  # type: ignore[return-value]
+    return lambda tree: _enclosing(entry, tree, old)[-1]  # type: ignore[return-value]
 
 
-def _chain(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
+def _enclosing(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
+    """Returns the definition of a code object after the classes and functions around it, the outermost first."""
     pending: list[tuple[ast.AST, list[Scope]]] = [(tree, [])]
     while pending:
         node, chain = pending.pop()
@@ -401,8 +404,8 @@ def _chain(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
 
 
 def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
-    """Returns the code of the edited function, fit to take the place of the old one."""
-    chain = _chain(entry, ast.parse(text), old)
+    """Returns the compiled code of the edited function, with the old code's free variables: it can replace that."""
+    chain = _enclosing(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
     cells = [name for name in old.co_freevars if name != "__class__"]
     tree = ast.Module([_alone(chain, cells)], [])
@@ -418,7 +421,7 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
 
 
 def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
-    """Returns the definition inside bare copies of its enclosing ones, which bind the variables it closes over."""
+    """Returns a definition in empty copies of the functions and classes around it, which bind its free variables."""
     inner: Scope = chain[-1]
     if inner.decorator_list:  # never run; it stays because a code object's first line is its first decorator's
         inner.decorator_list = [ast.Name("_", ast.Load(), lineno=first_line(inner), col_offset=0)]

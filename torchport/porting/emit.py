@@ -48,7 +48,7 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     outcome = Outcome()
     with on_path(root):
         home = home_of(report, path, out)
-        drawn = list(_drawn(report.unpatched(), outcome))
+        drawn = list(_patches_to_draft(report.unpatched(), outcome))
         for drawing in drawn:
             _write(drawing, home, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
@@ -62,12 +62,11 @@ def home_of(report: ScanReport, path: Path, out: Path) -> Home:
 
 
 def _search_folder(path: Path, report: ScanReport) -> Path:
-    """Returns the folder that must be on the search path so that the codebase's packages can be imported.
-
-    It is the one that most findings are imported from: `src/` where the packages lie in it.
+    """Returns the folder that must be on `sys.path` so that the codebase's packages can be imported. It is the one that
+    most findings are imported from: `src/` where the packages lie in it.
     """
     wanted = [finding for finding in report.findings if finding.reach == report.wanted]
-    starts = Counter(start for finding in wanted if (start := _start(finding)) is not None)
+    starts = Counter(start for finding in wanted if (start := _import_folder(finding)) is not None)
     if starts:
         return starts.most_common(1)[0][0]
     current = Path(os.path.realpath(path))
@@ -77,16 +76,16 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
     return current
 
 
-def _start(finding: ScanFinding) -> Path | None:
-    """Returns the folder that a finding's module is imported from; None where its file is not named as its module."""
+def _import_folder(finding: ScanFinding) -> Path | None:
+    """Returns the folder that a finding's module is imported from; None if its path does not end in that name."""
     names = finding.target.partition(":")[0].split(".")
     file = Path(os.path.realpath(finding.file)).with_suffix("")
     file = file.parent if file.name == "__init__" else file
     return file.parents[len(names) - 1] if list(file.parts[-len(names) :]) == names else None
 
 
-def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:
-    """Yields the patches to draft: stubs, then functions to replace, then statements to rewrite in other functions."""
+def _patches_to_draft(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:
+    """Yields the patches to draft: stubs, replaced functions, rewritten statements. Notes other findings as left."""
     stubs: dict[tuple[str, str], list[ScanFinding]] = {}
     functions: dict[str, list[ScanFinding]] = {}
     statements: list[ScanFinding] = []
@@ -105,7 +104,7 @@ def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]
 
 
 def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
-    """Yields the functions to replace, and the statements to rewrite where no such function takes care of them."""
+    """Yields functions to replace, and statements to rewrite outside of these that call no replaced helper."""
     helpers = {target.replace(":", "."): target for target in functions}
     home = {
         statement: statement.target if statement.target in functions else helpers.get(statement.uses)
@@ -154,6 +153,7 @@ class _Names:
 
 
 def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
+    """Writes a draft into the pack; if that fails, notes the entry that is there, or the findings that are left."""
     try:
         outcome.written.append(draft.write_draft(drawn.wish, home))
     except (TakenNameError, ConflictError) as error:
@@ -170,6 +170,7 @@ def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
 
 
 def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
+    """Returns whether an entry of the pack is what a draft collided with, and does the draft's work already."""
     named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
     if entry.id not in named:
         return False
@@ -179,14 +180,15 @@ def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | Confl
 
 
 def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: Sequence[str]) -> Iterator[str]:
+    """Yields the lines that `torchport scan --emit` prints."""
     yield report.count()
     if outcome.written:
-        tests = _many(sum(bool(drafted.test) for drafted in outcome.written), "test", "tests")
-        count = _many(len(outcome.written), "patch", "patches")
+        tests = _count(sum(bool(drafted.test) for drafted in outcome.written), "test", "tests")
+        count = _count(len(outcome.written), "patch", "patches")
         yield f"drafted     {count} in {as_named(out / 'patches')}, and {tests} in {as_named(out / 'tests')}"
     if outcome.there:
         names = ", ".join(outcome.there)
-        yield f"there       {_many(len(outcome.there), 'patch', 'patches')} already, left as they are: {names}"
+        yield f"there       {_count(len(outcome.there), 'patch', 'patches')} already, left as they are: {names}"
     functions = [
         f"patches/{drafted.names.partition('/')[0]}/{drafted.function}"
         for drafted in outcome.written
@@ -195,8 +197,8 @@ def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: S
     if functions:
         yield f"fill in     {', '.join(functions)}"
         yield "            and why, equivalence and must_be_called of their entries, and the arguments in their tests"
-    for place_left, reason in outcome.left[:SHOWN]:
-        place = f"{place_left.file}:{place_left.line}: {place_left.rule} {place_left.kind} in {place_left.name}"
+    for remaining, reason in outcome.left[:SHOWN]:
+        place = f"{remaining.file}:{remaining.line}: {remaining.rule} {remaining.kind} in {remaining.name}"
         yield printable(f"left        {place}: {reason.rstrip('.')}")
     if len(outcome.left) > SHOWN:
         yield f"left        {len(outcome.left) - SHOWN} more like these"
@@ -211,12 +213,12 @@ def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: S
         yield f"then        {home.check_command(out, as_named(root), *packages)}"
 
 
-def _many(count: int, singular: str, several: str) -> str:
+def _count(count: int, singular: str, several: str) -> str:
     return f"{count} {singular if count == 1 else several}"
 
 
 def _listed(report: ScanReport, outcome: Outcome, paths: Sequence[str]) -> list[str]:
-    """Returns the files of patches that a card needs: those that were drafted, and those that cover the others."""
+    """Returns the files of patches that a card has to list: the drafted ones, and those that cover other findings."""
     covering = {id for finding in report.findings if finding.reach in ("path", "unknown") for id in finding.covered_by}
     names = {drafted.names for drafted in outcome.written}
     if covering:

@@ -35,11 +35,12 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
+    """Returns the statement that binds the last name of a path, or the first one that leads out of the source."""
     holder: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(path, 1):
         node = last_bindings(holder).get(_as_written(name, path[: depth - 1]))
         if node is None:
-            return Binding(None, depth - 1, _is_loose(holder))
+            return Binding(None, depth - 1, _may_have_other_names(holder))
         if depth == len(path) or not isinstance(node, ast.ClassDef):
             return Binding(node, depth, depth < len(path))
         holder = node
@@ -61,6 +62,7 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 def _under_conditions(
     body: Iterable[ast.stmt], above: tuple[ast.stmt, ...] = ()
 ) -> Iterator[tuple[ast.stmt, tuple[ast.stmt, ...]]]:
+    """Yields the statements of `at_import`, each with the `if` statements around it."""
     for statement in body:
         yield statement, above
         if isinstance(statement, DEFINITIONS):
@@ -109,6 +111,7 @@ def definitions(body: Iterable[ast.stmt]) -> list[Definition]:
 
 
 def _bound_by(statement: ast.stmt) -> set[str]:
+    """Returns the names that a statement binds, the targets of an assignment included."""
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
@@ -118,6 +121,7 @@ def _bound_by(statement: ast.stmt) -> set[str]:
 
 
 def _is_accessor(statement: ast.stmt, name: str) -> bool:
+    """Returns whether a statement is a setter, deleter or getter that is added to a property."""
     decorators = getattr(statement, "decorator_list", ())
     return any(
         isinstance(d, ast.Attribute) and d.attr in ("setter", "deleter", "getter")
@@ -129,7 +133,7 @@ def _is_accessor(statement: ast.stmt, name: str) -> bool:
 _DYNAMIC = {"globals", "vars", "setattr", "exec", "locals", "__getattr__"}
 
 
-def _is_loose(holder: ast.Module | ast.ClassDef) -> bool:
+def _may_have_other_names(holder: ast.Module | ast.ClassDef) -> bool:
     """Returns whether a module or class may have names that its body does not show."""
     if isinstance(holder, ast.ClassDef) and (holder.bases or holder.keywords or holder.decorator_list):
         return True
@@ -147,7 +151,7 @@ def _is_loose(holder: ast.Module | ast.ClassDef) -> bool:
 
 
 def blocks(function: Function) -> Iterator[tuple[list[ast.stmt], Chain]]:
-    """Yields every block of a function that belongs to its own scope, with the way to it."""
+    """Yields every block of a function that belongs to its own scope, with the statements around it."""
     pending: list[tuple[list[ast.stmt], Chain]] = [(function.body, ())]
     while pending:
         block, chain = pending.pop(0)
@@ -158,6 +162,7 @@ def blocks(function: Function) -> Iterator[tuple[list[ast.stmt], Chain]]:
 
 
 def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
+    """Returns the blocks directly in a statement: its body, `else`, `finally`, handlers and cases."""
     candidates = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
     result = [block for block in candidates if isinstance(block, list) and block]
     for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
@@ -166,7 +171,7 @@ def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
 
 
 def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yields the nodes that are evaluated in the same scope. Of a nested scope it is its own node alone."""
+    """Yields the nodes in the same scope; of a nested function or class only its own node, not those inside."""
     for node in nodes:
         yield node
         if isinstance(node, _SCOPES):
@@ -179,7 +184,7 @@ def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def binds(node: ast.AST) -> set[str]:
-    """Returns the names that a node itself binds, what stands inside it aside."""
+    """Returns the names that one node binds, without the nodes inside it."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Load) else {node.id}
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -228,7 +233,7 @@ def _union(sets: Iterable[set[str]]) -> set[str]:
 
 
 def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
-    """Returns the names that may be read before they are written, and those that are surely written."""
+    """Returns the names that statements may read before they write them, and the names that they surely write."""
     read: set[str] = set()
     written: set[str] = set()
     for statement in statements:
@@ -240,6 +245,7 @@ def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
 
 
 def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """Returns the same two sets as `exposed`, for one statement."""
     if isinstance(statement, ast.If):
         body, orelse = exposed(statement.body), exposed(statement.orelse)
         sure = body[1] & orelse[1]
@@ -260,7 +266,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:
-    """Returns the names that may be read after a run and before they are written again."""
+    """Returns the names that may be read after `block[:end]`, before they are written; `chain` leads to `block`."""
     live, sure = exposed(block[end:])
     for parent, outer, index in reversed(chain):
         if isinstance(parent, _LOOPS):
@@ -298,6 +304,7 @@ class WrittenParameter:
 
 
 def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
+    """Returns a function's parameters, in the order in which they are written."""
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults

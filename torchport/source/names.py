@@ -45,11 +45,7 @@ def name_of(home: Home) -> str:
 
 
 def callees(targets: Sequence[str]) -> dict[str, Callee]:
-    """Returns all that definitions use of their own packages, directly or not, without themselves.
-
-    Returns:
-        The callees by `module:path`, the nearest first.
-    """
+    """Returns all that definitions use of their own packages, directly or not, by `module:path`, the nearest first."""
     result: dict[str, Callee] = {}
     pending = list(map(home_of, targets))
     while pending:
@@ -79,18 +75,19 @@ def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
 
 
 def uses(home: Home) -> list[str]:
-    """Returns where the names in a definition lead: to a definition of its package, or by which import out of it."""
+    """Returns, as `name=target`, where the names in a definition lead: to its own package, or to an import."""
     source = _source(home[0])
     if source is None:
         return []
-    chains, local = _names(source, home[1])
+    chains, local = _reads(source, home[1])
     firsts = {chain[0] for chain in chains}
     statements = {first: local.get(first, source.all_names.get(first, [])) for first in firsts}
-    led = {f"{first}={name}" for first in firsts for name in _imported_as(first, statements[first], source)}
+    led = {f"{first}={name}" for first in firsts for name in _imported_names(first, statements[first], source)}
     return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _homes_used(home)})
 
 
-def _imported_as(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
+def _imported_names(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
+    """Yields the full names that imports bind to a name."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
@@ -100,11 +97,11 @@ def _imported_as(name: str, statements: Sequence[ast.stmt], source: SourceFile) 
 
 
 def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
-    """Yields the definitions of its package that a definition names, each with the names that lead to it."""
+    """Yields the definitions of its own package that a definition names, each with the names that lead to it."""
     source = _source(user[0])
     if source is None:
         return
-    chains, local = _names(source, user[1])
+    chains, local = _reads(source, user[1])
     owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
     for chain in chains:
         if chain[0] == _SUPER and not owner:  # of a class inside a function
@@ -120,8 +117,8 @@ def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
 
 
 @functools.cache
-def _names(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
-    """Returns what a definition reads, and what it binds itself. A source never changes."""
+def _reads(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
+    """Returns the names (`a.b.c` as a tuple) that a definition reads, and its local names with the imports of each."""
     chains: set[Chain] = set()
     local: dict[str, list[Imports]] = {}
     for node in bindings(source, path):
@@ -135,7 +132,7 @@ def _names(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict
 
 
 def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
-    """Returns all statements that make a global what it is. Of a name in a class, those that count."""
+    """Returns the statements that bind or change a global; of `Class.name` its last one, and assignments outside."""
     node, touching = source.where(path).node, source.all_names.get(path[0], [])
     if len(path) == 1:
         return touching
@@ -156,6 +153,7 @@ def _head(node: ast.stmt) -> ast.AST:
 
 
 def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
+    """Returns the names that a function binds, each with the imports inside it that bind it."""
     local: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
     for inner in _nodes_in(node) if local or isinstance(node, _FUNCTIONS) else ():
         if isinstance(inner, (ast.Import, ast.ImportFrom)):
@@ -179,6 +177,7 @@ def _local(scope: ast.AST) -> set[str]:
 
 
 def _first_argument(node: ast.stmt) -> str | None:
+    """Returns the name of a method's first parameter, such as `self`; None for a static method."""
     if not isinstance(node, _FUNCTIONS):
         return None
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
@@ -236,11 +235,7 @@ def _import_names(scope: ast.AST) -> set[str]:
 
 
 class _Lookup:
-    """One look-up of a chain of names, inside one package. Nothing is asked twice, so that a circle ends.
-
-    Args:
-        package: The top-level package; None to look into all of them.
-    """
+    """One look-up of a chain of names, in one package (None: in all). Circular imports end: nothing is asked twice."""
 
     def __init__(self, package: str | None) -> None:
         self._package = package
@@ -252,6 +247,7 @@ class _Lookup:
         return len(self._asked) > before
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
+        """Yields the definitions that a chain of names (`a.b.c` as a tuple) means in a module."""
         source = _source(module)
         if source is None or not self._is_new(module, chain):
             return
@@ -270,7 +266,7 @@ class _Lookup:
             yield module, (chain[0],)
 
     def from_import(self, node: Imports, source: SourceFile, chain: Chain) -> Iterator[Home]:
-        """Yields the definition to which names lead of which the first is bound by an import."""
+        """Yields the definitions that a chain of names means, if this import binds its first name."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
                 home = source.imported_from(node)
@@ -290,7 +286,7 @@ class _Lookup:
             yield from self.names(module, chain)
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
-        """Returns what names lead to from a module: a name of it, or one of a submodule that the first of them is."""
+        """Returns the definitions that a chain of names means inside a module; its first names may be submodules."""
         source = _source(module) if chain and self._may_enter(module) else None
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
@@ -298,7 +294,7 @@ class _Lookup:
         return deeper or (list(self._in(module, chain)) if chain else [])
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
-        """Yields the method that names lead to in a class. Without a name: what makes an instance, or all of it."""
+        """Yields the method that a chain of names means in a class; if it is empty, the constructors, or the class."""
         if chain:
             yield from self.method(home, chain[0], inherited=False)
             return
@@ -306,7 +302,7 @@ class _Lookup:
         yield from makers or [home]
 
     def method(self, home: Home, name: str, inherited: bool) -> Iterator[Home]:
-        """Yields the first definition of a method in a class, or, if it is inherited, in what is above it."""
+        """Yields the first definition of a method in a class, or, if `inherited`, in the classes above it."""
         place = definition(home)
         node = place[1] if place else None
         if not isinstance(node, ast.ClassDef) or not self._is_new(home, name, inherited):
@@ -323,6 +319,7 @@ class _Lookup:
         return (cls for chain in chains for cls in self.classes(module, chain))
 
     def classes(self, module: str, chain: Chain) -> Iterator[Home]:
+        """Yields the class that a chain of names (`a.b.C` as a tuple) means in a module."""
         source = _source(module)
         node = source.names.get(chain[0]) if source else None
         if isinstance(node, ast.ClassDef) and len(chain) == 1:
@@ -332,7 +329,7 @@ class _Lookup:
 
 
 class Classes(_Lookup):
-    """A look-up that ends at a class itself."""
+    """A look-up that ends at a class, and not at its constructors."""
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
         if not chain:

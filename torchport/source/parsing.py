@@ -62,6 +62,7 @@ def text_of(file: Path, name: str) -> str:
 
 
 def _status(file: Path, name: str) -> os.stat_result:
+    """Returns the status of a regular file; refuses anything else."""
     with decoded(name):
         status = file.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -71,6 +72,7 @@ def _status(file: Path, name: str) -> os.stat_result:
 
 @contextlib.contextmanager
 def decoded(name: str) -> Iterator[None]:
+    """Turns what Python raises while a file is opened and decoded into an UnreadableError with its name."""
     try:
         yield
     except OSError as error:
@@ -83,11 +85,7 @@ def decoded(name: str) -> Iterator[None]:
 
 
 def tree(text: str, name: str) -> ast.Module:
-    """Returns the syntax tree of a text.
-
-    Raises:
-        UnreadableError: It is not Python, not that of this interpreter, or nested too deep.
-    """
+    """Returns the syntax tree of a text; raises UnreadableError if it is not Python, or nested too deep."""
     with nesting(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of somebody's escapes in strings
         try:
@@ -102,7 +100,7 @@ def tree(text: str, name: str) -> ast.Module:
 
 @contextlib.contextmanager
 def nesting(name: str, line: int = 0) -> Iterator[None]:
-    """Refuses a file, while its syntax tree is walked, that is nested deeper than Python can follow."""
+    """Turns what Python raises at a syntax tree that is nested too deep to be walked into an UnreadableError."""
     try:
         yield
     except (RecursionError, MemoryError) as error:
@@ -120,6 +118,8 @@ def _unreadable(name: str, line: int, fact: str, kind: str) -> UnreadableError:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceFile:
+    """The source of a Python module, and what its names are bound to."""
+
     module: str
     file: str
     text: str  #: Its text, with newlines as Python reads them.
@@ -134,11 +134,7 @@ class SourceFile:
 
     @functools.cached_property
     def tree(self) -> ast.Module:
-        """Its syntax tree. It is shared: never change it.
-
-        Raises:
-            UnreadableError: The text is not Python, or not that of this interpreter.
-        """
+        """Its syntax tree, which is shared: never change it. Raises UnreadableError if the text is not Python."""
         return tree(self.text, self.shown)
 
     @property
@@ -189,11 +185,7 @@ def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile
 
 
 def _spec_of(module: str) -> ModuleSpec:
-    """Returns the spec that an import of a module would use. No parent package is imported.
-
-    Raises:
-        ModuleNotFoundError: No such module.
-    """
+    """Returns the spec that an import of a module would use, and imports no parent; raises ModuleNotFoundError."""
     parts = module.split(".")
     spec = _top_spec(parts[0])
     for depth in range(2, len(parts) + 1):
@@ -230,6 +222,7 @@ def is_there(module: str) -> bool:
 
 
 def _top_spec(name: str) -> ModuleSpec:
+    """Returns the spec of a top-level module, imported or not; raises ModuleNotFoundError if there is none."""
     live = sys.modules.get(name)
     spec = None if live is None else vars(live).get("__spec__")
     if isinstance(spec, ModuleSpec):
@@ -243,6 +236,7 @@ def _top_spec(name: str) -> ModuleSpec:
 
 
 def _spec_in(name: str, paths: Sequence[str]) -> ModuleSpec:
+    """Returns the spec of a submodule in its package's folders; for a namespace package, a spec with all folders."""
     portions: list[str] = []
     for path in paths:
         finder = pkgutil.get_importer(path)
@@ -258,7 +252,7 @@ def _spec_in(name: str, paths: Sequence[str]) -> ModuleSpec:
 
 
 def shown(file: str) -> str:
-    """Returns a file of upstream as errors show it: from its package on, where it stands on the search path."""
+    """Returns a file of upstream as errors show it: from its package on, if that is on the search path."""
     path = Path(file)
     for root in sorted(map(str, sys.path), key=len, reverse=True):
         if root and path.is_relative_to(root):

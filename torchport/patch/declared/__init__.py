@@ -214,17 +214,14 @@ class Entry(Frozen):
 
     @property
     def module(self) -> str:
-        """The target's module."""
         return self.target.partition(":")[0]
 
     @property
     def package(self) -> str:
-        """The target's top-level package."""
         return self.target.partition(".")[0].partition(":")[0]
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The target's attribute path."""
         return tuple(self.target.partition(":")[2].split("."))
 
     @property
@@ -237,7 +234,7 @@ Mistake = tuple[tuple[str, ...], str, str]
 
 
 def mistake(entry: Entry) -> Mistake | None:
-    """Returns the first thing that no single field shows to be wrong: location, fact and remedy."""
+    """Returns the first mistake in how an entry's fields go together: location, fact and remedy; None for none."""
     kinds = [kind for kind in KINDS if kind in entry.model_fields_set]
     if len(kinds) != 1:
         listed = ", ".join(kinds) or "none"

@@ -60,7 +60,7 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
             previous = by_id.get(entry.id, entry)
             lower, upper = sorted((previous, entry), key=lambda one: -stack.index(_root(one)))
             if previous is not entry:
-                _check_takes(upper, lower)
+                _check_double(upper, lower)
             by_id[entry.id] = upper
     for entry in _overriding(stack):
         if entry.id in by_id and stack.index(_root(by_id[entry.id])) > stack.index(_root(entry)):
@@ -76,7 +76,7 @@ def _root(entry: Entry) -> Path:
     return entry.folder.parent
 
 
-def _check_takes(entry: Entry, other: Entry) -> None:
+def _check_double(entry: Entry, other: Entry) -> None:
     """Refuses two entries with one id; an entry may take the place of one in a lower folder, if it says so."""
     fact = f"The id '{entry.id}' is also at {other.place}"
     if _root(entry) == _root(other):
@@ -98,8 +98,8 @@ def _overriding(stack: Sequence[Path]) -> list[Entry]:
     """Returns the entries that take the place of one in a lower folder, the highest last."""
     overriding: list[Entry] = []
     for level in reversed(range(len(stack) - 1)):
-        upper = [entry for entry in _every(stack[level]) if entry.overrides]
-        ids = {entry.id for root in stack[level + 1 :] for entry in _every(root)} if upper else set()
+        upper = [entry for entry in _all_entries(stack[level]) if entry.overrides]
+        ids = {entry.id for root in stack[level + 1 :] for entry in _all_entries(root)} if upper else set()
         for entry in upper:
             if entry.id not in ids:
                 fact = f"'{entry.id}' overrides nothing: no pack under it has a patch with this id"
@@ -108,7 +108,7 @@ def _overriding(stack: Sequence[Path]) -> list[Entry]:
     return overriding
 
 
-def _every(root: Path) -> list[Entry]:
+def _all_entries(root: Path) -> list[Entry]:
     names = _upstreams(root) if has_folder(root) else []
     return [entry for name in names for file in _files_of(root, name) for entry in read_file(file)]
 
@@ -118,6 +118,7 @@ def upstreams(folders: Folders) -> list[str]:
 
 
 def _upstreams(root: Path) -> list[str]:
+    """Returns the names of the upstreams with a folder in `root`; refuses a name that is no Python identifier."""
     names = sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
     for name in names:
         if not _is_word(name):
@@ -132,6 +133,7 @@ def _is_word(name: str) -> bool:
 
 
 def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
+    """Returns the files of patches with some names, from every folder of the stack; refuses an unknown name."""
     roots = [root for root in stack if root.is_dir()]
     if not roots:
         shown = ", ".join(map(as_named, stack))
@@ -146,6 +148,7 @@ def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
 
 
 def _unknown(roots: Sequence[Path], name: str) -> UnknownNameError:
+    """Returns the error for a name of patches that have no file."""
     upstream, _, file = name.partition("/")
     place = ", ".join(map(as_named, roots))
     if not any(has_folder(root / upstream) for root in roots):
@@ -174,7 +177,7 @@ def _files_of(root: Path, name: str) -> list[Path]:
 
 
 def _check_all_read(root: Path, folder: Path) -> None:
-    """Refuses YAML in an upstream's folder that would never be read: nobody would miss it."""
+    """Refuses YAML in an upstream's folder that would never be read: nobody would notice."""
     for path in sorted(folder.rglob("*")):
         steps = path.relative_to(folder).parts
         if path.suffix.lower() not in (".yaml", ".yml") or steps[0].startswith((".", "_")):
@@ -191,6 +194,7 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(file: Path) -> list[Entry]:
+    """Returns the entries of one YAML file; none if it is empty."""
     document = read_document(file, as_named(file))
     if document.data is None:
         return []
@@ -210,6 +214,7 @@ def _items(document: Document) -> list[Document]:
 
 
 def _entry(document: Document, folder: Path) -> Entry:
+    """Returns a document as an entry, with its place and folder; refuses one that contradicts itself."""
     for key in document.data if isinstance(document.data, dict) else ():
         if key in _REMOVED:
             raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
@@ -224,6 +229,7 @@ def _entry(document: Document, folder: Path) -> Entry:
 
 
 def _range_mistake(entry: Entry) -> Any:
+    """Returns the first range of versions that is no PEP 440 range, as location, fact and remedy; else None."""
     ranges = [(("fits", name), text) for name, text in entry.fits.items()]
     ranges += [(("needed", name), text) for name, text in (entry.needed or {}).items() if name != "probe"]
     for location, text in ranges:
@@ -293,7 +299,7 @@ def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]
 
 
 def _with_statements(locked: Locked) -> Locked:
-    """Returns a target with the statements that `_yaml` writes once where several rows differ in callees alone."""
+    """Returns a target whose rows all have their statements: the file has them once for rows with the same tree."""
     known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
     rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
     return locked.model_copy(update={"rows": rows})

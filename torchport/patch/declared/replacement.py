@@ -16,11 +16,7 @@ from torchport.patch.declared import Entry
 
 
 class Explained:
-    """Turns an exception of foreign code into one of our errors, chained to it. Our own errors stay as they are.
-
-    Args:
-        error: Returns the error of an exception. None for one that stays as it is.
-    """
+    """A context that raises `error(exception)` for an exception of foreign code, unless that is None."""
 
     def __init__(self, error: Callable[[BaseException], Exception | None]) -> None:
         self._error = error
@@ -37,6 +33,7 @@ class Explained:
 
 
 def file_of(entry: Entry, reference: str) -> Path:
+    """Returns the path of the Python file in a reference `file.py:name`; refuses one that is not among the patches."""
     path = entry.folder / reference.partition(":")[0]
     if not path.is_file():
         known = [f"{file.name}" for file in sorted(entry.folder.glob("*.py"))]
@@ -49,6 +46,7 @@ def file_of(entry: Entry, reference: str) -> Path:
 
 
 def load(entry: Entry, reference: str) -> Any:
+    """Returns the function or class that a reference `file.py:name` means; its file is executed once."""
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
 
@@ -94,6 +92,7 @@ def _module(path: Path, name: str) -> types.ModuleType:
 
 @functools.cache
 def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
+    """Returns the module that a file's source makes; the same one while path, name and source are the same."""
     module = types.ModuleType(name)
     module.__file__ = str(path)
     previous = sys.modules.get(name)
@@ -116,7 +115,7 @@ def file_digest(entry: Entry) -> str:
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Returns what every entry names, by id. Loading must not import any of the targets."""
+    """Returns the function or class of every entry, by id. Refuses one whose file imports a patch's target."""
     chosen = list(entries)
     homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.edits}
     loaded: dict[str, Any] = {}

@@ -24,10 +24,7 @@ def installed(distribution: str) -> str | None:
 
 
 def outcome(entry: Entry, probe: bool = True) -> str | None:
-    """Returns why an entry is not needed, or None where it is to be applied.
-
-    Args:
-        probe: Whether its probe is run; without it the fault counts as there.
+    """Returns why an entry is not needed, or None where it is to be applied. Without `probe` a fault is assumed.
 
     Raises:
         UnsupportedError: The upstream that is installed is outside `fits`, and not outside `needed`.
@@ -50,6 +47,7 @@ def outcome(entry: Entry, probe: bool = True) -> str | None:
 
 
 def _outside(ranges: Mapping[str, str]) -> str | None:
+    """Returns in words the first distribution that is outside its range of versions; None if there is none."""
     for name, text in ranges.items():
         version = installed(name)
         if text == "*":
@@ -62,7 +60,7 @@ def _outside(ranges: Mapping[str, str]) -> str | None:
 
 
 def _within(version: str, text: str) -> bool:
-    """Orders development and local versions: 2.13.0+cpu is within >=2.13 and ==2.13.0."""
+    """Returns whether a version is in a range, development and local ones included: 2.13.0+cpu is in ==2.13.0."""
     try:
         return SpecifierSet(text).contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -70,6 +68,7 @@ def _within(version: str, text: str) -> bool:
 
 
 def _run_probe(entry: Entry, reference: str) -> bool:
+    """Returns whether the probe of an entry finds the fault that the patch is for."""
     probe = load(entry, reference)
 
     def failed(error: BaseException) -> ReplacementError:

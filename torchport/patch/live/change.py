@@ -41,7 +41,7 @@ class Change(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Placed:
-    """Something put in a slot."""
+    """A replacement or a wrapped function that was put into a slot."""
 
     slot: Slot
     value: Any
@@ -85,6 +85,7 @@ class Recompiled:
 
 
 def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
+    """Applies one patch to the live objects of its module, and returns the change."""
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)
     slot = locate(entry, module)
@@ -103,6 +104,7 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
 
 
 def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+    """Returns what takes the target's place, before it is put there: a class, or a function around `loaded`."""
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
@@ -121,6 +123,7 @@ def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
 
 
 def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
+    """Returns a wrapped function for a slot, before it is put there."""
     if isinstance(original, type):
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
@@ -140,6 +143,7 @@ def _word(thing: Any) -> str:
 
 
 def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
+    """Puts the edited code of a `rewrite` into the target's function object, and returns the change."""
     slot = locate(entry, module)
     function = function_of(slot.raw, entry.module, under(entry))
     if function is None or not slot.in_holder:
@@ -172,6 +176,7 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
 
 
 def _check_globals(entry: Entry, function: types.FunctionType, edit: rewriting.Edit) -> None:
+    """Refuses a rewrite whose call has a global name that is taken, or passes a name the function cannot see."""
     known = function.__globals__
     earlier = known.get(edit.name)  # of this entry, if the module is imported again into the same namespace
     if edit.name in known and registry.stand_ins.get(id(earlier)) is not earlier:

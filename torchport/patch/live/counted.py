@@ -46,7 +46,7 @@ class _Wrapped(functools.partial[Any]):
 
 
 def parts_of_stand_ins() -> set[int]:
-    """Returns the ids of all that stand-ins consist of, down to their cells."""
+    """Returns the ids of all objects that stand-ins are made of, such as the cells of their closures."""
     ids: set[int] = set()
     for stand_in in list(registry.stand_ins.values()):
         ids.add(id(stand_in))
@@ -67,12 +67,8 @@ def _is_plain(function: Any) -> bool:
 def counting(
     function: Callable[..., Any], calls: Calls, original: Any = None, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that counts its calls and makes them of a replacement, and what retires it.
-
-    A stand-in that somebody has captured cannot be taken away from them. Retired, it does what the original does.
-
-    Args:
-        original: What it takes the place of. None for the replacement itself.
+    """Returns a function that counts its calls and passes them to `function`, and a function that retires it. It looks
+    like `original` (by default `function`), and calls that once it is retired: whoever has taken it keeps it.
     """
     return _stand_in(function if original is None else original, function, calls, name, function)
 
@@ -80,27 +76,25 @@ def counting(
 def wrapping(
     wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that calls `wrapper(original, ...)` and counts, and what retires it."""
+    """Returns a stand-in that counts and calls `wrapper(original, ...)`, and a function that retires it."""
     return _stand_in(original, _Wrapped(wrapper, original), calls, name, original)
 
 
 def uncounted(
     function: Callable[..., Any], _: Calls, original: Any, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that adds no frame to a replacement's calls, and what retires it.
-
-    It is a copy of the function, whose code is exchanged in the end. What has no code of its own to exchange (a
-    closure, another kind of function) gets a stand-in that counts for nobody.
+    """Returns a stand-in that adds no frame to a replacement's calls, and a function that retires it. It is a copy,
+    whose code can be exchanged; a closure or another callable gets a stand-in whose count nobody reads.
     """
     if not (_is_plain(function) and _is_plain(original)) or function.__closure__:
         return counting(function, Calls(), original, name)
     copy = types.FunctionType(function.__code__, function.__globals__, original.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return _register(_dressed(copy, original, name)), _fall_through
+    return _register(_disguised(copy, original, name)), _fall_through
 
 
 def _fall_through(function: types.FunctionType, original: Any) -> None:
-    """Gives a function without a closure the code of a call of the original, which it has as a default."""
+    """Gives a function new code, which calls the original: that becomes the default of a keyword parameter."""
 
     def call(*args: Any, _torchport_original: Any, **kwargs: Any) -> Any:
         return _torchport_original(*args, **kwargs)
@@ -112,10 +106,8 @@ def _fall_through(function: types.FunctionType, original: Any) -> None:
 def _stand_in(
     original: Any, function: Callable[..., Any], calls: Calls, name: str | None, source: Any
 ) -> tuple[Any, Retire]:
-    """Returns what is seen as the original and makes its calls of a function, and what retires it.
-
-    Args:
-        source: Whose source is shown as the stand-in's.
+    """Returns a function that looks like the original and passes its calls to `function`, and one that retires it.
+    Tracebacks and `inspect` show the code of `source` for it.
     """
     cells = types.CellType(calls), types.CellType(function)
     plain = _is_plain(original)
@@ -126,15 +118,16 @@ def _stand_in(
     stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
     signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
     if plain:
-        stand_in.__code__ = _placed(code, original, source)
+        stand_in.__code__ = _located(code, original, source)
         stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
-        _dressed(stand_in, original, name)
+        _disguised(stand_in, original, name)
     else:
         stand_in = proxy(original, stand_in, name)
     if signed:
         vars(original)["__signature__"] = inspect.signature(original)
 
     def retire(stand_in: Any, original: Any) -> None:
+        """Makes the stand-in count nothing and call the original."""
         cells[0].cell_contents, cells[1].cell_contents = Calls(), original
         if plain:
             stand_in.__defaults__, stand_in.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
@@ -145,9 +138,8 @@ def _stand_in(
 
 
 def _own_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
-    """Returns the parameters of a function's own code. None if another function binds arguments in another way.
-
-    The defaults are the other function's: they are what a call without an argument gets.
+    """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
+    Parameters `*args, **kwargs` are always returned: they take any call.
     """
     bare = types.FunctionType(original.__code__, {}, "", original.__defaults__, original.__closure__)
     bare.__kwdefaults__ = original.__kwdefaults__
@@ -162,7 +154,7 @@ def _own_parameters(original: types.FunctionType, function: Callable[..., Any]) 
 
 
 def _binding(parameter: Parameter) -> tuple[Any, ...]:
-    """Returns what two parameters have in common into which a call puts the same arguments."""
+    """Returns a key that is the same for two parameters if a call puts the same arguments into them."""
     kind = "positional" if parameter.kind in POSITIONAL else parameter.kind
     name = parameter.name if parameter.kind is Parameter.KEYWORD_ONLY else ""
     return kind, name, parameter.default is Parameter.empty
@@ -170,7 +162,7 @@ def _binding(parameter: Parameter) -> tuple[Any, ...]:
 
 @functools.cache
 def _code(parameters: tuple[tuple[str, Any], ...]) -> types.CodeType:
-    """Returns the code of a function with these parameters that counts, and passes its arguments on."""
+    """Returns the code of a function with these parameters, which counts a call and passes its arguments on."""
     marks = {Parameter.VAR_POSITIONAL: "*{0}", Parameter.VAR_KEYWORD: "**{0}", Parameter.KEYWORD_ONLY: "{0}={0}"}
     passed = ", ".join(marks.get(kind, "{0}").format(name) for name, kind in parameters)
     shown = Signature([Parameter(name, kind) for name, kind in parameters])
@@ -182,8 +174,8 @@ def _inner(outer: types.CodeType) -> types.CodeType:
     return next(constant for constant in outer.co_consts if isinstance(constant, types.CodeType))
 
 
-def _placed(code: types.CodeType, original: types.FunctionType, source: Any) -> types.CodeType:
-    """Returns code that tracebacks and `inspect.getsource` show where a source stands, under the original's name."""
+def _located(code: types.CodeType, original: types.FunctionType, source: Any) -> types.CodeType:
+    """Returns code with the file and line of `source` and the original's name, for tracebacks and `inspect`."""
     where = source.__code__ if isinstance(source, types.FunctionType) else original.__code__
     return code.replace(
         co_filename=where.co_filename,
@@ -194,6 +186,7 @@ def _placed(code: types.CodeType, original: types.FunctionType, source: Any) -> 
 
 
 def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) -> tuple[Any, Any]:
+    """Returns `__defaults__` and `__kwdefaults__` of a stand-in."""
     given = [p for p in parameters or () if p.default is not Parameter.empty]
     by_name = {p.name: p.default for p in given if p.kind is Parameter.KEYWORD_ONLY}
     positional = tuple(p.default for p in given if p.kind in POSITIONAL)
@@ -201,8 +194,8 @@ def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) 
     return positional or original.__defaults__, by_name or original.__kwdefaults__
 
 
-def _dressed(stand_in: Any, original: types.FunctionType, name: str | None) -> Any:
-    """Returns a function with another one's attributes, which are the same ones from now on."""
+def _disguised(stand_in: Any, original: types.FunctionType, name: str | None) -> Any:
+    """Gives a stand-in the original's names and the same `__dict__`, and returns it."""
     stand_in.__dict__ = original.__dict__
     for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
         if hasattr(original, attribute):
@@ -225,13 +218,10 @@ def _register(stand_in: Any) -> Any:
 
 
 def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Callable[[], None]:
-    """Makes a replacement class seen as the original, and counts its instances. Returns what takes that back.
+    """Gives a replacement class the original's names, and counts its instances. Returns a function that undoes that.
 
-    The class stays itself: `isinstance` and subclasses see no stand-in. It has the original's names, by which its
-    instances are pickled, and those values of the original that it lacks.
-
-    Args:
-        calls: Counts the instances. None for no counting.
+    The class stays itself: `isinstance` and subclasses see no stand-in. By the original's names its instances are
+    pickled. It also gets those values of the original that it lacks. Without `calls` nothing is counted.
     """
     values = {name: getattr(original, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
     for name, value in vars(original).items():
@@ -260,7 +250,7 @@ def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Ca
 
 
 class _Proxy:
-    """Attributes, class and kind are those of the original: `inspect` sees no difference. Calls go elsewhere.
+    """A callable with the attributes and class of the original: `inspect` sees no difference. Its calls go elsewhere.
 
     The call gets the instance as its first argument, as a plain function does, and the proxy binds where the original
     does. It is equal to nothing but itself: whoever caches by function must not find what was cached for the original.
@@ -302,21 +292,17 @@ _original, _name, call_of = (vars(_Proxy)[name].__get__ for name in ("_original"
 
 
 def proxy(original: Any, call: Callable[..., Any], name: str | None) -> _Proxy:
-    """Returns a proxy.
-
-    Args:
-        name: `module:path` that leads to it, by which it is pickled. None if there is none.
-    """
+    """Returns a proxy of the original that passes calls to `call`. It is pickled by `name`, a `module:path`, if any."""
     kind: Any = type(original)
-    result = object.__new__(_class(kind))
+    result = object.__new__(_class_of(kind))
     for slot, value in {"_original": original, "_call": call, "_name": name}.items():
         object.__setattr__(result, slot, value)
     return result
 
 
 @functools.cache
-def _class(kind: type) -> type[_Proxy]:
-    """Returns the class of proxies of a type: Python looks for methods such as `__len__` and `__get__` there."""
+def _class_of(kind: type) -> type[_Proxy]:
+    """Returns a class for proxies of a type: Python looks there for special methods, as `__len__` and `__get__`."""
     inherited = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
     special = {name: getattr(kind, name, None) for name in dir(kind) if name.startswith("__") and name.endswith("__")}
     methods = {n: _handed_on(method) for n, method in special.items() if callable(method) and n not in inherited}
@@ -333,7 +319,7 @@ def _handed_on(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called_as(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the call of a proxy with the signature of a method: `inspect` asks the class of a callable object."""
+    """Returns a `__call__` for proxies that has a method's signature: `inspect` looks for it in the class."""
 
     def call(self: _Proxy, *args: Any, **kwargs: Any) -> Any:
         return call_of(self)(*args, **kwargs)

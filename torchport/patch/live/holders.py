@@ -18,7 +18,7 @@ ABSENT = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Somewhere an object stands, and can be exchanged."""
+    """A place that refers to an object, which can be exchanged there."""
 
     def now(self) -> Any:
         """Returns what stands there, or `ABSENT`."""
@@ -75,7 +75,7 @@ class _Item(Place):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TupleItem(Place):
-    """An item of a tuple that stands in another place. The tuple is made anew there."""
+    """An item of a tuple. To exchange it, a new tuple is put into the place of the old one (`outer`)."""
 
     outer: Place
     index: int
@@ -91,7 +91,7 @@ class _TupleItem(Place):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StaticMethod(Place):
-    """The function of a static method that stands in another place. The static method is made anew there."""
+    """The function in a static method. To exchange it, a new static method is put into the place of the old one."""
 
     outer: Place
 
@@ -148,7 +148,7 @@ class Holder:
 
 
 def names_of(objects: Sequence[Any]) -> dict[int, list[Holder]]:
-    """Returns the holders of objects among module globals, by the objects' ids."""
+    """Returns the module globals that are bound to objects, by the objects' ids."""
     ids = {id(thing) for thing in objects}
     result: dict[int, list[Holder]] = {key: [] for key in ids}
     seen: set[int] = set()
@@ -166,10 +166,7 @@ def names_of(objects: Sequence[Any]) -> dict[int, list[Holder]]:
 
 
 def weak_references(thing: Any) -> list[Holder]:
-    """Returns the weak references to a function. None of them can be made to refer to another one.
-
-    A class has none here: its bases and the caches of `isinstance` refer to it.
-    """
+    """Returns the weak references to a function, which cannot be changed; none for a class, which has many."""
     if isinstance(thing, type):
         return []
     ours = registry.stand_ins.valuerefs()
@@ -184,11 +181,7 @@ def thaw() -> None:
 
 
 class Referrers:
-    """What the garbage collector knows about the holders of objects.
-
-    Args:
-        is_own: Whether a referrer is torchport's: it is counted, and is no alias.
-    """
+    """What the garbage collector knows about the holders of objects. Those that `is_own` finds are torchport's."""
 
     def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
         thaw()
@@ -201,7 +194,7 @@ class Referrers:
         self._climb([r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)])
 
     def _climb(self, referrers: list[Any]) -> None:
-        """Finds the owners of the referrers, and theirs: a cell is a tuple's, and that a function's."""
+        """Finds the owners of the referrers, up to three levels: a function owns a tuple, and that owns a cell."""
         lists = [referrers, self._first]
         for _ in range(3):
             known = self._modules | self._owners.keys()
@@ -229,12 +222,12 @@ class Referrers:
             skipped = id(referrer) in self._modules or id(referrer) in self._subjects or self._is_own(referrer)
             if count and not skipped:
                 is_class = isinstance(thing, type)
-                skipped = self._is_anatomy(referrer, thing) if is_class else _is_cell_of(thing, referrer)
+                skipped = self._belongs_to_class(referrer, thing) if is_class else _is_cell_of(thing, referrer)
             if count and not skipped:
                 result += self._holders_in(referrer, thing)
         return result, references
 
-    def _is_anatomy(self, referrer: Any, thing: type) -> bool:
+    def _belongs_to_class(self, referrer: Any, thing: type) -> bool:
         """Returns whether a referrer belongs to a class itself, or to a subclass of it."""
         if isinstance(referrer, tuple):
             return any(isinstance(owner, type) for owner in self._owners.get(id(referrer), ()))
@@ -243,6 +236,7 @@ class Referrers:
         return isinstance(referrer, type) or getattr(referrer, "__objclass__", None) is thing
 
     def _holders_in(self, referrer: Any, thing: Any) -> list[Holder]:
+        """Returns an object's holders in one referrer; each has a place where the object can be exchanged, or None."""
         if isinstance(referrer, types.FrameType):
             code = referrer.f_code
             where = f"a local variable of {code.co_name} ({code.co_filename}:{referrer.f_lineno})"
@@ -255,6 +249,7 @@ class Referrers:
         return [Holder(where, module, None, place, referrer) for place in places]
 
     def _module_of(self, referrer: Any, height: int = 3) -> str | None:
+        """Returns the name of the module that a referrer or one of its owners belongs to; None if none does."""
         if id(referrer) in self._modules:
             return self._modules[id(referrer)].__name__
         if isinstance(referrer, (type, types.FunctionType)):
@@ -263,7 +258,7 @@ class Referrers:
         return next(filter(None, (self._module_of(owner, height - 1) for owner in above)), None)
 
     def _places(self, referrer: Any, thing: Any) -> Iterator[Place | None]:
-        """Yields the places of an object in a referrer. None stands for a form that is not rebound."""
+        """Yields the places of an object in a referrer; None for one where it cannot be exchanged."""
         if type(referrer) is tuple:
             indices = [index for index, value in enumerate(referrer) if value is thing]
             yield from (p and _TupleItem(p, index) for p in self._places_of(referrer) for index in indices)
@@ -275,10 +270,10 @@ class Referrers:
             cls = next(owner for owner in self._owners_of(referrer) if isinstance(owner, type))
             yield from (ClassAttribute(cls, name) for name, value in list(vars(cls).items()) if value is thing)
         elif not isinstance(referrer, _OWNED) or isinstance(referrer, (dict, list)):
-            yield from _in_container(referrer, thing)
+            yield from _places_in(referrer, thing)
 
     def _places_of(self, immutable: Any) -> list[Place | None]:
-        """Returns the places in which an immutable holder stands itself."""
+        """Returns the places that refer to a tuple or the like; `[None]` if one of them cannot be changed."""
         places: list[Place | None] = []
         for owner in self._owners_of(immutable):
             if not self._is_own(owner):
@@ -307,25 +302,24 @@ def _class_cells(cls: type) -> set[int]:
     return cells
 
 
-def _in_container(container: Any, thing: Any) -> Iterator[Place | None]:
-    """Yields the places of an object in a list, a dict, or the attributes of another object.
-
-    None stands for references that none of these explain: a field of an object in C, a slot, a default factory.
+def _places_in(container: Any, thing: Any) -> Iterator[Place | None]:
+    """Yields the places of an object in a list, a dict, or the attributes of another object. None stands for references
+    that none of these explain: a field of an object in C, a slot, a default factory.
     """
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
     if isinstance(container, list):
         places: list[Place] = [_Item(container, index) for index, value in enumerate(container) if value is thing]
     else:
-        places = list(_in_names(names, thing))
-    apart = any(referent is names for referent in referents)  # then the names' values are not among the referents
+        places = list(_places_in_dict(names, thing))
+    apart = any(referent is names for referent in referents)  # then its values are no referents
     explained = 0 if apart else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:
         yield None
     yield from places
 
 
-def _in_names(names: Any, thing: Any) -> Iterator[Place]:
+def _places_in_dict(names: Any, thing: Any) -> Iterator[Place]:
     if not isinstance(names, dict):
         return
     yield from (Value(names, key) for key, value in list(names.items()) if value is thing)

@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """Goes around a module's own loader, whose attributes it has."""
+    """A loader around a module's own loader. It has the attributes of that one, too."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -55,7 +55,7 @@ class _Around(importlib.abc.Loader):
 
 
 class _Loader(_Around):
-    """The module's own loader takes its place back before the module's code can look at it."""
+    """Runs the callbacks around a module's own loader, which is put back before the module's code can look at it."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ class _Loader(_Around):
 
 
 class _OldLoader(_Around):
-    """The module's own loader has `load_module` alone, which makes the module and executes it in one."""
+    """Does the same for a loader that has `load_module` alone, which makes and executes the module in one step."""
 
     def load_module(self, fullname: str) -> types.ModuleType:
         with _open_windows(fullname):
@@ -113,11 +113,8 @@ def _place_finder() -> None:
 
 
 def arm(name: str, item: Callback | Window, when: When = "after") -> Callable[[], None]:
-    """Runs a callback each time that a module is about to be executed, or has been. Returns what disarms it.
-
-    Args:
-        name: The module's, or that of the package of `windows`.
-        item: The callback, or the context of `windows`, which is open while any module of the package executes.
+    """Runs a callback before or after each execution of a module; returns a function that ends that. For `windows` the
+    name is a package's, and the item a context that is open while any module of it executes.
     """
     table: dict[str, list[Any]] = getattr(registry, when)
     table.setdefault(name, []).append(item)

@@ -48,7 +48,7 @@ class Stub(types.ModuleType):
         return (type(self.__name__.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
-        """Returns the error, and keeps it in the ledger: the caller may stand in somebody's `try`."""
+        """Returns the error, and keeps it in the ledger: the call may be inside somebody's `try`."""
         entry, name = self.__dict__["_entry"], caller.f_code.co_qualname
         if name == "<module>":
             name = f"what is called there, in {caller.f_globals.get('__name__')}"
@@ -64,7 +64,7 @@ class Stub(types.ModuleType):
 
 
 class _Server:
-    """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set."""
+    """The `__import__` that one importing module gets. The module's functions keep it, also after the patches."""
 
     def __init__(self) -> None:
         #: What it answers with, by package, with what counts the imports that were served. There is none outside every
@@ -72,6 +72,7 @@ class _Server:
         self.stubs: dict[str, tuple[Stub, Calls]] = {}
 
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        """Serves an import of a stubbed package; all others go to Python's own `__import__`."""
         package = name.partition(".")[0]
         if level or package not in self.stubs:
             return builtins.__import__(name, scope, local, fromlist, level)
@@ -83,10 +84,8 @@ class _Server:
 
 
 def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> Callable[[], None]:
-    """Serves the package to the entry's importers from now on. Returns what takes that back.
-
-    Args:
-        keep: Takes the error of each call of the stub, which upstream's own `try` may swallow.
+    """Lets the entry's importers import the absent package from now on. Returns a function that ends that. `keep` takes
+    the error of each call of the stub, which upstream's own `try` may swallow.
     """
     assert entry.stub is not None
     undos = contextlib.ExitStack()
@@ -105,17 +104,17 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
 
 
 def _serve(server: _Server, undos: contextlib.ExitStack, module: types.ModuleType) -> None:
-    """Gives a module builtins of its own, with the server's `__import__`, if another stub has not done so."""
+    """Gives a module its own copy of the builtins with `server` as `__import__`, unless another stub has done so."""
     before = module.__dict__.get("__builtins__", builtins.__dict__)
-    whole = vars(before) if isinstance(before, types.ModuleType) else before
-    if whole["__import__"] is server:
+    names = vars(before) if isinstance(before, types.ModuleType) else before
+    if names["__import__"] is server:
         return
-    module.__dict__["__builtins__"] = {**whole, "__import__": server}
+    module.__dict__["__builtins__"] = {**names, "__import__": server}
     undos.callback(module.__dict__.__setitem__, "__builtins__", before)
 
 
 def _check_was_served(entry: Entry, module: types.ModuleType) -> None:
-    """Accepts a module that an earlier run in this process has imported with the stub."""
+    """Refuses a module that was imported without the stub; accepts one that an earlier run imported with it."""
     assert entry.stub is not None
     package = entry.stub.package
     stubs = [value for value in module.__dict__.values() if isinstance(value, Stub)]

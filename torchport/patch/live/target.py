@@ -52,10 +52,7 @@ class Slot:
 
 
 class Default(Slot):
-    """The function of a `functools.singledispatch` that takes what none of the registered ones does.
-
-    The holder is the function that dispatches.
-    """
+    """The default implementation of a `functools.singledispatch` function. The holder is that function."""
 
     def put(self, value: Any) -> None:
         self.holder.register(object, value)
@@ -69,10 +66,11 @@ def is_dispatching(raw: Any) -> bool:
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
+    """Returns the slot that an entry's target names; refuses a name that is not there."""
     holder: Any = module
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
-        raw, in_holder = _look(holder, name)
+        raw, in_holder = _find(holder, name)
         if raw is _ABSENT:
             raise _missing(entry, holder, depth)
         if depth == len(entry.path) - 1:
@@ -93,7 +91,7 @@ def check_scope(entry: Entry, slot: Slot) -> None:
 
 
 def check_function(entry: Entry, function: types.FunctionType) -> None:
-    """Checks that the code to be rewritten belongs to the target's module, and so to its readers alone."""
+    """Refuses a function that another module defines: its code is shared with that module's callers."""
     home = str(function.__globals__.get("__name__"))
     if home == entry.module:
         return
@@ -104,14 +102,15 @@ def check_function(entry: Entry, function: types.FunctionType) -> None:
 
 
 def _home(thing: Any) -> str:
-    """Returns the module that an object belongs to. An instance may be shared by whoever has its class."""
+    """Returns the module that an object belongs to; of an instance that of its class."""
     if isinstance(thing, types.ModuleType):
         return thing.__name__
     owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     return str(owner.__module__)
 
 
-def _look(holder: Any, name: str) -> tuple[Any, bool]:
+def _find(holder: Any, name: str) -> tuple[Any, bool]:
+    """Returns what a name is in an object's or its bases' namespace, and whether the object itself has it."""
     names = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
     if name in names:
         return names[name], True
@@ -146,21 +145,21 @@ def function_in(raw: Any) -> Any:
 
 
 def layers(raw: Any) -> Iterator[types.FunctionType]:
-    """Yields the plain functions under a descriptor and its decorators, the outermost first.
-
-    A decorator leads on by the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
+    """Yields the plain functions under a descriptor and its decorators, the outermost first. A decorator leads on by
+    the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
     """
     return (layer for layer in _layers(raw) if isinstance(layer, types.FunctionType))
 
 
 def forget(raw: Any) -> None:
-    """Empties the caches (`functools.lru_cache`) around a function whose code has become another."""
+    """Empties the caches (`functools.lru_cache`) around a function whose code was changed."""
     for layer in _layers(raw):
         if isinstance(layer, functools._lru_cache_wrapper):
             layer.cache_clear()
 
 
 def _layers(raw: Any) -> Iterator[Any]:
+    """Yields a function and all that it wraps, outermost first: by `__func__`, `__wrapped__` and its closure."""
     pending, seen = [function_in(raw)], set()
     while pending:
         current = pending.pop(0)
@@ -183,11 +182,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that a `def` made, from under its decorators. None if it is not there.
-
-    Args:
-        module: The module of the `def`.
-        node: The `def`. If the source shows none, the innermost function by `__wrapped__` is returned.
+    """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among them,
+    the outermost function, or None. If the source shows no `def`, it is the innermost one by `__wrapped__`.
     """
     functions = list(layers(raw))
     if not isinstance(node, Function):
@@ -201,7 +197,7 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
 
 
 def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
-    """Returns a function in the descriptor that the original stood in, with the attributes of that."""
+    """Returns a function wrapped like the original `raw`: as a static or class method or property, or not at all."""
     try:
         if isinstance(raw, (staticmethod, classmethod)):
             shaped: Any = type(raw)(function)
@@ -220,7 +216,7 @@ def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
 
 
 def held_elsewhere(slot: Slot) -> bool:
-    """Returns whether anybody but its namespace holds what stands in a slot. Of a class nobody can say."""
+    """Returns whether more than its namespace refers to a slot's object; True for a class, of which nobody can say."""
     if isinstance(slot.raw, type):
         return True
     inner = function_in(slot.raw)
@@ -228,5 +224,5 @@ def held_elsewhere(slot: Slot) -> bool:
     if weakref.getweakrefcount(inner):
         return True
     del inner
-    # namespace, slot, argument; a descriptor, argument
+    # Always counted: the namespace, the slot and the argument of the call; the descriptor and the argument.
     return sys.getrefcount(slot.raw) > 3 or (nested and sys.getrefcount(function_in(slot.raw)) > 2)

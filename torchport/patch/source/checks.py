@@ -38,7 +38,7 @@ def source_of(entry: Entry) -> SourceFile | None:
 
 
 def under(entry: Entry) -> ast.stmt | None:
-    """Returns the statement under an entry's target. None if it is in C, or its module's source does not show it."""
+    """Returns the statement that binds an entry's target. None if it is in C, or its module does not show it."""
     source = source_of(entry)
     return source.where(entry.path).node if source else None
 
@@ -54,7 +54,7 @@ UNKNOWN: Any = object()
 
 
 def parsed(entry: Entry, reference: str) -> Any:
-    """Returns what stands for the function or class that a `file.py:name` names.
+    """Returns a placeholder for the function or class that a `file.py:name` names; the file is not executed.
 
     Returns:
         A class for a class; a function that has the written signature for a function; UNKNOWN where the file does not
@@ -88,10 +88,8 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
 
 
 def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
-    """Checks one entry.
-
-    Args:
-        texts: What earlier rewrites have made of each file, by module.
+    """Checks an entry and its function (`loaded`, or what `parsed` returns for it) against its target's source. `texts`
+    has the text of each module after earlier rewrites, and gets the result of this one.
     """
     source = source_of(entry)
     if source is None:
@@ -128,7 +126,7 @@ def _check_scope(entry: Entry, binding: Binding) -> None:
 
 
 def walks_out(entry: Entry, name: str, home: str) -> ScopeError:
-    """Returns the refusal of a target of which a name belongs to another package: its patch would reach strangers."""
+    """Returns the error for a target that leads into another package: the patch would change it for all its users."""
     fact = f"{entry.target} walks out of {entry.package}: '{name}' belongs to {home}"
     remedy = "Patch the name that its module looks up, or declare 'scope: global' with 'scope_reason'"
     return ScopeError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
@@ -149,9 +147,8 @@ def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetE
 
 
 def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
-    """Refuses a function that its module only passes on from another one of its package, where others take it.
-
-    A name from another package is the importer's alone to change: its home would be out of scope.
+    """Refuses a name that its module imports from another module of the package: the patch belongs to that module. A
+    name from another package is accepted: the patch changes it in the importing module alone.
     """
     if not isinstance(node, ast.ImportFrom) or entry.scope == "global":
         return
@@ -165,6 +162,7 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
 
 
 def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) -> None:
+    """Refuses a class that replaces a function, a function that replaces a class, and parameters that do not fit."""
     if isinstance(node, ast.ClassDef):
         if entry.kind == "replace" and not isinstance(loaded, type):
             fact = f"{entry.target} is a class, and '{entry.reference}' is none"
@@ -181,6 +179,7 @@ def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) 
 
 
 def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
+    """Refuses a rewrite that cannot be made in the target's source; else puts the edited text into `texts`."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         fact = f"{entry.target} is imported ({source.shown}:{node.lineno})"
         raise ScopeError(entry.place, fact, "Name the module that defines it", patch=entry.id, target=entry.target)
@@ -195,7 +194,7 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
 
 
 def _finder(node: Function) -> Callable[[ast.Module], Function]:
-    """Returns what finds a definition in an edited text, which keeps every line where it was."""
+    """Returns a function that finds `node` again in an edited text, by name and line: edits keep the line numbers."""
 
     def find(tree: ast.Module) -> Function:
         same = (other for other in ast.walk(tree) if isinstance(other, (ast.FunctionDef, ast.AsyncFunctionDef)))
@@ -213,12 +212,8 @@ def live_signature(function: Any) -> Signature | None:
 
 
 def check_signature(entry: Entry, target: Signature | None, loaded: Callable[..., Any], method: bool) -> None:
-    """Checks the replacement or wrapper of an entry against its target.
-
-    Args:
-        target: The target's signature; None if it is not known.
-        loaded: The replacement, or the wrapper, whose first parameter is the original.
-        method: Whether the target's first parameter is never passed by name.
+    """Checks a replacement, or a wrapper without its first parameter, against its target's signature, if that is known.
+    In a `method` the first parameter is never passed by name.
     """
     ours = live_signature(loaded)
     if target is None or ours is None:
@@ -232,12 +227,12 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
             ours = ours.replace(parameters=parameters[1:])
     lacking = _lacking(target, ours, method)
     if lacking:
-        fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{_plain(target)}"
+        fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{_untyped(target)}"
         remedy = "Give it the target's parameters, in its order and with defaults where it has them"
         raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-def _plain(signature: Signature) -> str:
+def _untyped(signature: Signature) -> str:
     bare = [
         p.replace(annotation=Parameter.empty, default=p.default if p.default is Parameter.empty else ...)
         for p in signature.parameters.values()
@@ -246,14 +241,15 @@ def _plain(signature: Signature) -> str:
 
 
 def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
+    """Returns in words what a replacement lacks to take every call that its target takes; None if nothing."""
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
     used: set[str] = set()
     for index, parameter in enumerate(p for p in theirs if p.kind in POSITIONAL):
         match = positional[index] if index < len(positional) else None
-        exempt = (method and index == 0) or parameter.kind is Parameter.POSITIONAL_ONLY
-        problem = _positional_lack(parameter, match, ours, kinds, exempt)
+        never_named = (method and index == 0) or parameter.kind is Parameter.POSITIONAL_ONLY
+        problem = _positional_lack(parameter, match, ours, kinds, never_named)
         if problem:
             return problem
         used.add(match.name if match else parameter.name)
@@ -270,13 +266,14 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
 
 
 def _positional_lack(
-    theirs: Parameter, match: Parameter | None, ours: Signature, kinds: set[Any], exempt: bool
+    theirs: Parameter, match: Parameter | None, ours: Signature, kinds: set[Any], never_named: bool
 ) -> str | None:
+    """Returns in words why `match`, at the position of the target's parameter `theirs`, does not do for it, or None."""
     if match is None and Parameter.VAR_POSITIONAL not in kinds:
         return f"does not take '{theirs.name}' by position"
     if theirs.default is not Parameter.empty and match is not None and match.default is Parameter.empty:
         return f"asks for '{match.name}', which has a default"
-    if exempt or (match is not None and match.name == theirs.name and match.kind in BY_NAME):
+    if never_named or (match is not None and match.name == theirs.name and match.kind in BY_NAME):
         return None
     named = ours.parameters.get(theirs.name)
     if match is None or named is None or named.kind is Parameter.POSITIONAL_ONLY:
@@ -285,6 +282,7 @@ def _positional_lack(
 
 
 def _named_lack(theirs: Parameter, ours: Signature, kinds: set[Any]) -> str | None:
+    """Returns in words why calls cannot pass the target's parameter `theirs` by name; None if they can."""
     match = ours.parameters.get(theirs.name)
     if match is None or match.kind not in BY_NAME:
         return None if Parameter.VAR_KEYWORD in kinds else f"does not take '{theirs.name}' by name"

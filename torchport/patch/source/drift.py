@@ -31,10 +31,7 @@ _GONE = "gone"
 
 
 def current_row(entry: Entry) -> LockRow | None:
-    """Returns what upstream's source is now under an entry's target. None if it has no source there.
-
-    It does not say where that was seen: that costs processes, and only who locks asks; see `_seen`.
-    """
+    """Returns the lock row of an entry's target as its source is now, without versions; None if it has no source."""
     source, node = source_of(entry), under(entry)
     if source is None or node is None:
         return None
@@ -48,7 +45,8 @@ def current_row(entry: Entry) -> LockRow | None:
         )
 
 
-def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
+def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
+    """Returns a lock row with the versions of upstream; with the commit of its checkout if a version is unknown."""
     versions = {name: installed(name) for name in sorted(entry.fits)}
     if None in versions.values():
         source = source_of(entry)
@@ -61,6 +59,7 @@ def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) 
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
+    """Returns hashes by `module:path` as the lock file has them: one text for each module."""
     result: dict[str, str] = {}
     for name, key in sorted(keys.items()):
         module, _, path = name.partition(":")
@@ -68,15 +67,14 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
     return result
 
 
-def _flat(row: LockRow) -> dict[str, str]:
+def _hashes(row: LockRow) -> dict[str, str]:
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": key for module, (path, _, key) in parts}
 
 
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
-    """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
-
-    What takes a target's place does its work: it relies on what the target uses, unless no tensor passes through it.
+    """Returns what an entry relies on, by `module:path`: the short hash, and in words its place and the reason. A
+    replacement does its target's work: it relies on all that the target uses, unless no tensor passes (`plumbing`).
     """
     result = {}
     for target in sorted(entry.relies_on):
@@ -87,7 +85,7 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
     for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
-    result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
+    result.pop(entry.target, None)  # its own source is in `LockRow.tree`: here goes only what its names lead to
     used = uses(home_of(entry.target)) if itself else []
     source, node = source_of(entry), under(entry)
     if used and source is not None and node is not None:
@@ -104,11 +102,7 @@ def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> t
 
 
 def check(entry: Entry) -> str:
-    """Returns "locked", "unlocked" where no lock has the target, or "no source" where there is nothing to lock.
-
-    Raises:
-        DriftError: The source is none that the lock knows; it says what changed.
-    """
+    """Returns "locked", "unlocked" (no lock has it) or "no source". Raises DriftError if the source has changed."""
     locked = read_lock(entry.folder).get(entry.target)
     if locked is None:
         return "unlocked" if under(entry) else "no source"
@@ -122,21 +116,22 @@ def check(entry: Entry) -> str:
 
 
 def _same(row: LockRow, now: LockRow) -> bool:
-    """Returns whether a row is what is there now. It may have the callees of other patches of the target."""
-    relied = _flat(now).items() <= _flat(row).items()
+    """Returns whether a lock row records the source as it is now; it may record callees of other patches, too."""
+    relied = _hashes(now).items() <= _hashes(row).items()
     return relied and (row.signature, row.tree) == (now.signature, now.tree)
 
 
 def _likeness(row: LockRow, now: LockRow) -> tuple[float, int]:
-    same = _flat(row).items() & _flat(now).items()
+    same = _hashes(row).items() & _hashes(now).items()
     return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
 
 
 def _differences(entry: Entry, row: LockRow, now: LockRow) -> list[str]:
+    """Returns in words what changed between a lock row and upstream now: signature, callees, statements."""
     lines = []
     if row.signature != now.signature:
         lines.append(f"its signature was {row.signature}, is {now.signature}")
-    lines += _first_four(_changed_callees(entry, _flat(row), row.tree == now.tree))
+    lines += _first_four(_changed_callees(entry, _hashes(row), is_same_tree=row.tree == now.tree))
     source = source_of(entry)
     if row.tree != now.tree and isinstance(source, SourceFile):
         node = source.where(entry.path).node
@@ -148,15 +143,13 @@ def _first_four(lines: list[str]) -> list[str]:
     return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
 
 
-def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[str]:
-    """Returns in words which callees are not what they were, those that are new last: their users changed as well.
-
-    Args:
-        whole: Whether the target's own statements are that row's; else these say what its names lead to.
+def _changed_callees(entry: Entry, before: dict[str, str], is_same_tree: bool) -> list[str]:
+    """Returns in words which callees changed or are gone, and last which are new, since their callers changed, too.
+    Without `is_same_tree` the target is not among them: `changes` says what its own statements are now.
     """
     changed, new = [], []
     for name, (key, words) in _callees(entry).items():
-        if name == entry.target and not whole:
+        if name == entry.target and not is_same_tree:
             continue
         if name not in before:
             new.append(f"{name}{words} is new")
@@ -165,9 +158,10 @@ def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[
     return changed + new
 
 
-def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
+def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
+    """Returns the error for a target whose source is in no row of its lock."""
     versions = " or ".join(row.seen_at_in_words() for row in locked.rows)
-    fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
+    fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {difference}"
     remedy = (
         f"Review the patch, then run: torchport patches lock {entry.upstream} "
         "(with the --path and --upstream-path that are used here)"
@@ -179,10 +173,7 @@ def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
 
 
 def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
-    """Records upstream's source as reviewed, in the folders that the entries lie in.
-
-    Args:
-        entries: The entries to lock. Those of one folder must all be there: what is left out is dropped.
+    """Records upstream's source as reviewed. A target that `entries` leave out is dropped from its lock file.
 
     Returns:
         One line per target that is new, changed or dropped; empty if the locks are as they should be.
@@ -206,11 +197,7 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
 
 
 def review(entry: Entry, entries: Iterable[Entry]) -> str:
-    """Returns what locking an entry's target as it is now would change in the lock file, as a unified diff.
-
-    Args:
-        entries: All entries; those of the same target share its rows.
-    """
+    """Returns, as a unified diff, how the lock file of `entries` would change if an entry were locked as it is now."""
     before = read_lock(entry.folder)
     same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.edits]
     after, _ = _new_lock({key: rows for key, rows in before.items() if key == entry.target}, same)
@@ -221,13 +208,8 @@ def review(entry: Entry, entries: Iterable[Entry]) -> str:
 
 
 def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
-    """Returns the text of the lock file with a row for one entry's target; the rows of other targets stay as they are.
-
-    Args:
-        entries: All entries of its folder; those of the same target share its rows.
-
-    Returns:
-        None if its target has no source that a lock could record, or the lock has it as it is.
+    """Returns the text of the lock file with a row for an entry's target added; `entries` are all of its folder. None
+    if there is nothing to add: the target has no source, or the lock has it already.
     """
     if not entry.edits or check(entry) != "unlocked":
         return None
@@ -238,6 +220,7 @@ def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
 
 
 def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
+    """Returns the locks of the entries' targets as they are now, and a line for each target that changes."""
     current: dict[str, LockRow] = {}
     after: dict[str, Locked] = {}
     changed: list[str] = []
@@ -247,8 +230,8 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
         if now is None:
             continue
         earlier = current.get(entry.target)  # a row has the callees of all the entries of one target
-        relied = {**(_flat(earlier) if earlier else {}), **_flat(now)}
-        now = _seen(now.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
+        relied = {**(_hashes(earlier) if earlier else {}), **_hashes(now)}
+        now = _with_versions(now.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
         current[entry.target] = now
         old = before[entry.target].rows if entry.target in before else []
         after[entry.target] = Locked(target=entry.target, rows=_rows(old, now))
@@ -260,7 +243,7 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
 
 
 def _rows(old: Sequence[LockRow], now: LockRow) -> list[LockRow]:
-    """Returns the rows of a target with that of now: in the place of the row that has its source, or else the last."""
+    """Returns a target's rows with one for its source now, in place of the row with the same source, or at the end."""
     same = next((row for row in old if _same(row, now)), None)
     if same is not None and not _says_more(now, same):
         now = now.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
@@ -271,7 +254,7 @@ def _rows(old: Sequence[LockRow], now: LockRow) -> list[LockRow]:
 
 
 def _is_superseded(row: LockRow, now: LockRow) -> bool:
-    """Returns whether a row speaks of the same version as the row of now, which is then right."""
+    """Returns whether an old row is for the same version or commit as the new one, which then replaces it."""
     if row.commit is None and now.commit is not None:
         return "unknown" in row.versions.values()
     # What a commit has stays known, though its checkout has changes now.
@@ -281,13 +264,14 @@ def _is_superseded(row: LockRow, now: LockRow) -> bool:
 
 
 def _says_more(now: LockRow, row: LockRow) -> bool:
-    """Returns whether a row of the same source says better where it was seen: at a commit, or without changes."""
+    """Returns whether a new row tells more than an old one of the same source: a commit, or one without changes."""
     if row.commit is None:
         return now.commit is not None and "unknown" in row.versions.values()
     return row.dirty and now.commit is not None and not now.dirty
 
 
 def _yaml(locked: Iterable[Locked]) -> str:
+    """Returns the text of a lock file. Rows with the same tree have their statements once: see `_with_statements`."""
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
     for one in sorted(locked, key=lambda one: one.target):
         out += [f"- target: {one.target}", "  rows:"]
@@ -326,18 +310,15 @@ def _tree_hash(node: ast.AST) -> str:
 
 
 def _bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
-    """Returns the hash of what a name is: of all that binds it, and of where the names in that lead.
-
-    Args:
-        statements: Those that bind it; of loops and conditions the first line alone counts.
-    """
+    """Returns the hash of the statements that bind a name, and of where the names in them lead (`uses`)."""
+    # Of a loop or condition the first line alone counts.
     texts = ["".join(_plain_text(statement, blocks=isinstance(statement, DEFINITIONS))) for statement in statements]
     return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
 class HashedPart:
-    """A statement without its blocks, or a decorator, argument or base of a definition."""
+    """One part of a definition with its hash: a statement without its blocks, a decorator, an argument or a base."""
 
     key: str
     first: Any
@@ -345,6 +326,7 @@ class HashedPart:
     mark: str = ""  #: `@` for a decorator, which begins before its node.
 
     def source_line(self, text: str) -> str:
+        """Returns the source of the part on one line, cut to 160 characters."""
         line, column = self.last.end_lineno, self.last.end_col_offset
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
@@ -360,18 +342,20 @@ def parts(node: ast.stmt) -> list[HashedPart]:
 
 
 def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:
+    """Yields the text to hash, first node, last node and mark of each part of a statement, the outer parts first."""
     if isinstance(node, DEFINITIONS):
         for decorator in node.decorator_list:
             yield f"@{''.join(_plain_text(decorator))}", decorator, decorator, "@"
         yield f"{type(node).__name__} {node.name}", node, node
-        yield from _header(node)
+        yield from _header_parts(node)
     else:
         yield "".join(_plain_text(node, blocks=False)), node, node
-    for statement in _inner(node):
+    for statement in _statements_in(node):
         yield from _parts(statement)
 
 
-def _header(node: Definition) -> Iterator[tuple[Any, ...]]:
+def _header_parts(node: Definition) -> Iterator[tuple[Any, ...]]:
+    """Yields the arguments of a function, or the bases of a class, as `_parts` does."""
     if isinstance(node, ast.ClassDef):
         yield from (("".join(_plain_text(base)), base, base) for base in (*node.bases, *node.keywords))
         return
@@ -384,7 +368,7 @@ def _header(node: Definition) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _inner(node: ast.AST) -> Iterator[ast.stmt]:
+def _statements_in(node: ast.AST) -> Iterator[ast.stmt]:
     for field in ("body", "orelse", "finalbody"):
         block = getattr(node, field, None)
         if isinstance(block, list):
@@ -400,6 +384,7 @@ def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
+    """Yields a syntax tree as text to hash, without formatting, annotations and docstrings; `blocks` are optional."""
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
         for field, value in ast.iter_fields(node):
@@ -424,7 +409,7 @@ def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
 
 
 def changes(old: list[str], node: ast.stmt, text: str) -> list[str]:
-    """Returns in words how a definition differs from the hashes of the parts of an earlier one."""
+    """Returns in words how a definition differs from an earlier one, of which the hashes are known (`old`)."""
     new = parts(node)
     result: list[str] = []
     for tag, old_from, old_to, new_from, new_to in difflib.SequenceMatcher(

@@ -52,17 +52,17 @@ class Proposal:
     gives: str = ""  #: Of a rewrite, what its function returns, in words; empty where it returns nothing.
 
     def remedy(self, listed: str) -> str:
-        """Returns what to do with it. `listed` is where the card lists its patches."""
+        """Returns the remedy that an error prints with this entry. `listed` is where the card lists its patches."""
         write = f"write {self.write} in {self.names.partition('/')[2]}.py beside it, " if self.write else ""
         return f"Paste the entry below into patches/{self.names}.yaml, {write}and list {self.names} under {listed}"
 
 
 def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
-    """Returns a stand-in for a package that is absent."""
+    """Returns a proposed entry that stubs an absent package for the module that imports it."""
     home = module.partition(".")[0]
     fields = {
         "id": f"{slug(home)}.{slug(package)}",
-        "target": f"{package}:{_taken(imported, package)}",
+        "target": f"{package}:{_imported_path(imported, package)}",
         "stub": {"package": package, "importers": [module]},
         "why": why,
         "plumbing": True,
@@ -71,7 +71,8 @@ def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
     return Proposal(written(fields, home), f"{home}/imports")
 
 
-def _taken(imported: ast.stmt, package: str) -> str:
+def _imported_path(imported: ast.stmt, package: str) -> str:
+    """Returns the dotted path that an import statement takes from a package; the package's name if there is none."""
     aliases = imported.names if isinstance(imported, ast.Import | ast.ImportFrom) else []
     if isinstance(imported, ast.ImportFrom):
         path = [
@@ -84,7 +85,7 @@ def _taken(imported: ast.stmt, package: str) -> str:
 
 
 def operator(target: str, module: str, why: str) -> Proposal:
-    """Returns a lowering of an operator, `torch.ops.aten:name.overload`, for an upstream module that calls it."""
+    """Returns a proposed entry with a lowering of an operator, `torch.ops.aten:name.overload`, that upstream calls."""
     home = module.partition(".")[0]
     name = re.sub(r"\W", "_", target.partition(":")[2].removesuffix(".default")).strip("_")
     fields = {
@@ -99,10 +100,8 @@ def operator(target: str, module: str, why: str) -> Proposal:
 
 
 def function(target: str, module: str, why: str, parameters: str, *, importing: bool = False) -> Proposal:
-    """Returns a replacement of a function or class of torch, for an upstream module that calls it.
-
-    Args:
-        importing: Whether it is in force only while modules of that upstream are imported.
+    """Returns a proposed entry that replaces a function or class of torch, which an upstream module calls. With
+    `importing` it is in force only while modules of that upstream are imported.
     """
     home = module.partition(".")[0]
     path = target.partition(":")[2]
@@ -124,13 +123,10 @@ def function(target: str, module: str, why: str, parameters: str, *, importing: 
 
 
 def statement(source: SourceFile, line: int, why: str, file: str = "tracing") -> Proposal | None:
-    """Returns a rewrite of the statement on a line of upstream, or of its function where that cannot be rewritten.
+    """Returns a proposed rewrite of the upstream statement on a line, or else a replacement of its function.
 
-    Args:
-        file: The name of the files that the entry and its function go into, without their endings.
-
-    Returns:
-        None for a statement outside all functions, or in one that no entry can name: no patch can change it.
+    None for a statement outside all functions, or in one that no entry can name. `file` is the name, without ending, of
+    the files that the entry and its function go into.
 
     Raises:
         UnreadableError: The source is not Python, or nested too deep.
@@ -140,6 +136,7 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
 
 
 def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, file: str) -> Proposal | None:
+    """Does the work of `statement`; `tree` is the syntax tree of `text`."""
     spot = _spot(tree, line)
     origin = None if spot is None else _origin(spot)
     if origin is not None:
@@ -155,9 +152,9 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
     }
     local = arguments(spot.function) | names_bound(spot.function.body)
     parameters = sorted(exposed([spot.statement])[0] & local)
-    for change in _changes(spot, f"{file}.py:{name}"):
+    for change in _rewrites(spot, f"{file}.py:{name}"):
         candidate = {**fields, "rewrite": change}
-        if _is_possible(candidate, home, text, line, parameters):
+        if _can_rewrite(candidate, home, text, line, parameters):
             gives = change.get("gives", sorted(names_bound([spot.statement])))
             returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
             write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
@@ -169,7 +166,7 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
 
 @dataclasses.dataclass(frozen=True)
 class _Spot:
-    """A statement, and the function of a module or class that it belongs to."""
+    """A statement of a function or method, and not of a function inside it."""
 
     names: tuple[str, ...]
     function: Function
@@ -187,9 +184,8 @@ def _covers(node: ast.stmt, line: int) -> bool:
 
 
 def _spot(tree: ast.Module, line: int) -> _Spot | None:
-    """Returns the statement on a line that belongs to a function's own scope.
-
-    It is the outermost that begins there, as the branch of `if x.any(): return`, else the innermost around the line.
+    """Returns the statement on a line, in a function's own scope; None outside of functions. Of several that begin on
+    the line it is the outermost (all of `if x.any(): return`), else the innermost around it.
     """
     names: list[str] = []
     body: list[ast.stmt] = tree.body
@@ -213,10 +209,7 @@ def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
 
 
 def _origin(spot: _Spot) -> _Spot | None:
-    """Returns the assignment of the name that a branch or an assertion tests: it is less to rewrite.
-
-    None if something else is tested, or the name is not made by one plain assignment.
-    """
+    """Returns the only assignment of `name`, for a spot `if name:` or `assert name`; None for any other spot."""
     test = getattr(spot.statement, "test", None)
     test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
     if not isinstance(test, ast.Name) or test.id in arguments(spot.function):
@@ -227,8 +220,8 @@ def _origin(spot: _Spot) -> _Spot | None:
     return makers[0] if plain else None
 
 
-def _changes(spot: _Spot, put: str) -> Iterator[dict[str, Any]]:
-    """Yields the forms of a rewrite of a statement, the plainest first."""
+def _rewrites(spot: _Spot, put: str) -> Iterator[dict[str, Any]]:
+    """Yields the possible `rewrite` fields of an entry for a statement, the simplest first."""
     inside = names_bound([spot.statement])
     after = sorted(read_after(spot.function, spot.chain, spot.block, spot.index + 1) & inside)
     for match in _matches(spot.statement):
@@ -240,7 +233,7 @@ def _changes(spot: _Spot, put: str) -> Iterator[dict[str, Any]]:
 
 
 def _matches(node: ast.stmt) -> Iterator[str]:
-    """Yields a statement as a pattern: written out if it is short, and with holes for its blocks."""
+    """Yields patterns that match a statement: its text if it is short, then one with holes in place of its blocks."""
     text = ast.unparse(node)
     if len(text.splitlines()) <= LONGEST:
         yield text
@@ -252,8 +245,8 @@ def _matches(node: ast.stmt) -> Iterator[str]:
         yield re.sub(r"_torchport_hole_(\d+)", r"$...block\1", ast.unparse(ast.fix_missing_locations(hollow)))
 
 
-def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, parameters: Sequence[str]) -> bool:
-    """Returns whether a rewrite can be made in a module's source."""
+def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, parameters: Sequence[str]) -> bool:
+    """Returns whether an entry with these fields could rewrite a module's source."""
 
     def find(tree: ast.Module) -> Function:
         spot = _spot(tree, line)
@@ -273,7 +266,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "x"
 
 
-def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
+def _all_fields(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
     """Returns all fields of an entry, in their usual order."""
     fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fields.get("fits") or fits(package)}
     order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "why", *fixed, "equivalence")
@@ -282,7 +275,7 @@ def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
 
 
 def fits(package: str) -> dict[str, str]:
-    """Returns the version of a package that is installed, as `fits` of an entry; any of a checkout's."""
+    """Returns an entry's `fits` for a package: its installed version, or `*` if it is no installed distribution."""
     names = _distributions(tuple(sys.path)).get(package, [])
     if not names:
         return {package: "*"}
@@ -292,17 +285,17 @@ def fits(package: str) -> dict[str, str]:
 
 @functools.cache
 def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
-    """Returns the distributions of each package on a search path: a set of drafts asks for them many times."""
+    """Returns the distributions of each package on a search path; cached, as a set of drafts asks many times."""
     return importlib.metadata.packages_distributions()
 
 
 def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
-    return Entry.model_validate(_whole(fields, package))
+    return Entry.model_validate(_all_fields(fields, package))
 
 
 def written(fields: Mapping[str, Any], package: str) -> str:
     """Returns an entry as YAML. The only place that makes one, so that each follows the schema."""
-    whole = _whole(fields, package)
+    whole = _all_fields(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first
     lines = [line for key, value in whole.items() for line in _lines(key, value)]
@@ -310,6 +303,7 @@ def written(fields: Mapping[str, Any], package: str) -> str:
 
 
 def _lines(key: str, value: Any) -> list[str]:
+    """Returns the lines of one field of an entry in YAML."""
     if key == "rewrite":
         return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
     if isinstance(value, str) and "\n" in value:

@@ -59,6 +59,7 @@ class PatchDraftRequest:
 
     @property
     def files(self) -> str:
+        """The name of its files, without their endings."""
         if self.file is not None:
             return self.file
         if self.kind in ("op", "stub"):
@@ -74,17 +75,16 @@ class PatchDraftRequest:
 class Draft:
     #: The entry's; those that every entry has may be missing.
     fields: Mapping[str, Any]
-    python: str
-    test: str
+    python: str  #: Its function's text.
+    test: str  #: Its test's text.
     trial: Trial
-    left: Sequence[str]
+    left: Sequence[str]  #: What to fill in.
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What a test is of: upstream's result with the patch and without it must agree.
-
-    It fails until the patch and its own arguments are filled in, and has a file of its own.
+    """The test of a patch: it compares upstream's result with the patch and without it. It fails until the patch and
+    the test's arguments are filled in, and has a file of its own.
     """
 
     id: str
@@ -98,12 +98,12 @@ class Trial:
 
 
 def draft(wish: PatchDraftRequest) -> Draft:
-    """Returns a patch for a wish; upstream must be on the search path. Nothing of it is imported."""
+    """Returns the draft of a patch; upstream must be on the search path. Nothing of it is imported."""
     _check(wish)
     makers: dict[str, Callable[[PatchDraftRequest], Draft]] = {
-        "replace": _changed,
-        "wrap": _changed,
-        "value": _changed,
+        "replace": _replaced_or_wrapped,
+        "wrap": _replaced_or_wrapped,
+        "value": _replaced_or_wrapped,
         "rewrite": _rewritten,
         "op": _lowered,
         "stub": _stubbed,
@@ -127,8 +127,8 @@ def _trial(wish: PatchDraftRequest, key: str, name: str) -> Trial:
     return Trial(key, wish.names, name, f"tests/test_{wish.package}_{name}.py")
 
 
-def _key(wish: PatchDraftRequest, path: str) -> str:
-    """Returns an id. In torch others have patches, too: one that a pack beneath has gets the file's name."""
+def _entry_id(wish: PatchDraftRequest, path: str) -> str:
+    """Returns the entry's id; with the name of its file where a pack beneath has that id, as for functions of torch."""
     key = f"{proposal.slug(wish.package)}.{proposal.slug(path)}"
     folders = find_pack(()).folders
     known = patch.read(folders, [wish.package]) if wish.package in patch.upstreams(folders) else []
@@ -136,9 +136,10 @@ def _key(wish: PatchDraftRequest, path: str) -> str:
     return f"{key}-{proposal.slug(wish.files)}" if is_taken else key
 
 
-def _common(wish: PatchDraftRequest, path: str) -> dict[str, Any]:
+def _common_fields(wish: PatchDraftRequest, path: str) -> dict[str, Any]:
+    """Returns the fields of an entry of any kind."""
     fields: dict[str, Any] = {
-        "id": _key(wish, path),
+        "id": _entry_id(wish, path),
         "target": wish.target,
         "why": wish.why,
         "equivalence": proposal.PROMISE,
@@ -156,13 +157,14 @@ def _left(wish: PatchDraftRequest, name: str, file: str, test: str, *more: str) 
     return [f"{name} in {file}", f"The arguments in {test}", *more, entry]
 
 
-def _changed(wish: PatchDraftRequest) -> Draft:
+def _replaced_or_wrapped(wish: PatchDraftRequest) -> Draft:
     target = find(wish.target, wish.place)
     with parsing.nesting(target.source.shown, target.node.lineno):
-        return _change(wish, target)
+        return _function_draft(wish, target)
 
 
-def _change(wish: PatchDraftRequest, target: Target) -> Draft:
+def _function_draft(wish: PatchDraftRequest, target: Target) -> Draft:
+    """Returns the draft of a `replace` or `wrap` for a function, method or class of upstream."""
     if wish.kind == "value":
         fact = f"{wish.target} is a {target.kind}, and no value"
         raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
@@ -171,15 +173,15 @@ def _change(wish: PatchDraftRequest, target: Target) -> Draft:
     name = target.path[-1] if target.kind == "class" else name
     make = replacement if wish.kind == "replace" else wrapper
     short = name_of(target.path)
-    trial = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
-    fields = {**_common(wish, path), wish.kind: f"{wish.files}.py:{name}"}
-    more = _differences(target, wish.kind)
+    trial = _trial(wish, _entry_id(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
+    fields = {**_common_fields(wish, path), wish.kind: f"{wish.files}.py:{name}"}
+    more = _extra_work(target, wish.kind)
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file, *more)
     return Draft(fields, make(target, name), _agreement_test(trial, target), trial, left)
 
 
-def _differences(target: Target, kind: str) -> list[str]:
-    """Returns what a replacement must see to by itself."""
+def _extra_work(target: Target, kind: str) -> list[str]:
+    """Returns lines on what else a person has to take care of: decorators, and the bases of a class."""
     more = []
     if target.decorators:
         more.append(f"The decorators of {'.'.join(target.path)}: {', '.join(target.decorators)}")
@@ -189,6 +191,7 @@ def _differences(target: Target, kind: str) -> list[str]:
 
 
 def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
+    """Refuses a target that no function or class can replace or wrap."""
     what = ".".join(target.path)
     if target.is_async and target.is_generator:
         fact = f"{what} ({target.place}) is an asynchronous generator function"
@@ -207,6 +210,7 @@ def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
 
 
 def _rewritten(wish: PatchDraftRequest) -> Draft:
+    """Returns the draft of a `rewrite` of the statement on a line of the target."""
     target = find(wish.target, wish.place)
     what, line = ".".join(target.path), wish.line or 0
     last = target.node.end_lineno or target.node.lineno
@@ -222,21 +226,21 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
     name = change["put"].partition(":")[2]
     test = _trial(wish, statement.fields["id"], f"{wish.files}_{name}")
     text = rewriting(name, statement.parameters, statement.gives, f"{what}, line {line}")
-    fields = {**_common(wish, what), **statement.fields}
+    fields = {**_common_fields(wish, what), **statement.fields}
     left = _left(wish, name, f"patches/{wish.names}.py", test.file)
     return Draft(fields, text, _agreement_test(test, target), test, left)
 
 
 def _lowered(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of an `op`. A name of ATen's has its parameters in torch's schema, which imports torch."""
+    """Returns the draft of an `op`. The parameters of an ATen overload come from torch's schema: torch is imported."""
     module, _, path = wish.target.partition(":")
     if module.partition(".")[0] != "torch":
         fact = f"{wish.target} is not torch's"
         raise TargetError(wish.place, fact, "Name torch.ops.aten:name.overload, or write --kind replace")
-    given = _of_schema(wish) if module.startswith("torch.ops") else _of_torch(wish)
+    given = _parameters_of_overload(wish) if module.startswith("torch.ops") else _parameters_of_torch_function(wish)
     name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
-    trial = _trial(wish, _key(wish, name), name)
-    fields = {**_common(wish, name), "op": f"{wish.files}.py:{name}"}
+    trial = _trial(wish, _entry_id(wish, name), name)
+    fields = {**_common_fields(wish, name), "op": f"{wish.files}.py:{name}"}
     text = lowering(name, given, wish.target)
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file)
     operator = wish.target.replace(":", ".")
@@ -244,7 +248,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
     return Draft(fields, text, test, trial, left)
 
 
-def _of_torch(wish: PatchDraftRequest) -> str:
+def _parameters_of_torch_function(wish: PatchDraftRequest) -> str:
     module, _, path = wish.target.partition(":")
     try:
         source = read_source(module)
@@ -254,7 +258,7 @@ def _of_torch(wish: PatchDraftRequest) -> str:
     return parameters(node).text if isinstance(node, ast.FunctionDef) else "*args, **kwargs"
 
 
-def _of_schema(wish: PatchDraftRequest) -> str:
+def _parameters_of_overload(wish: PatchDraftRequest) -> str:
     import torch
 
     module, _, path = wish.target.partition(":")
@@ -269,11 +273,11 @@ def _of_schema(wish: PatchDraftRequest) -> str:
         raise TargetError(wish.place, fact, "Name one, as torch.ops.aten:gelu.default", target=wish.target) from error
     plain = [argument for argument in schema.arguments if not argument.kwarg_only]
     named = [argument for argument in schema.arguments if argument.kwarg_only]
-    texts = [_argument(argument) for argument in plain]
-    return ", ".join([*texts, *(["*"] if named else []), *(_argument(argument) for argument in named)])
+    texts = [_argument_text(argument) for argument in plain]
+    return ", ".join([*texts, *(["*"] if named else []), *(_argument_text(argument) for argument in named)])
 
 
-def _argument(argument: Any) -> str:
+def _argument_text(argument: Any) -> str:
     if not argument.has_default_value():
         return str(argument.name)
     value = argument.default_value
@@ -283,6 +287,7 @@ def _argument(argument: Any) -> str:
 
 
 def _stubbed(wish: PatchDraftRequest) -> Draft:
+    """Returns the draft of a `stub` for a package that is not installed."""
     package = re.split(r"[.:]", wish.target)[0]
     if is_there(package):
         fact = f"The package {package} is installed, and a stub is for one that is not"
@@ -291,9 +296,9 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
         if not is_there(module):
             remedy = below_src(module) or "Name a module of upstream; --upstream-path says where its checkout is"
             raise TargetError(f"--importer {module}", f"There is no module {module}", remedy)
-    trial = _trial(wish, _key(wish, package), f"without_{package}")
+    trial = _trial(wish, _entry_id(wish, package), f"without_{package}")
     fields = {
-        **_common(wish, package),
+        **_common_fields(wish, package),
         "stub": {"package": package, "importers": list(wish.importers)},
         "plumbing": True,
         "equivalence": "bitwise",
@@ -306,16 +311,18 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
 
 
 def _agreement_test(trial: Trial, target: Target) -> str:
+    """Returns the text of a test that compares the target's results with the patch and without it."""
     path = ".".join(target.path)
     title = f"{path} with the patch '{trial.id}' and without it."
     if target.kind == "class" or target.path[-1] in ("__init__", "__new__"):
         made = path.removesuffix(".__init__").removesuffix(".__new__")
         return trial.text(title, module=target.module, path=made)
-    called = {"takes": _takes(target), "call": _call(target)}
+    called = {"takes": _arguments_text(target), "call": _call_text(target)}
     return trial.text(title, module=target.module, is_async=target.is_async, **called)
 
 
-def _takes(target: Target) -> str:
+def _arguments_text(target: Target) -> str:
+    """Returns a sentence for the test that says which arguments the target takes."""
     assert not isinstance(target.node, ast.ClassDef)
     names = parameters(target.node).names
     if target.kind == "property":
@@ -326,7 +333,7 @@ def _takes(target: Target) -> str:
     return f"It takes ({', '.join(names)}).{first}"
 
 
-def _call(target: Target) -> str:
+def _call_text(target: Target) -> str:
     if target.kind == "property":
         return f"args[0].{target.path[-1]}"
     call = f"module.{'.'.join(target.path)}(*args, **kwargs)"
@@ -346,11 +353,7 @@ class DraftedPatch:
 
 
 def write_draft(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
-    """Drafts a patch and writes it into a pack's folder, all of it or nothing.
-
-    Raises:
-        TakenNameError: The entry, its function or its test is there already.
-    """
+    """Writes a draft into a pack's folder, all or nothing; raises TakenNameError if a part of it is there already."""
     drafted = draft(wish)
     file = f"patches/{wish.names}.yaml"
     text = proposal.written(drafted.fields, wish.package) + "\n"
@@ -375,6 +378,7 @@ def drafted_entries(home: Home, package: str) -> list[Entry]:
 
 
 def _checked(wish: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
+    """Returns the entry of a draft, checked against its pack and against upstream's source."""
     entry = proposal.entry_of(drafted.fields, wish.package)
     path = home.root / file
     before = home.text(file)
@@ -418,21 +422,19 @@ def name_of(path: Sequence[str]) -> str:
 
 def replacement(target: Target, name: str) -> str:
     if isinstance(target.node, ast.ClassDef):
-        return _class(target, target.node, name)
-    return _function(target, target.node, name, None)
+        return _class_text(target, target.node, name)
+    return _function_text(target, target.node, name, None)
 
 
 def wrapper(target: Target, name: str) -> str:
-    """Returns a function that receives the target as its first argument.
-
-    Around a generator function it is a plain one, which returns what the original returns.
-    """
+    """Returns the text of a function that gets the target as its first argument; for generators it is a plain one."""
     assert not isinstance(target.node, ast.ClassDef)
     taken = {name.strip("*") for name in parameters(target.node).names}
-    return _function(target, target.node, name, ORIGINAL if ORIGINAL not in taken else f"{ORIGINAL}_function")
+    return _function_text(target, target.node, name, ORIGINAL if ORIGINAL not in taken else f"{ORIGINAL}_function")
 
 
-def _function(target: Target, node: Function, name: str, original: str | None) -> str:
+def _function_text(target: Target, node: Function, name: str, original: str | None) -> str:
+    """Returns the text of a function to fill in; a wrapper has `original` as its first parameter."""
     given = parameters(node, original)
     what = ".".join(target.path)
     lines = [f'"""Fill in: does what {what} does ({target.place}).']
@@ -454,12 +456,7 @@ def _function(target: Target, node: Function, name: str, original: str | None) -
 
 
 def rewriting(name: str, given: Sequence[str], gives: str, where: str) -> str:
-    """Returns the function of a rewrite.
-
-    Args:
-        given: Its parameters: names that are bound in upstream's function.
-        gives: What it returns, in words.
-    """
+    """Returns the text of a rewrite's function to fill in: it takes `given`, and returns what `gives` says in words."""
     returns = f" Returns {gives}." if gives else ""
     doc = f'"""Fill in: does what is done at {where}.{returns}"""'
     return f'def {name}({", ".join(given)}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
@@ -470,7 +467,8 @@ def lowering(name: str, given: str, operator: str) -> str:
     return f'def {name}({given}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
 
 
-def _class(target: Target, node: ast.ClassDef, name: str) -> str:
+def _class_text(target: Target, node: ast.ClassDef, name: str) -> str:
+    """Returns the text of a class to fill in, with the public methods of the target."""
     bases = ", ".join(map(ast.unparse, node.bases))
     is_module = any(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in node.bases)
     above = f", which derives from {bases}" if bases else ""
@@ -478,12 +476,12 @@ def _class(target: Target, node: ast.ClassDef, name: str) -> str:
     text.append(f'    """Fill in: does what {".".join(target.path)} does ({target.place}){above}."""')
     for method in node.body:
         if isinstance(method, Function) and (method.name == "__init__" or not method.name.startswith("_")):
-            text += ["", *_method(method)]
+            text += ["", *_outline(method)]
     lines = "\n".join(text) + "\n"
     return f"import torch\n\n\n{lines}" if is_module else lines
 
 
-def _method(method: Function) -> list[str]:
+def _outline(method: Function) -> list[str]:
     kinds = [ast.unparse(decorator).rpartition(".")[2].replace("cached_", "") for decorator in method.decorator_list]
     lines = [f"    @{kind}" for kind in kinds if kind in ("staticmethod", "classmethod", "property")]
     word = "async def" if isinstance(method, ast.AsyncFunctionDef) else "def"

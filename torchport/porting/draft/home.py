@@ -41,7 +41,7 @@ class Home:
 
     def write(self, pieces: Sequence[Piece]) -> list[str]:
         """Writes all pieces, or none if one of them cannot be; returns a line for each."""
-        texts = [self._text(piece) for piece in pieces]
+        texts = [self._text_of(piece) for piece in pieces]
         lines = []
         for piece, text in zip(pieces, texts, strict=True):
             path = self.root / piece.file
@@ -51,7 +51,8 @@ class Home:
             lines.append(f"{word:11} {as_named(path)}")
         return lines
 
-    def _text(self, piece: Piece) -> str:
+    def _text_of(self, piece: Piece) -> str:
+        """Returns the text of a piece's file with the piece in it; refuses a name that is taken there."""
         path = folder.inside(self.root, self.root / piece.file)
         before = self.text(piece.file)
         if piece.mode == "whole":
@@ -68,6 +69,7 @@ class Home:
 
 
 def _check_free(path: Path, before: str, text: str) -> None:
+    """Refuses a function or class whose name a Python file has already."""
     tree = parsing.tree(before, as_named(path))
     known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
@@ -79,11 +81,7 @@ def _check_free(path: Path, before: str, text: str) -> None:
 
 
 def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
-    """Returns the folder that drafts go to.
-
-    Args:
-        upstreams: Folders of upstream: the checkout, the package that the target is in.
-    """
+    """Returns the folder of a pack that drafts go to; refuses one in `upstreams` or among installed packages."""
     place, root = f"{flag} {out}", folder.expand_home(str(out)).absolute()
     # Links are followed: one that leads into an upstream is not seen in its own path.
     paths = [Path(os.path.realpath(root / part)) for part in ("", "patches", "configs", "tests")]

@@ -65,9 +65,9 @@ class ModelDraftRequest:
 class Part:
     name: str
     target: Target
-    tiny: dict[str, Any]
-    lacking: list[str]
-    objects: list[str]
+    tiny: dict[str, Any]  #: Small values.
+    lacking: list[str]  #: Without a value.
+    objects: list[str]  #: Not for YAML.
 
 
 def parts(wish: ModelDraftRequest) -> list[Part]:
@@ -104,6 +104,7 @@ def _check_network(target: Target, place: str) -> None:
 
 
 def _part(name: str, target: Target, place: str) -> Part:
+    """Returns one component with the arguments of its class; refuses a target that is no class."""
     if not isinstance(target.node, ast.ClassDef):
         fact = f"{target.name} ({target.place}) is a {target.kind}"
         raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
@@ -118,10 +119,9 @@ def _part(name: str, target: Target, place: str) -> Part:
 
 
 def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[str]]:
-    """Returns small values by argument, and the names of the arguments that have none and need one.
-
-    The rules go by names, as diffusers, transformers and most repositories have them: depth, heads, widths, channels.
-    What no rule names keeps the class's default. Nobody but the class can say whether the numbers fit each other.
+    """Returns small values by argument, and the names of the required arguments that get none. The rules go by names,
+    as diffusers, transformers and most repositories have them: depth, heads, widths, channels. What no rule names keeps
+    the class's default. Nobody but the class can say whether the numbers fit each other.
     """
     numbers = {argument.name: argument.default for argument in arguments}
     values: dict[str, Any] = {}
@@ -132,11 +132,12 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
             lacking.append(argument.name)
         elif value is not None and (argument.required or (argument.default is not None and value != argument.default)):
             values[argument.name] = value
-    values |= _agreeing(values, numbers)
+    values |= _consistent(values, numbers)
     return values, [name for name in lacking if name not in values]
 
 
 def _small_value(argument: Argument) -> Any:
+    """Returns a small value for an argument, by its name and its default; None if there is no rule for it."""
     name, default = argument.name, argument.default
     limit = next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
@@ -156,8 +157,8 @@ def _small_value(argument: Argument) -> Any:
     return None if limit is None or is_depth else [min(item, limit) for item in default]
 
 
-def _agreeing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what must agree: a width is heads times their size, and rotary dims fill a head."""
+def _consistent(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values that other sizes determine: a width (heads times head size), the rotary dims of a head."""
     known = {**defaults, **values}
     heads = _first_number(known, r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads")
     size = _first_number(known, r"(?:attention_)?(?:head_dim|dim_head|head_size)")
@@ -171,7 +172,7 @@ def _agreeing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def is_rotary(name: str, value: Any) -> bool:
-    """Returns whether an argument says how rotary axes share the dims of a head."""
+    """Returns whether an argument splits the dims of an attention head between the axes of rotary embeddings."""
     several = isinstance(value, list | tuple) and len(value) > 1 and all(type(item) is int for item in value)
     return several and bool(re.search(r"rope|axes", name)) and "len" not in name and sum(value) > 0
 
@@ -182,18 +183,14 @@ def _first_number(values: Mapping[str, Any], pattern: str) -> int | None:
 
 
 def shares(parts: Sequence[int], total: int) -> list[int]:
-    """Returns even numbers in the proportion of others that add up to a total."""
+    """Returns even numbers in about the proportion of `parts` that add up to `total`."""
     shares = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
     shares[-1] += total - sum(shares)
     return shares
 
 
 def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[str]:
-    """Writes a card, its demo's job and its family into a pack's folder, all or nothing.
-
-    Returns:
-        A line for each file, and then what is left to fill in.
-    """
+    """Writes a card, its job and its family into a pack, all or nothing. Returns lines on files and what is left."""
     pack = find_pack(())
     if wish.name in pack.models():
         fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
@@ -225,6 +222,7 @@ def _family_name(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
 
 
 def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
+    """Returns a line for each thing that a person has to fill in."""
     result = []
     for class_path in components:
         here = f"tiny.components.{class_path.name}"
@@ -246,6 +244,7 @@ def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list
 
 
 def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | None) -> str:
+    """Returns the text of a model card to fill in."""
     network = components[0]
     package = network.target.module.partition(".")[0]
     lines = [f"model: {wish.name}", f"title: {flow(f'{network.target.path[-1]}, from {package}')}"]
@@ -331,11 +330,11 @@ class Argument:
 
 
 def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
-    """Returns the arguments of a class. None where its source, and that of its bases, does not show them."""
+    """Returns the arguments of a class's constructor; None where its source, and that of its bases, shows none."""
     for _, base in _lineage(source, node):
         init = next((each for each in base.body if isinstance(each, Function) and each.name == "__init__"), None)
         if init is not None:
-            return list(_of_function(init))
+            return list(_args_of(init))
         fields = [each for each in base.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
         is_strict = any(word in ast.unparse(each) for each in base.decorator_list for word in ("dataclass", "strict"))
         if fields and is_strict:
@@ -344,9 +343,8 @@ def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
 
 
 def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
-    """Returns what a card's configuration of a class holds.
-
-    These are its arguments; of a class of transformers those of its one argument, the object that its `config.json` is.
+    """Returns the arguments that a card gives to a class. If a class of transformers takes one object of configuration
+    (`config.json`), they are the arguments of that object's class.
     """
     given = arguments(source, node)
     required = [argument for argument in given or () if argument.required]
@@ -356,7 +354,7 @@ def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | No
     return next((arguments(*place) for place in annotated), given)
 
 
-def _of_function(init: Function) -> Iterator[Argument]:
+def _args_of(init: Function) -> Iterator[Argument]:
     for parameter in parameters(init)[1:]:
         if parameter.kind not in STARRED:
             yield _argument(parameter.name, parameter.argument.annotation, parameter.default)
@@ -376,6 +374,7 @@ Place = tuple[SourceFile, ast.ClassDef]
 
 
 def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
+    """Yields a class and the classes above it, as far as their source is there."""
     pending: list[Place] = [(source, node)]
     for _ in range(DEEPEST):
         if not pending:
@@ -392,6 +391,7 @@ def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
 
 
 def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
+    """Returns whether the source shows all bases of a class, and none of them is torch's."""
     return all(
         home.module.partition(".")[0] != "torch"
         and len(list(_classes(Classes(None).bases(home.module, base))))
@@ -405,5 +405,5 @@ def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
     for _, base in _lineage(source, node):
         found = next((each for each in base.body if isinstance(each, Function) and each.name == "forward"), None)
         if found is not None:
-            return list(_of_function(found))
+            return list(_args_of(found))
     return []

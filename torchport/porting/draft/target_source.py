@@ -76,6 +76,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def find(target: str, place: str) -> Target:
+    """Returns the target with a name; refuses one that is no function or class in the source of its module."""
     check_name(target, place)
     module, _, path = target.partition(":")
     try:
@@ -94,11 +95,11 @@ def find(target: str, place: str) -> Target:
     binding = source.where(parts)
     node = binding.node
     if isinstance(node, ast.ImportFrom | ast.Import):
-        raise _imported(target, source, node, parts, place)
+        raise _imported_error(target, source, node, parts, place)
     if node is None or binding.depth < len(parts):
-        raise _absent(target, source, parts, binding.depth, place)
+        raise _absent_error(target, source, parts, binding.depth, place)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        raise _value(target, source, parts, node, place)
+        raise _constant_error(target, source, parts, node, place)
     return Target(target, source, node, _kind(node, len(parts)))
 
 
@@ -115,7 +116,8 @@ def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
     return "property" if names & {"property", "cached_property"} else "method"
 
 
-def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str, ...], place: str) -> AliasError:
+def _imported_error(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str, ...], place: str) -> AliasError:
+    """Returns the error for a target that its module imports: its own module, or what to do if that is absent."""
     home = source.module
     if isinstance(node, ast.ImportFrom):
         home = source.imported_from(node)
@@ -127,13 +129,13 @@ def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str,
         return AliasError(place, fact, f"Name it where it is defined: {home}", target=target)
     remedy = f"Install {package}. Or stub it ({package}:{parts[0]} --kind stub --importer {source.module})"
     remedy += f", and rewrite each statement that calls {parts[0]}"
-    calls = _calls(source, parts[0])
+    calls = _rewritable(source, parts[0])
     remedy += f": {', '.join(calls[:4])}" if calls else ""
     return AliasError(place, f"{fact}, and {package} is not installed", remedy, target=target)
 
 
-def _calls(source: SourceFile, name: str) -> list[str]:
-    """Returns the statements of a module's functions that call a name, as `new patch` takes them."""
+def _rewritable(source: SourceFile, name: str) -> list[str]:
+    """Returns the statements that call a name and can be rewritten, as arguments of `torchport new patch`."""
     found = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
@@ -143,7 +145,8 @@ def _calls(source: SourceFile, name: str) -> list[str]:
     return found
 
 
-def _absent(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
+def _absent_error(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
+    """Returns the error for a target that its module's source does not show."""
     holder = source.where(parts[:depth]).node if depth else source.tree
     if isinstance(holder, Function):
         what = ".".join(parts[:depth])
@@ -162,8 +165,8 @@ def _absent(target: str, source: SourceFile, parts: tuple[str, ...], depth: int,
     return TargetError(place, fact, nearest(parts[min(depth, len(parts) - 1)], known), target=target)
 
 
-def _value(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.stmt, place: str) -> TargetError:
-    """Returns the refusal of a constant, with the functions that read it."""
+def _constant_error(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.stmt, place: str) -> TargetError:
+    """Returns the error for a target that is a constant; its remedy names the functions that read it."""
     name, readers = parts[-1], []
     for outer in ast.walk(source.tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -175,6 +178,7 @@ def _value(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.st
 
 
 def _yields(node: Function) -> bool:
+    """Returns whether a function is a generator function: a `yield` of its own, in no function inside it."""
     pending: list[ast.AST] = list(node.body)
     while pending:
         statement = pending.pop()
@@ -204,6 +208,7 @@ class _Default:
 
 
 def parameters(node: Function, before: str | None = None) -> Parameters:
+    """Returns a function's parameters as text and names, with `before` as a first one if it is given."""
     found = written(node)
     first = found[0].kind if found and found[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
     result = [Parameter(before, first)] if before is not None else []

@@ -122,28 +122,28 @@ class ScanReport:
         return "path" if self.entries else "unknown"
 
     def unpatched(self) -> list[ScanFinding]:
-        """Returns what a port meets, nothing guards, and needs a patch that is not there."""
-        some = [finding for finding in self.findings if finding.verdict == "rewrite" and not finding.only]
-        return [finding for finding in some if finding.reach == self.wanted]
+        """Returns the findings that a port meets without any guard, and that need a patch which is not there."""
+        chosen = [finding for finding in self.findings if finding.verdict == "rewrite" and not finding.only]
+        return [finding for finding in chosen if finding.reach == self.wanted]
 
     def count(self) -> str:
-        """Returns the sentence that counts what is on the path; without an entry, what is not training."""
-        some = [finding for finding in self.findings if finding.reach == "path" and finding.meaning.in_code]
+        """Returns a sentence that counts what is on the inference path; without an entry, what is outside training."""
+        chosen = [finding for finding in self.findings if finding.reach == "path" and finding.meaning.in_code]
         where = "on the inference path"
         if not self.entries:
-            some = [finding for finding in self.findings if finding.reach != "training" and finding.meaning.in_code]
+            chosen = [finding for finding in self.findings if finding.reach != "training" and finding.meaning.in_code]
             where = "outside training"
         numbers = {
-            verdict: sum(finding.verdict == verdict and not finding.only for finding in some)
+            verdict: sum(finding.verdict == verdict and not finding.only for finding in chosen)
             for verdict in ("covered", "rewrite", "unknown")
         }
         guarded = [
             f", {number} {words}"
             for only, words in GUARDS.items()
-            if (number := sum(finding.only == only for finding in some))
+            if (number := sum(finding.only == only for finding in chosen))
         ]
         needs = "needs" if numbers["rewrite"] == 1 else "need"
         return (
-            f"{len(some)} {where}: {numbers['covered']} covered, {numbers['rewrite']} {needs} a rewrite, "
+            f"{len(chosen)} {where}: {numbers['covered']} covered, {numbers['rewrite']} {needs} a rewrite, "
             f"{numbers['unknown']} unknown{''.join(guarded)}"
         )

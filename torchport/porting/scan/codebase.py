@@ -54,8 +54,8 @@ class CodeUnit:
     defaults: dict[str, Term] = dataclasses.field(default_factory=dict)  #: What they are where a call leaves them out.
     decorators: frozenset[str] = frozenset()
     returns: ast.expr | None = None
-    tensors: frozenset[str] = frozenset()
-    imports: dict[str, str] = dataclasses.field(default_factory=dict)
+    tensors: frozenset[str] = frozenset()  #: Of an `__init__`, the attributes that it makes tensors.
+    imports: dict[str, str] = dataclasses.field(default_factory=dict)  #: The full names that its own imports bind.
     facts: Facts = dataclasses.field(default_factory=Facts)  #: What it does, when its syntax tree is dropped.
 
     @property
@@ -86,7 +86,7 @@ class CodeUnit:
 class Class:
     module: Module
     name: str
-    above: tuple[tuple[str, ...], ...]
+    above: tuple[tuple[str, ...], ...]  #: Its bases, as chains of names.
     variables: frozenset[str]
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Module:
     classes: dict[str, Class] = dataclasses.field(default_factory=dict)
     #: What its own imports and assignments of names bind, in full.
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
-    stars: list[str] = dataclasses.field(default_factory=list)
+    stars: list[str] = dataclasses.field(default_factory=list)  #: The modules of which it imports `*`.
     #: What stands in the lists and dictionaries that its names are bound to.
     tables: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     #: The nodes in these tables, while it is read: what they name is used where a table is.
@@ -143,9 +143,7 @@ class Module:
 
 class Codebase:
     """The modules of a codebase, by name. Each is read when it is first asked for, and its syntax tree dropped soon.
-
-    Args:
-        root: The dotted name of the folder that they lie in, if that is inside a package; else empty.
+    `root` is the dotted name of the folder that they lie in, if that is inside a package; else empty.
     """
 
     def __init__(self, sources: Iterable[Source], root: str = "") -> None:
@@ -155,23 +153,22 @@ class Codebase:
         for source in self.sources:
             self._files.setdefault(self._names[source.path], source)
         self._waiting = set(self._files)
-        self._new: list[Module] = []
+        self._unyielded: list[Module] = []
         self.tops = {name.partition(".")[0] for name in self._files}
         self.modules: dict[str, Module] = {}
         self.unread: list[Unread] = []
         self.files = self.lines = 0
 
     def read(self) -> Iterator[Module]:
-        """Yields each module while its syntax tree is there; those that its names lead to come next.
-
-        Whoever takes one drops its syntax before the next: `Module.drop_syntax`.
+        """Yields each module while its syntax tree is there; those that its names lead to come next. The caller has to
+        drop its syntax (`Module.drop_syntax`) before the next one.
         """
         for source in self.sources:
             self.module(self._names[source.path])
             if source is not self._files[self._names[source.path]]:
                 self._tree(source)  # another file with a name that is taken
-            while self._new:
-                yield self._new.pop()
+            while self._unyielded:
+                yield self._unyielded.pop()
         self.modules = {name: self.modules[name] for name in self._files if name in self.modules}
 
     @functools.cached_property
@@ -185,8 +182,8 @@ class Codebase:
             tree = self._tree(self._files[name])
             if tree is not None:
                 module = self.modules[name] = Module(name, self._files[name])
-                _fill(module, tree)
-                self._new.append(module)
+                _fill_module(module, tree)
+                self._unyielded.append(module)
         return self.modules.get(name)
 
     def _tree(self, source: Source) -> ast.Module | None:
@@ -214,7 +211,7 @@ class Codebase:
         return unit.body or self._bodies(unit.module.name)[unit.name]
 
     def full(self, module: Module, chain: tuple[str, ...], local: dict[str, str]) -> str:
-        """Returns a chain of names in full, as one module means it; empty where nothing that is known binds it."""
+        """Returns the full name of a chain of names in a module; empty where nothing that is known binds it."""
         if not chain:
             return ""
         head = local.get(chain[0]) or module.bound.get(chain[0])
@@ -228,7 +225,7 @@ class Codebase:
         return "" if head is None else ".".join((head, *chain[1:]))
 
     def meant(self, unit: CodeUnit, chain: tuple[str, ...]) -> str:
-        """Returns a chain of names in a function in full, as its home has it."""
+        """Returns the full name that a chain of names in a function has in the module that defines it."""
         if chain[:1] and chain[0] in unit.imports:
             return self.canonical(self.full(unit.module, chain, unit.imports))
         known = unit.module.meant.get(chain)
@@ -242,7 +239,7 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def canonical(self, dotted: str, depth: int = 0) -> str:
-        """Returns a name in full as its home has it, followed through the imports of this codebase."""
+        """Returns the full name that a definition has in its own module, followed through imports of this codebase."""
         place = self._place(dotted)
         if place is None or not place[1] or depth > _DEPTH:
             return dotted
@@ -253,6 +250,7 @@ class Codebase:
         return self.canonical(onward, depth + 1) if onward and onward != dotted else dotted
 
     def _place(self, dotted: str) -> tuple[Module, tuple[str, ...]] | None:
+        """Returns the module at the beginning of a full name, and the names after it; None outside of the codebase."""
         parts = dotted.split(".") if self.has(dotted) else []
         for end in range(len(parts), 0, -1):
             module = self.module(".".join(parts[:end]))
@@ -269,7 +267,7 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def definition(self, dotted: str) -> CodeUnit | Class | None:
-        """Returns the function or class that a name in full is; of a class, also an inherited method."""
+        """Returns the function or class with a full name, an inherited method included; None if there is none here."""
         place = self._place(dotted)
         if place is None or not place[1]:
             return None
@@ -291,7 +289,7 @@ class Codebase:
         return frozenset(self._lineage(kind))
 
     def _lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
-        """Yields a class and those above it, as far as the codebase has them."""
+        """Yields a class and the classes above it, as far as the codebase has them."""
         yield kind
         for base in self.bases(kind):
             above = self.definition(base)
@@ -307,6 +305,7 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def methods(self, kind: Class) -> dict[str, CodeUnit]:
+        """Returns all methods of a class by name, the inherited ones included."""
         result: dict[str, CodeUnit] = {}
         for above in self._lineage(kind):
             for unit in above.module.methods.get(above.name, ()):
@@ -329,7 +328,7 @@ class Codebase:
 
 
 def module_names(sources: list[Source], root: str) -> dict[str, str]:
-    """Returns the module that each file is, as imports of the codebase name it: below `src/` there is no `src.`"""
+    """Returns, by its path, the module name of each file in the codebase's imports: below `src/` without `src.`"""
     paths = [PurePosixPath(source.path) for source in sources]
     packages = {path.parent for path in paths if path.name == "__init__.py"}
     starts = {PurePosixPath(".")}
@@ -354,7 +353,7 @@ def _module_name(path: PurePosixPath, starts: set[PurePosixPath], root: str) -> 
 
 
 def _imported_tops(source: Source) -> Iterator[str]:
-    """Yields the packages that the first lines of a file's statements import; no syntax tree is made for them."""
+    """Yields the top-level packages that a file's import lines name, by a regular expression and without a tree."""
     try:
         text = parsing.text_of(source.file, source.path)
     except UnreadableError:
@@ -364,9 +363,8 @@ def _imported_tops(source: Source) -> Iterator[str]:
 
 
 def _as_shallow() -> AbstractContextManager[None]:
-    """Lets the parser nest as deep as at the start of a program, whatever depth is allowed to a walk.
-
-    It nests on the machine's own stack, which is at its end before a deep limit is.
+    """Returns a context in which the parser nests as deep as at the start of a program, whatever `recursion` allows.
+    The parser uses the C stack, which would overflow before a higher limit is reached.
     """
     depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))
     return recursion(min(sys.getrecursionlimit(), depth + _PARSED))
@@ -383,7 +381,8 @@ def recursion(limit: int) -> Iterator[None]:
         sys.setrecursionlimit(was)
 
 
-def _fill(module: Module, tree: ast.Module) -> None:
+def _fill_module(module: Module, tree: ast.Module) -> None:
+    """Fills a module with its classes and functions, and with what its imports and assignments bind."""
     functions, classes = bodies(tree)
     for name, node in classes.items():
         variables = frozenset(name for statement in node.body for name in _names_set(statement))
@@ -393,7 +392,7 @@ def _fill(module: Module, tree: ast.Module) -> None:
         bound = module.bound if body.name == MODULE else unit.imports
         for event in body.events:
             if event.act is Act.IMPORT:
-                _bind(module, event.node, bound)
+                _bind_imports(module, event.node, bound)
     for event in functions[0].events:
         if event.act is Act.ASSIGN and isinstance(event.node, ast.Name) and event.value is not None:
             _bind_value(module, event.node.id, event.value)
@@ -406,12 +405,13 @@ def _names_set(statement: ast.stmt) -> Iterator[str]:
 
 
 def _unit(module: Module, body: Body) -> CodeUnit:
+    """Returns a function, the decorators of a class, or a module's own code as a unit."""
     node = body.node
     if isinstance(node, ast.Module):
-        return CodeUnit(module, body.name, body, False, "")
+        return CodeUnit(module, body.name, body, is_class=False, class_name="")
     marks = frozenset(last for decorator in node.decorator_list for last in chain_of(decorator)[-1:])
     if isinstance(node, ast.ClassDef):
-        return CodeUnit(module, body.name, body, True, body.owner, decorators=marks)
+        return CodeUnit(module, body.name, body, is_class=True, class_name=body.owner, decorators=marks)
     written = parameters(node)
     names = tuple(parameter.name for parameter in written if parameter.kind not in STARRED)
     defaults: dict[str, Term] = {
@@ -419,11 +419,12 @@ def _unit(module: Module, body: Body) -> CodeUnit:
         for parameter in written
         if parameter.default is not None
     }
-    tensors = frozenset(_registered(body)) if node.name == "__init__" else frozenset()
+    tensors = frozenset(_registered_tensors(body)) if node.name == "__init__" else frozenset()
     return CodeUnit(module, body.name, body, False, body.owner, names, defaults, marks, node.returns, tensors)
 
 
-def _registered(init: Body) -> Iterator[str]:
+def _registered_tensors(init: Body) -> Iterator[str]:
+    """Yields the attributes that an `__init__` makes buffers or parameters."""
     for event in init.events:
         node, value = event.node, event.value
         if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
@@ -433,6 +434,7 @@ def _registered(init: Body) -> Iterator[str]:
 
 
 def _bind_value(module: Module, name: str, value: ast.expr) -> None:
+    """Notes what a module's name is bound to: the names in a list or dictionary, or another name."""
     if isinstance(value, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
         nodes = [node for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))]
         module.tables.setdefault(name, []).extend(map(chain_of, nodes))
@@ -444,7 +446,7 @@ def _bind_value(module: Module, name: str, value: ast.expr) -> None:
             module.bound[name] = ".".join((head, *chain[1:]))
 
 
-def _bind(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
+def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
     if isinstance(node, ast.Import):
         for alias in node.names:
             bound[taken(alias)] = alias.name if alias.asname else taken(alias)
@@ -483,7 +485,7 @@ def find_sources(root: Path) -> tuple[list[Source], list[Unread]]:
 
 
 def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
-    """Yields the Python files below a folder. A linked folder is entered once, a loop of links is reported."""
+    """Yields the Python files below a folder. A linked folder is entered once; a loop of links goes into `unread`."""
     entered = {os.path.realpath(root)}
     pending = [root]
     while pending:
@@ -515,6 +517,7 @@ def _below(root: Path, path: Path) -> str:
 
 
 def _is_loop(path: Path) -> bool:
+    """Returns whether a path is a link that leads back to itself."""
     if not path.is_symlink():
         return False
     try:

@@ -41,6 +41,8 @@ def text_of(node: ast.AST) -> str:
 
 
 class FunctionContext:
+    """What the detectors know of a function: what its names mean, and which of them are tensors."""
+
     def __init__(self, codebase: Codebase, unit: CodeUnit, body: Body, attributes: frozenset[str]) -> None:
         self.unit = unit
         self.codebase = codebase
@@ -54,7 +56,7 @@ class FunctionContext:
                 return ""
             return codebase.meant(unit, chain_of(node))
 
-        hidden = {} if self.at_import else kinds
+        hidden = {} if self.at_import else kinds  # local names, which hide those of the module
         heads = self.heads = unit.heads
         self.full = full
         self.tensors = Tensors(unit, body, kinds, full, attributes, functools.partial(_returns, codebase))
@@ -146,7 +148,7 @@ Detector = Callable[[FunctionContext, Event], Iterator[Site]]
 
 
 def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
-    """Yields the findings of a function, in order; several of one kind on one line are one."""
+    """Yields the findings of a function in order, each kind once for a line."""
     tensors = context.unit.module.uses_torch
     detectors = _BY_ACT if tensors else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
@@ -164,6 +166,7 @@ def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
 
 
 def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields imports of packages of GPU kernels."""
     node = event.node
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -177,7 +180,8 @@ def is_kernel(name: str) -> bool:
     return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 
-def _chains(context: FunctionContext, event: Event) -> Iterator[Site]:
+def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields names that are read: of a kernel package, float64 or complex numbers."""
     name = context.full(event.node)
     if not name:
         return
@@ -190,12 +194,13 @@ def _chains(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields calls that will not port: by their full name, of a method, and `int(x)` or the like of a tensor."""
     if not isinstance(event.node, ast.Call):
         return
     node, name = event.node, context.full(event.node.func)
     if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
         yield from _known_calls(context, event, name)
-        yield from _factory(context, event, node, name)
+        yield from _host_tensors(context, event, node, name)
     if isinstance(node.func, ast.Attribute):
         yield from _method_calls(context, event, node, node.func)
     called = node.func.id if isinstance(node.func, ast.Name) and not name else ""
@@ -205,6 +210,7 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[Site]:
+    """Yields a call whose full name shows that it will not port, such as `torch.cuda.synchronize`."""
     last = name.rpartition(".")[2]
     if is_kernel(name):
         if not context.at_import:
@@ -229,7 +235,8 @@ def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[
         yield context.site("operator", event, name)
 
 
-def _factory(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+    """Yields a call such as `torch.zeros(4)` without a device, outside of constructors: a tensor of the host."""
     if (
         name.rpartition(".")[0] != "torch"
         or name.rpartition(".")[2] not in _FACTORIES
@@ -248,6 +255,7 @@ def _factory(context: FunctionContext, event: Event, node: ast.Call, name: str) 
 
 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
+    """Yields calls of methods that will not port, such as `.item()`, `.cuda()`, `.nonzero()`, `.add_()` in a loop."""
     method = func.attr
     plain = context.full(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
@@ -268,7 +276,8 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: 
         yield context.site("inplace-loop", event)
 
 
-def _tests(context: FunctionContext, event: Event) -> Iterator[Site]:
+def _branches(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields a condition that depends on the values of a tensor."""
     pending = [event.node]
     while pending:
         node = pending.pop()
@@ -286,6 +295,7 @@ def _tests(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields an index that needs a tensor's values: a bound of a slice, or a mask."""
     if not isinstance(event.node, ast.Subscript):
         return
     index = event.node.slice
@@ -299,6 +309,7 @@ def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields an assignment to a part of a tensor, in a loop or through a mask."""
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
@@ -308,7 +319,8 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield from (site for site in _indices(context, event) if site.kind == "mask-index")
 
 
-def _withs(context: FunctionContext, event: Event) -> Iterator[Site]:
+def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields a `with` that sets autocast or the kernels of attention."""
     name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
     if name in _AUTOCAST:
         yield context.site("autocast", event, AUTOCAST)
@@ -317,7 +329,8 @@ def _withs(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
-    yield from _withs(context, event)
+    """Yields a decorator that sets autocast, compiles, or comes from a package of kernels."""
+    yield from _contexts(context, event)
     name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
     if name in _COMPILES:
         yield context.site("compile", event, name)
@@ -325,7 +338,8 @@ def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield context.site("kernel", event, name)
 
 
-def _texts(context: FunctionContext, event: Event) -> Iterator[Site]:
+def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields a string such as "cuda:0", unless it is an argument of autocast."""
     if event.node in context.asks_for_autocast:
         return
     text = ast.unparse(event.node).strip("'\"f")
@@ -333,8 +347,8 @@ def _texts(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
 
 
-def _squares(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a mask of all pairs of positions: made as a square, or of one tensor along two dims."""
+def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields masks of all pairs of positions: made as a square, or as in `x[:, None] == x[None]`."""
     node = event.node
     pair: tuple[ast.expr, ast.expr] | None = None
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OUTER):
@@ -349,11 +363,12 @@ def _squares(context: FunctionContext, event: Event) -> Iterator[Site]:
             pair = node.args[0], node.args[1]
         elif last in _MADE and _is_square(node, last):
             yield context.site("square-mask", event)
-    if pair is not None and _is_outer(context, *pair):
+    if pair is not None and _are_all_pairs(context, *pair):
         yield context.site("square-mask", event)
 
 
 def _is_square(node: ast.Call, name: str) -> bool:
+    """Returns whether a factory call makes a square of positions: its last two sizes are equal, and no feature size."""
     if name in ("eye", "tri"):
         return bool(node.args) and not _is_small(node.args[0]) and ast.unparse(node.args[0]).lower() not in _FEATURES
     parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
@@ -367,18 +382,18 @@ def _is_small(node: ast.expr) -> bool:
     return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
 
 
-def _is_outer(context: FunctionContext, left: ast.expr, right: ast.expr) -> bool:
-    """Returns whether two sides are one tensor, each turned to another dim: their combination has all pairs."""
-    first, other = _spread(context, left), _spread(context, right)
+def _are_all_pairs(context: FunctionContext, left: ast.expr, right: ast.expr) -> bool:
+    """Returns whether two sides are one tensor with a new dim each, at another place: all pairs are combined."""
+    first, other = _added_dim(context, left), _added_dim(context, right)
     return first[1] != other[1] and first[0] == other[0] and bool(first[0])
 
 
-def _spread(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
-    """Returns what an expression adds a dim to, and how; the second is empty where it adds none."""
+def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
+    """Returns `x` and `[:, None]` for `x[:, None]`, `x.unsqueeze(1)` and the like; no second text for a plain name."""
     if isinstance(node, ast.Name) and depth < 3:
         made = context.tensors.made_from.get(node.id)
         if isinstance(made, (ast.Call, ast.Subscript)):
-            inner = _spread(context, made, depth + 1)
+            inner = _added_dim(context, made, depth + 1)
             return inner if inner[1] else (node.id, "")
         return node.id, ""
     if isinstance(node, ast.Subscript):
@@ -390,21 +405,21 @@ def _spread(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[s
         if isinstance(func, ast.Attribute) and func.attr in ("unsqueeze", "transpose"):
             return ast.unparse(func.value), ast.unparse(node)
         if context.full(func) == "einops.rearrange" and len(node.args) > 1:
-            inside = _spread(context, node.args[0], depth + 1)
+            inside = _added_dim(context, node.args[0], depth + 1)
             return (inside[0] or ast.unparse(node.args[0])), ast.unparse(node.args[1])
     return "", ""
 
 
 _BY_ACT: dict[Act, tuple[Detector, ...]] = {
     Act.IMPORT: (_imports,),
-    Act.CHAIN: (_chains,),
-    Act.CALL: (_calls, _squares),
-    Act.OPERATOR: (_squares,),
-    Act.TEST: (_tests,),
+    Act.CHAIN: (_names,),
+    Act.CALL: (_calls, _square_masks),
+    Act.OPERATOR: (_square_masks,),
+    Act.TEST: (_branches,),
     Act.INDEX: (_indices,),
     Act.WRITE: (_writes,),
-    Act.WITH: (_withs,),
+    Act.WITH: (_contexts,),
     Act.DECORATOR: (_decorators,),
-    Act.TEXT: (_texts,),
+    Act.TEXT: (_cuda_strings,),
 }
-_WITHOUT_TORCH: dict[Act, tuple[Detector, ...]] = {Act.IMPORT: (_imports,), Act.CHAIN: (_chains,), Act.CALL: (_calls,)}
+_WITHOUT_TORCH: dict[Act, tuple[Detector, ...]] = {Act.IMPORT: (_imports,), Act.CHAIN: (_names,), Act.CALL: (_calls,)}

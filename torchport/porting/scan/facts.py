@@ -19,12 +19,12 @@ Term = tuple[Any, ...] | None
 """An expression; None where the source does not show its value."""
 Conditions = tuple[tuple[Term, bool], ...]
 """Terms, each with the truth that it must have."""
-_ALONE = {
+_FALSE_ALONE = {
     "torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled",
     "torch.compiler.is_compiling", "torch.jit.is_scripting", "torch.jit.is_tracing",
 }  # fmt: skip
 """What is False in an inference of one process that nobody scripts."""
-_WITHOUT = {
+_VALUES_WITHOUT = {
     "torch.distributed.get_world_size": ("process-group", 1),
     "torch.distributed.get_rank": ("process-group", 0),
     "torch.cuda.is_available": ("cuda", False),
@@ -58,10 +58,10 @@ class Called:
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
     name: str  #: These in full; empty where nothing that is known binds them.
     method: str  #: Of an expression without a chain the method.
-    of_super: bool
+    of_super: bool  #: Of `super()`.
     arguments: tuple[Term, ...]  #: Those by position, up to a starred one.
     keywords: tuple[tuple[str, Term], ...]
-    starred: bool
+    starred: bool  #: With `*` or `**`.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Read:
     line: int
     conditions: Conditions
     chain: tuple[str, ...]  #: Its names; of an attribute of an expression empty.
-    name: str
+    name: str  #: The chain in full.
     attributes: tuple[str, ...]
 
 
@@ -83,15 +83,17 @@ class Imported:
     packages: tuple[str, ...]
     #: Of `from m import name`: the name, what it is in full, the line.
     aliases: tuple[tuple[str, str, int], ...]
-    always: bool
+    always: bool  #: Without conditions.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
+    """What a function does: `assigned` are parameters, `nones` those set to None, `asked` the names in conditions."""
+
     steps: tuple[Called | Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()
     nones: frozenset[str] = frozenset()
-    attributes: tuple[tuple[str, Term], ...] = ()
+    attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, each with the constant, if it is one.
     asked: frozenset[str] = frozenset()
     answer: Term = None  #: What it returns, where it does nothing else.
 
@@ -105,7 +107,7 @@ class Facts:
 
 
 class Terms:
-    """The expressions of a function as terms."""
+    """Turns the expressions of a function into terms."""
 
     def __init__(self, parameters: Iterable[str], first: str, full: Callable[[ast.AST], str]) -> None:
         self._parameters = frozenset(parameters)
@@ -115,7 +117,7 @@ class Terms:
         self._last: tuple[Guards, Conditions] = (), ()
 
     def conditions(self, guards: Guards) -> Conditions:
-        """Returns the conditions of an event, without those that are always open."""
+        """Returns the conditions of an event as terms, without those that always hold."""
         if guards is self._last[0]:
             return self._last[1]
         known = self._conditions.get(guards)
@@ -130,15 +132,16 @@ class Terms:
         return known
 
     def term(self, node: ast.AST | None) -> Term:
+        """Returns an expression as a term, such as `("not", ("self", "flag"))`; None where its value is not shown."""
         if isinstance(node, ast.Constant):
             return "const", node.value
         if isinstance(node, ast.Name):
             if node.id == "TYPE_CHECKING":
                 return "const", False
             known = node.id in self._parameters or node.id == "__name__"
-            return _or_else(("name", node.id) if known else None, node.id)
+            return _with_assumption(("name", node.id) if known else None, node.id)
         if isinstance(node, ast.Attribute):
-            return self._of_attribute(node)
+            return self._attribute(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.term(node.operand)
             return inner and ("not", inner)
@@ -146,18 +149,19 @@ class Terms:
             parts = tuple(map(self.term, node.values))
             return ("or" if isinstance(node.op, ast.Or) else "and", *parts) if any(parts) else None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._of_comparison(node, node.comparators[0], _OPS.get(type(node.ops[0]), ""))
-        return self._of_call(node) if isinstance(node, ast.Call) else None
+            return self._comparison(node, node.comparators[0], _OPS.get(type(node.ops[0]), ""))
+        return self._call(node) if isinstance(node, ast.Call) else None
 
-    def _of_attribute(self, node: ast.Attribute) -> Term:
+    def _attribute(self, node: ast.Attribute) -> Term:
         if node.attr == "training":
             return ("training",)
         if node.attr == "TYPE_CHECKING":
             return "const", False
         on_self = isinstance(node.value, ast.Name) and node.value.id == self._first and bool(self._first)
-        return _or_else(("self", node.attr) if on_self else None, node.attr, self._full(node))
+        return _with_assumption(("self", node.attr) if on_self else None, node.attr, self._full(node))
 
-    def _of_comparison(self, node: ast.Compare, right: ast.expr, op: str) -> Term:
+    def _comparison(self, node: ast.Compare, right: ast.expr, op: str) -> Term:
+        """Returns a comparison as a term; `device == "cuda"` has an assumed value where there is no CUDA."""
         left, other = self.term(node.left), self.term(right)
         compared = (op, left, other) if op and left is not None and other is not None else None
         cuda = names_cuda(right) or names_cuda(node.left)
@@ -166,28 +170,28 @@ class Terms:
             return "else", compared, "cuda", op == "!="
         return compared
 
-    def _of_call(self, node: ast.Call) -> Term:
+    def _call(self, node: ast.Call) -> Term:
         name = self._full(node.func)
-        if name in _ALONE:
+        if name in _FALSE_ALONE:
             return "const", False
         last = chain_of(node.func)[-1:]
         known = ("call", name) if name and not name.startswith("torch.") else None
-        return _or_else(known, last[0].removeprefix("get_") if last else "", name)
+        return _with_assumption(known, last[0].removeprefix("get_") if last else "", name)
 
 
-def _or_else(term: Term, last: str, name: str = "") -> Term:
-    """Returns a term with what it is where there is no process group or no CUDA, if its name says that it asks."""
-    assumed = _WITHOUT.get(name) or _by_words(last)
+def _with_assumption(term: Term, last: str, name: str = "") -> Term:
+    """Returns a term with its value without a process group or CUDA, if its name says that it asks for one."""
+    assumed = _VALUES_WITHOUT.get(name) or _assumed_by_name(last)
     return term if assumed is None else ("else", term, *assumed)
 
 
 @functools.cache
-def _by_words(last: str) -> tuple[str, Any] | None:
+def _assumed_by_name(last: str) -> tuple[str, Any] | None:
     return next((value for words, value in _WORDS if words.search(last.lower())), None)
 
 
 def _certain(term: Term) -> Term:
-    """Returns a term without assumptions: what raises without a process group is not left because there is none."""
+    """Returns a term without assumptions, so that code after `if not initialized: raise` still counts as reached."""
     if term is None or term[0] in ("const", "name", "self", "training"):
         return term
     if term[0] == "call":  # what a function answers is asked for under an assumption alone

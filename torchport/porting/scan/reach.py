@@ -38,6 +38,8 @@ _NOT_NONE: Any = _Unknown()
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
+    """What never runs, because patches replace it or decide its conditions."""
+
     units: frozenset[CodeUnit] = frozenset()
     #: Lines of a function that no longer run, first and last.
     lines: Mapping[CodeUnit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
@@ -49,10 +51,8 @@ class Closed:
 
 
 class Reached:
-    """What some functions lead to.
-
-    Args:
-        without: What is not there: `process-group` or `cuda`; without it, conditions that ask for it are decided.
+    """What runs when some functions are called: all that they lead to, each with the constants that its calls pass.
+    `without` is what is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
     """
 
     def __init__(
@@ -61,22 +61,24 @@ class Reached:
         self._codebase = codebase
         self._closed = closed or Closed()
         self._fixed = _Fixed(_attribute_constants(codebase, self._closed.units), trains, without, codebase.definition)
-        self._arguments: dict[CodeUnit, Arguments] = {}
-        self._known: dict[CodeUnit, _Values] = {}
-        self._live: dict[Class, None] = {}
-        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)
-        self._asked: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
+        self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with what they are called with
+        self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
+        self._made: dict[Class, None] = {}
+        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # those of the classes above
+        # Calls of methods of objects whose class is unknown, by the method's name.
+        self._open_calls: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
         self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if "property" in unit.decorators}
-        self._pending: dict[CodeUnit, None] = {}
+        self._pending: dict[CodeUnit, None] = {}  # the reached functions that are still to be followed
         self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
 
     def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
+        """Follows everything that runs when functions are called and objects of classes are made."""
         for unit in units:
             self._import(unit.module.name)
             self._reach(unit, None, None)
         for kind in classes:
             self._import(kind.module.name)
-            self._make(kind, None, None)
+            self._create(kind, None, None)
         while self._pending:
             self._process(self._pending.popitem()[0])
 
@@ -87,6 +89,7 @@ class Reached:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
     def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int, if_none: str = "") -> bool:
+        """Returns whether a line of a function may run, under its conditions and with `if_none` being None."""
         if unit not in self._arguments or self._closed.has(unit, line):
             return False
         values = self._values(unit)
@@ -95,6 +98,7 @@ class Reached:
         return values.open(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
+        """Returns what is known of a function's parameters."""
         known = self._known.get(unit)
         if known is None:
             names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}
@@ -105,6 +109,7 @@ class Reached:
         return known
 
     def _import(self, name: str) -> None:
+        """Notes that a module is imported, with the packages around it."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = self._codebase.modules.get(".".join(parts[:end]))
@@ -115,7 +120,7 @@ class Reached:
                         self._reach(unit, None, None)
 
     def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
-        """Notes that a function is called, and with which constants; without a call with anything."""
+        """Notes that a function is called, and with which constants; without a `call`, nothing is known of them."""
         if caller is not None:
             self.callers[unit].add((caller, call.line if call is not None else 0))
         if unit in self._closed.units:
@@ -125,23 +130,24 @@ class Reached:
             return
         given = dict.fromkeys(unit.parameters, _UNKNOWN)
         if call is not None and caller is not None:
-            given = _given(unit, call, self._values(caller), bound)
+            given = _constants_passed(unit, call, self._values(caller), bound)
         if known is not None:
-            given = {name: value if _same(value, given[name]) else _UNKNOWN for name, value in known.items()}
+            given = {name: value if _equal(value, given[name]) else _UNKNOWN for name, value in known.items()}
             if all(given[name] is known[name] for name in known):
                 return
         self._arguments[unit] = given
         self._known.pop(unit, None)
         self._pending[unit] = None
 
-    def _make(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
+    def _create(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
+        """Notes that an object of a class is made: its constructor runs, and its methods may be called."""
         for name in ("__init__", "__post_init__", "__new__"):
             unit = self._codebase.method(kind, name)
             if unit is not None:
                 self._reach(unit, caller, call)
-        if kind in self._live:
+        if kind in self._made:
             return
-        self._live[kind] = None
+        self._made[kind] = None
         names = (*_DUNDERS, "forward") if self._codebase.is_network(kind) else _DUNDERS
         for name in names:
             unit = self._codebase.method(kind, name)
@@ -150,15 +156,16 @@ class Reached:
         for name, unit in self._codebase.methods(kind).items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
-                for asker, call_of_it in list(self._asked[name].values()) if name in self._asked else ():
+                for asker, call_of_it in list(self._open_calls[name].values()) if name in self._open_calls else ():
                     self._reach(unit, asker, call_of_it)
 
-    def _ask(self, name: str, unit: CodeUnit, call: Called | None) -> None:
-        self._asked[name][id(call if call is not None else unit)] = unit, call
+    def _call_unknown(self, name: str, unit: CodeUnit, call: Called | None) -> None:
+        self._open_calls[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
     def _process(self, unit: CodeUnit) -> None:
+        """Follows the imports, calls and names of a function that may run."""
         values = self._values(unit)
         for step in unit.facts.steps:
             if self._closed.has(unit, step.line) or not values.open(step.conditions):
@@ -169,34 +176,37 @@ class Reached:
             elif isinstance(step, Called):
                 self._call(unit, step)
             else:
-                self._value(unit, step)
+                self._mention(unit, step)
 
     def _call(self, unit: CodeUnit, call: Called) -> None:
+        """Follows one call: of `super()`, `self`, a known name, or a method of an object of unknown class."""
         chain = call.chain
         for name in chain[1:-1]:
             if name in self._properties:
-                self._ask(name, unit, None)
+                self._call_unknown(name, unit, None)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.method, inherited=True)
             if method is not None:
                 self._reach(method, unit, call)
         elif not chain:
-            self._ask(call.method, unit, call)
+            self._call_unknown(call.method, unit, call)
         elif chain[0] == unit.first and unit.owner is not None:
             self._call_of_self(unit, unit.owner, chain, call)
         else:
-            self._read_table(unit, f"{unit.module.name}.{chain[0]}")
+            self._mention_table(unit, f"{unit.module.name}.{chain[0]}")
             known = bool(call.name) and self._call_of_name(unit, call.name, call)
             if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
-                self._ask(chain[-1], unit, call)
+                self._call_unknown(chain[-1], unit, call)
 
     def _call_of_name(self, unit: CodeUnit, name: str, call: Called) -> bool:
+        """Follows a call of a full name; returns whether the codebase defines that name."""
         known = self._codebase.definition(name)
         if isinstance(known, Class):
-            self._make(known, unit, call)
+            self._create(known, unit, call)
             return True
         if isinstance(known, CodeUnit):
-            self._reach(known, unit, call, known.owner is None or "classmethod" in known.decorators or known.is_static)
+            bound = known.owner is None or "classmethod" in known.decorators or known.is_static
+            self._reach(known, unit, call, bound)
             return True
         above, _, last = name.rpartition(".")
         kind = self._codebase.definition(above) if above else None
@@ -205,19 +215,21 @@ class Reached:
             if forward is not None:
                 self._reach(forward, unit, None)
             else:
-                self._make(kind, unit, None)
+                self._create(kind, unit, None)
             return True
         return False
 
     def _call_of_self(self, unit: CodeUnit, owner: Class, chain: tuple[str, ...], call: Called) -> None:
+        """Follows `cls(...)`, `self.method(...)` or `self.a.method(...)`."""
         if len(chain) == 1:  # `cls(...)`
-            self._make(owner, unit, call)
+            self._create(owner, unit, call)
         elif len(chain) > 2:
-            self._ask(chain[-1], unit, call)
+            self._call_unknown(chain[-1], unit, call)
         else:
             self._method_of(unit, owner, chain[1], call)
 
     def _method_of(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
+        """Notes that a class's method may be called, or that of a subclass of which objects are made."""
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, call)
@@ -225,26 +237,26 @@ class Reached:
                 if other is not method and other.owner is not None and owner in self._codebase.ancestry(other.owner):
                     self._reach(other, unit, call)
 
-    def _value(self, unit: CodeUnit, read: Read) -> None:
-        """Follows a function or class that is named and not called: somebody may call it."""
+    def _mention(self, unit: CodeUnit, read: Read) -> None:
+        """Follows a function or class that is named but not called: somebody else may call it."""
         chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
                 self._method_of(unit, unit.owner, chain[1], None)
         elif chain:
             self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
-            self._read_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
+            self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
         for name in read.attributes:
             if name in self._properties:
-                self._ask(name, unit, None)
+                self._call_unknown(name, unit, None)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
         if isinstance(known, Class):
-            self._make(known, unit, None)
+            self._create(known, unit, None)
         elif isinstance(known, CodeUnit):
             self._reach(known, unit, None)
 
-    def _read_table(self, unit: CodeUnit, name: str) -> None:
+    def _mention_table(self, unit: CodeUnit, name: str) -> None:
         home, chains = self._codebase.table(name) or (unit.module, [])
         for chain in chains:
             inner = self._codebase.full(home, chain, {})
@@ -278,6 +290,7 @@ class _Values:
         return None if value is _UNKNOWN or value is _NOT_NONE else bool(value)
 
     def value(self, term: Term) -> Any:
+        """Returns the value of a term; `_UNKNOWN` where the source does not show it."""
         if term is None:
             return _UNKNOWN
         kind, *parts = term
@@ -298,9 +311,9 @@ class _Values:
             known = self.fixed.definition(parts[0])  # it may only look something up
             answer = known.facts.answer if isinstance(known, CodeUnit) else None
             return _Values({}, self.fixed, self.depth + 1).value(answer)
-        return self._of_operator(kind, parts)
+        return self._operator_value(kind, parts)
 
-    def _of_operator(self, kind: str, parts: list[Term]) -> Any:
+    def _operator_value(self, kind: str, parts: list[Term]) -> Any:
         if kind == "not":
             value = self.truth(parts[0])
             return _UNKNOWN if value is None else not value
@@ -313,6 +326,7 @@ class _Values:
 
 
 def _compared(op: str, left: Any, right: Any) -> Any:
+    """Returns whether a comparison holds; `_UNKNOWN` if what is known of its sides does not decide it."""
     if left is _UNKNOWN or right is _UNKNOWN:
         return _UNKNOWN
     if op in ("is", "is not"):
@@ -333,11 +347,12 @@ _ORDER: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _same(value: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and value is not _UNKNOWN and bool(value == other))
 
 
-def _given(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
+def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
+    """Returns the value of each parameter in a call; `_UNKNOWN` where the source does not show it."""
     names = unit.parameters
     method = unit.owner is not None and bound and not unit.is_static
     defaults = {} if call.starred else {name: term[1] for name, term in unit.defaults.items() if term is not None}
@@ -347,7 +362,7 @@ def _given(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Argume
 
 
 def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dict[str, Any]:
-    """Returns the attributes that the whole codebase sets to one boolean and nothing else."""
+    """Returns the attributes that the whole codebase sets to the same boolean, and never to anything else."""
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
         for kind in module.classes.values():
@@ -360,7 +375,7 @@ def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dic
 
 
 def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns where an entry begins: what is called of its class, and the classes that it is made of."""
+    """Returns where an entry begins: the methods of its class that are called, and the classes of its objects."""
     methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
     mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:
@@ -368,15 +383,15 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
     makers = [unit for unit in mine if "classmethod" in unit.decorators]
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
     classes, init = [kind], codebase.method(kind, "__init__")
-    for name in _annotated(codebase, init) if init is not None else ():
+    for name in _annotated_names(codebase, init) if init is not None else ():
         known = codebase.definition(name)
         if isinstance(known, Class):
             classes += [known, *codebase.subclasses[known.dotted]]
     return methods, classes
 
 
-def _annotated(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
-    """Yields what the annotations of a function's parameters name, in full."""
+def _annotated_names(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
+    """Yields the full names in the annotations of a function's parameters."""
     node = codebase.written(unit).node
     for parameter in parameters(node) if isinstance(node, Function) else ():
         annotation = parameter.argument.annotation if parameter.kind not in STARRED else None
@@ -387,6 +402,7 @@ def _annotated(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
 
 
 def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
+    """Returns the facts of a function, which are kept when its syntax tree is dropped."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
     heads, others = unit.heads, {unit.first, *unit.module.tables}
     steps: dict[Any, Called | Read | Imported] = {}
@@ -418,7 +434,7 @@ def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
             bound |= {name.arg for name in ast.walk(node.args) if isinstance(name, ast.arg)}
     return Facts(
         tuple(steps.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
-        tuple(attributes), _asked(body), _answer(body, terms),
+        tuple(attributes), _tested(body), _returned_alone(body, terms),
     )  # fmt: skip
 
 
@@ -429,14 +445,14 @@ def _only_asked_about(body: Body) -> set[ast.AST]:
     return {node for call in asking for argument in call.args[1:] for node in ast.walk(argument)}
 
 
-def _asked(body: Body) -> frozenset[str]:
+def _tested(body: Body) -> frozenset[str]:
     under = {id(event.guards): event.guards for event in body.events if event.guards}
     tests = {guard.test for guards in under.values() for guard in guards}
     return frozenset(name for test in tests for name in names_in(test))
 
 
-def _answer(body: Body, terms: Terms) -> Term:
-    """Returns what a function returns that does nothing else."""
+def _returned_alone(body: Body, terms: Terms) -> Term:
+    """Returns the term that a function returns, if it does nothing else; else None."""
     block = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
     does = [
         statement
@@ -448,6 +464,7 @@ def _answer(body: Body, terms: Terms) -> Term:
 
 
 def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:
+    """Returns an import statement as an `Imported`."""
     conditions = terms.conditions(event.guards)
     if isinstance(node, ast.Import):
         names = tuple(alias.name for alias in node.names)
@@ -461,7 +478,7 @@ def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, t
 
 
 def _call(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
-    """Returns a call; None where nothing of the codebase can be meant."""
+    """Returns a call as a `Called`; None if it cannot be of a function of the codebase."""
     node: Any = event.node
     chain, method, of_super = chain_of(node.func), "", False
     name = codebase.meant(unit, chain) if chain else ""
@@ -479,11 +496,11 @@ def _call(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Cal
     keywords = tuple((keyword.arg, terms.term(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
     starred = bool(places) or any(keyword.arg is None for keyword in node.keywords)
     conditions = terms.conditions(event.guards)
-    return Called(node.lineno, conditions, chain, name, method, of_super, arguments, keywords, starred)
+    return Called(node.lineno, conditions, chain, name, method, of_super, arguments, keywords, starred=starred)
 
 
 def _read(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
-    """Returns what is read; None where nothing of the codebase can be meant."""
+    """Returns a name that is read as a `Read`; None if it cannot be a name of the codebase."""
     node: Any = event.node
     chain = chain_of(node)
     name = codebase.meant(unit, chain) if chain else ""

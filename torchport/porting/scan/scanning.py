@@ -44,11 +44,7 @@ _DEEPEST = 50_000
 
 
 def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
-    """Returns what in a codebase will not port.
-
-    Args:
-        entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
-    """
+    """Returns what in a codebase will not port. `entries` are run of it, as `pkg.mod:Class` or `pkg.mod:function`."""
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
     sources, unread = find_sources(path)
@@ -70,7 +66,7 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Holds Python's garbage collector: it would walk all syntax trees again and again, a third of the time."""
+    """Turns Python's garbage collector off: to walk all syntax trees again and again takes a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -83,32 +79,34 @@ def _without_collection() -> Iterator[None]:
 def _scan(
     path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path], found: list[Site]
 ) -> ScanReport:
+    """Returns the report of a codebase that was read: what runs of it, and which patches cover the findings there."""
     for entry in entries:
         _check_read(path, entry, codebase.unread)
     chosen = [_entry(codebase, entry) for entry in entries]
     patches = _read_patches(codebase, folders)
-    before, after = Reached(codebase), Reached(codebase, patches.closed())
+    unpatched, patched = Reached(codebase), Reached(codebase, patches.closed())
     without = {only: Reached(codebase, without=only) for only in GUARDS}
-    for reached in (before, after, *without.values()):
+    for reached in (unpatched, patched, *without.values()):
         for item in chosen:
             reached.start(*item)
         if not chosen:  # whatever is not training may run
             reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
     (training.start if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
-    known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase, found)]
+    known = [(site, _reach(site, unpatched, training, bool(chosen))) for site in _all_sites(codebase, found)]
     known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
-    cover = _Coverage(patches, before, after, [site for site, _ in known])
-    asking = _asking((site for site, _ in known), without["process-group"]) if chosen else None
+    cover = _Coverage(patches, unpatched, patched, [site for site, _ in known])
+    asking = _callers_without_group((site for site, _ in known), without["process-group"]) if chosen else None
     findings = [
-        _finding(path, site, reach, ids, _only(site, reach, without, asking))
+        _finding(path, site, reach, ids, _runs_under(site, reach, without, asking))
         for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
     ]
-    absent = tuple(_absent(path, codebase, patches, before))
+    absent = tuple(_absent(path, codebase, patches, unpatched))
     return ScanReport(tuple(findings), codebase.files, codebase.lines, tuple(entries), absent)
 
 
 def _read(codebase: Codebase) -> list[Site]:
+    """Reads all files, notes the facts of each function, and returns what is found in each function alone."""
     found: dict[CodeUnit, list[Site]] = {}
     for number, module in enumerate(track(codebase.read(), "scan", "file", len(codebase.sources)), 1):
         for unit in module.units.values():
@@ -123,7 +121,7 @@ def _read(codebase: Codebase) -> list[Site]:
 
 
 def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) -> Iterator[Absent]:
-    """Yields the packages that code on the path imports without condition, and that nobody has here, each once."""
+    """Yields each package that code on the path imports without condition, and that is not installed here."""
     beside = path.parent if folder.has_file(path) else path
     known = {name.partition(".")[0] for name in codebase.modules}
     for unit in codebase.units:
@@ -138,11 +136,9 @@ def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) 
                     yield Absent(package, _named(path, unit.module.source.path), step.line)
 
 
-def _only(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[str] | None) -> Only:
-    """Returns what a finding runs under alone: without it nothing leads there, or a helper that is called asks nobody.
-
-    Args:
-        asking: The functions that ask torch.distributed without a group, too; None without an entry.
+def _runs_under(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[str] | None) -> Only:
+    """Returns what a finding needs to run, `process-group` or `cuda`; empty if it runs without them. `asking` are the
+    functions that call torch.distributed even without a group; None without an entry.
     """
     if reach not in ("path", "unknown"):
         return ""
@@ -152,8 +148,8 @@ def _only(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[st
     return next((only for only, reached in without.items() if not reached.leads_to(*places)), "")
 
 
-def _asking(sites: Iterable[Site], alone: Reached) -> set[str]:
-    """Returns the functions, in full, that lead to a call of torch.distributed where there is no process group."""
+def _callers_without_group(sites: Iterable[Site], alone: Reached) -> set[str]:
+    """Returns the full names of functions that lead to a call of torch.distributed without a process group."""
     direct = (site for site in sites if site.kind == "process-group")
     pending = [site.unit for site in direct if alone.leads_to(site.unit, site.conditions, site.line)]
     seen = set(pending)
@@ -167,20 +163,19 @@ def _asking(sites: Iterable[Site], alone: Reached) -> set[str]:
 def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...], only: Only) -> ScanFinding:
     file = _named(path, site.unit.module.source.path)
     rule, target = BY_KIND[site.kind], site.unit.target
-    return ScanFinding(rule, file, site.line, target, site.text, site.uses, reach, ids, site.sure, only)
+    return ScanFinding(rule, file, site.line, target, site.text, site.uses, reach, ids, sure=site.sure, only=only)
 
 
 def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
-    """Returns what is found in each function alone, and what is found from what other functions do.
-
-    A helper over process groups is a function of a module, or a method of an autograd function, that calls
+    """Returns the findings of each function alone, and those that follow from other functions: helpers and aliases. A
+    helper over process groups is a function of a module, or a method of an autograd function, that calls
     torch.distributed; or one of the same module that leads there: by a call, by making an object whose constructor
     does, or by a global that such a function sets.
     """
     direct = {site.unit for site in found if site.kind == "process-group"}
     known: set[CodeUnit] = set()
     for module in {unit.module for unit in direct}:
-        known |= _helpers_of(codebase, module, direct)
+        known |= _group_helpers(codebase, module, direct)
     there = {(site.unit, site.kind) for site in found}
     found += [
         site
@@ -195,10 +190,11 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
     return found + list(_aliases(codebase, wanted))
 
 
-def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
-    candidates = [unit for unit in module.units.values() if _may_help(codebase, unit)]
+def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
+    """Returns the helpers over process groups in a module (see `_all_sites`); `direct` call torch.distributed."""
+    candidates = [unit for unit in module.units.values() if _can_be_helper(codebase, unit)]
     known = {unit for unit in candidates if unit in direct}
-    makers = {kind for kind in module.classes.values() if _constructs(codebase, kind, direct)}
+    makers = {kind for kind in module.classes.values() if _constructor_leads_to(codebase, kind, direct)}
     names = {unit: _names_in(codebase.written(unit)) for unit in candidates}
     while True:
         reached = {unit.name.partition(".")[0] for unit in known} | {maker.name for maker in makers}
@@ -210,13 +206,14 @@ def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> se
         known |= more
 
 
-def _may_help(codebase: Codebase, unit: CodeUnit) -> bool:
+def _can_be_helper(codebase: Codebase, unit: CodeUnit) -> bool:
     if unit.name == MODULE or unit.is_class:
         return False
     return unit.owner is None or any("autograd" in base for base in codebase.bases(unit.owner))
 
 
-def _constructs(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
+def _constructor_leads_to(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
+    """Returns whether the constructor of a class calls one of some functions, itself or through methods."""
     pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
     if any("autograd" in base for base in codebase.bases(kind)):
         return False
@@ -240,7 +237,7 @@ def _names_in(body: Body) -> set[str]:
 
 
 def _calls_of_helpers(codebase: Codebase, known: set[CodeUnit]) -> Iterator[Site]:
-    """Yields where another function calls a helper, once for each function and line."""
+    """Yields the calls of helpers in other functions, one for each function and line."""
     named = {f"{unit.module.name}.{unit.name}" for unit in known}
     for unit in codebase.units:
         if unit in known:
@@ -265,6 +262,7 @@ def _is_script(call: Called) -> bool:
 
 
 def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
+    """Yields the imports `from m import f` of functions with a finding: a patch of `m.f` does not change that name."""
     for module in codebase.modules.values():
         top = module.units[MODULE]
         for step in top.facts.imports:
@@ -293,6 +291,7 @@ def _package_of(path: Path) -> str:
 
 
 def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
+    """Returns the functions and the classes that an entry `pkg.mod:name` starts from; refuses an unknown entry."""
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
     if not colon or not name:
@@ -300,7 +299,7 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
     module = codebase.modules.get(module_name)
     if module is None:
         fact = f"The codebase has no module '{module_name}'"
-        raise UnknownNameError(place, fact, _some(module_name, codebase.modules), name=module_name)
+        raise UnknownNameError(place, fact, _similar_modules(module_name, codebase.modules), name=module_name)
     known = codebase.definition(codebase.canonical(f"{module_name}.{name}"))
     if isinstance(known, Class):
         return roots(codebase, known)
@@ -312,6 +311,7 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
 
 
 def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
+    """Refuses an entry in a file that could not be read."""
     names = "/".join(entry.partition(":")[0].split("."))
     for file in unread:
         if f"/{file.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
@@ -319,8 +319,8 @@ def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
             raise BadValueError(f"--entry {entry}", fact, f"Mend the file: torchport explain {file.rule}")
 
 
-def _some(name: str, names: Iterable[str]) -> str:
-    """Returns a remedy that names the modules that end alike; a codebase has too many to list."""
+def _similar_modules(name: str, names: Iterable[str]) -> str:
+    """Returns a remedy that names the modules with the same last name; a codebase has too many to list."""
     last = name.rpartition(".")[2]
     close = sorted(name for name in names if name.rpartition(".")[2] == last)
     return nearest(name, close) if close else "Name a module of the folder that is scanned, as package.module:Class"
@@ -332,21 +332,21 @@ def _trains(unit: CodeUnit) -> bool:
     return any(word.lower() in _TRAINS for word in re.findall(r"[A-Z]?[a-z]+", text))
 
 
-def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reach:
-    if before.leads_to(site.unit, site.conditions, site.line, site.if_none):
+def _reach(site: Site, unpatched: Reached, training: Reached, chosen: bool) -> Reach:
+    if unpatched.leads_to(site.unit, site.conditions, site.line, site.if_none):
         return "path" if chosen else "unknown"
     return "training" if training.leads_to(site.unit, site.conditions, site.line, site.if_none) else "off"
 
 
 def _covered(known: Sequence[tuple[Site, Reach]], cover: _Coverage) -> Iterator[tuple[str, ...]]:
-    """Yields the patches of each finding; of an alias those of the function, if all that is found there has one."""
+    """Yields the patches that cover each finding; of an alias those of its function, if they cover all there."""
     covered = [cover.ids(site) for site, _ in known]
     by_name: dict[str, list[tuple[str, ...]]] = {}
     for (site, _), ids in zip(known, covered, strict=True):
         if site.kind != "alias":
             by_name.setdefault(f"{site.unit.module.name}.{site.unit.name}", []).append(ids)
     for (site, _), ids in zip(known, covered, strict=True):
-        some = by_name.get(site.uses, [cover.alone]) if site.kind == "alias" else [ids]
+        some = by_name.get(site.uses, [cover.group_patches]) if site.kind == "alias" else [ids]
         yield tuple(dict.fromkeys(item for part in some for item in part)) if all(some) else ()
 
 
@@ -360,6 +360,8 @@ _GROUPS = ("process-group", "parallel-state", "cuda-import")
 
 @dataclasses.dataclass
 class Patches:
+    """What the patches for a codebase change."""
+
     by_unit: dict[CodeUnit, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     #: Those that rewrite lines of a function: first line, last line, and the id.
     by_lines: dict[CodeUnit, list[tuple[int, int, str]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -381,6 +383,7 @@ class Patches:
 
 
 def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
+    """Returns the patches in some folders that are for this codebase or for torch."""
     result = Patches()
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     tops = {name.partition(".")[0] for name in codebase.modules}
@@ -389,14 +392,15 @@ def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
             continue
         entries = patch.read(there, [upstream])
         for entry in entries:
-            _add(result, codebase, entry)
+            _record(result, codebase, entry)
         if upstream not in _GENERIC:
             for folder in there:
                 _add_given(result, folder / upstream)
     return result
 
 
-def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
+def _record(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
+    """Notes what a patch changes: a stub, lines of a function, a function or class, or a name of another package."""
     if entry.stub is not None:
         result.stubs[entry.stub.package].append((entry.id, frozenset(entry.stub.importers)))
         return
@@ -417,7 +421,7 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
 
 
 def _add_given(result: Patches, folder: Path) -> None:
-    """Notes what the families beside patches pass on by name: the keys of dictionaries, and keywords."""
+    """Notes which arguments the families pass to networks by name: the string keys of their dictionaries."""
     for file in sorted(folder.glob("*.py")):
         for node in ast.walk(tree_of(file)):
             keys = node.keys if isinstance(node, ast.Dict) else []
@@ -427,17 +431,19 @@ def _add_given(result: Patches, folder: Path) -> None:
 
 
 class _Coverage:
-    def __init__(self, patches: Patches, before: Reached, after: Reached, sites: Iterable[Site]) -> None:
-        self._patches = patches
-        self._before = before
-        self._after = after
-        self.alone = self._makes_alone(sites)
+    """Which patches take care of a finding."""
 
-    def _makes_alone(self, sites: Iterable[Site]) -> tuple[str, ...]:
-        """Returns the patches without which a process group would be made; none if one is made under them, too."""
+    def __init__(self, patches: Patches, unpatched: Reached, patched: Reached, sites: Iterable[Site]) -> None:
+        self._patches = patches
+        self._unpatched = unpatched
+        self._patched = patched
+        self.group_patches = self._patches_of_groups(sites)
+
+    def _patches_of_groups(self, sites: Iterable[Site]) -> tuple[str, ...]:
+        """Returns the patches that together keep every process group from being made; none if one is still made."""
         ids: dict[str, None] = {}
         for site in sites:
-            if site.uses.rpartition(".")[2] not in MAKES_GROUP or not self._before.leads_to(
+            if site.uses.rpartition(".")[2] not in MAKES_GROUP or not self._unpatched.leads_to(
                 site.unit, site.conditions, site.line
             ):
                 continue
@@ -448,34 +454,34 @@ class _Coverage:
         return tuple(ids)
 
     def ids(self, site: Site) -> tuple[str, ...]:
-        return self.of_place(site) or self.of_name(site) or (self.alone if site.kind in _GROUPS else ())
+        return self.of_place(site) or self.of_name(site) or (self.group_patches if site.kind in _GROUPS else ())
 
     def of_place(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches that replace the place of a finding, or close the ways to it."""
+        """Returns the patches that replace the place of a finding, or close the ways from the entry to it."""
         direct = self._patches.at(site.unit, site.line)
         if direct:
             return tuple(dict.fromkeys(direct))
-        if not self._before.leads_to(site.unit, site.conditions, site.line, site.if_none):
+        if not self._unpatched.leads_to(site.unit, site.conditions, site.line, site.if_none):
             return ()
-        if self._after.leads_to(site.unit, site.conditions, site.line, site.if_none):
+        if self._patched.leads_to(site.unit, site.conditions, site.line, site.if_none):
             return self._of_calls(site)
         return tuple(dict.fromkeys(self._closing(site.unit)))
 
     def _of_calls(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches of the function that a line hands its finding to: `self.build_mesh("cuda")`."""
+        """Returns the patches of the functions that a line calls, as in `self.mesh("cuda")`, if each has one."""
         if site.kind != "cuda-device":
             return ()
-        called = [unit for unit, places in self._before.callers.items() if (site.unit, site.line) in places]
+        called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]
         ids = [self._patches.by_unit.get(unit, []) for unit in called]
         return tuple(dict.fromkeys(item for some in ids for item in some)) if called and all(ids) else ()
 
     def _closing(self, unit: CodeUnit) -> Iterator[str]:
-        """Yields the patches on the ways back from a function to the entry, the nearest of each way."""
+        """Yields the patches on the paths of calls from the entry to a function, the nearest one of each path."""
         seen, pending, found = {unit}, [unit], False
         while pending:
             callee = pending.pop()
             for caller, line in sorted(
-                self._before.callers.get(callee, ()), key=lambda call: (call[0].target, call[1])
+                self._unpatched.callers.get(callee, ()), key=lambda call: (call[0].target, call[1])
             ):
                 ids = self._patches.at(caller, line)
                 found = found or bool(ids)
@@ -487,7 +493,7 @@ class _Coverage:
             yield from self._by_condition(seen)
 
     def _by_condition(self, units: set[CodeUnit]) -> Iterator[str]:
-        """Yields what decides a condition on the way: a family by an argument, or a patch of what sets a flag."""
+        """Yields what decides a condition: families that always pass its argument, patches of what sets its flag."""
         asked = {name for unit in units for name in unit.facts.asked}
         forwards = [unit for unit in units if unit.name.endswith(".forward")]
         given = {name for unit in forwards for name in unit.facts.asked if name in unit.defaults}
@@ -497,6 +503,7 @@ class _Coverage:
             yield from ids if asked & flags else ()
 
     def of_name(self, site: Site) -> tuple[str, ...]:
+        """Returns the patches of the name that a finding uses, such as `torch.cuda.set_device`, or its stubs."""
         if not site.uses:
             return ()
         if site.kind == "kernel":

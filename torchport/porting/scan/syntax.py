@@ -20,8 +20,8 @@ MODULE = "<module>"
 
 class _Guard(NamedTuple):
     test: ast.expr
-    wanted: bool
-    refused: bool = False
+    wanted: bool  #: The test's truth.
+    refused: bool = False  #: Else raises.
 
 
 Guards = tuple[_Guard, ...]
@@ -59,7 +59,7 @@ class Event:
     act: Act
     node: ast.AST
     guards: Guards
-    loop: bool
+    loop: bool  #: Whether it is in a loop.
     #: A second node: of an assignment its value, of a loop what it runs over.
     value: ast.expr | None = None
     loops_over: bool = False  #: Whether `value` is run over and not assigned.
@@ -92,12 +92,14 @@ def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
 
 
 class _Reader:
+    """Collects the functions and classes of a module."""
+
     def __init__(self) -> None:
         self.bodies: list[Body] = []
         self.classes: dict[str, ast.ClassDef] = {}
 
     def read_block(self, block: list[ast.stmt], body: Body, prefix: str, owner: str, guards: Guards) -> None:
-        """Reads what runs at import, and each definition as a body of its own."""
+        """Reads what runs at import into `body`, and each definition into a body of its own."""
         for statement in block:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 unit = Body(prefix + statement.name, statement, owner)
@@ -114,7 +116,7 @@ class _Reader:
                 walk = _Walk(body.events)
                 walk.guards = guards
                 walk.statement(statement)
-            guards += _left_by(statement)
+            guards += _after(statement)
 
     def _read_function(self, node: Function, unit: Body, body: Body, guards: Guards) -> None:
         """Reads a function. The calls in its defaults and decorators run where it is defined."""
@@ -137,8 +139,8 @@ class _Reader:
         self.read_block(node.body, body, f"{name}.", name, guards)
 
 
-def _left_by(statement: ast.stmt) -> Guards:
-    """Returns the conditions under which the next statement runs, given that this one may jump."""
+def _after(statement: ast.stmt) -> Guards:
+    """Returns the conditions for the statements after one that may jump away, as by `return` or `raise`."""
     if isinstance(statement, _JUMPS):
         return (NEVER,)
     if isinstance(statement, ast.If):
@@ -157,6 +159,8 @@ def _jumps(block: list[ast.stmt]) -> bool:
 
 
 class _Walk:
+    """Lists what statements and expressions do as events, each with the conditions around it (`guards`)."""
+
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self.guards: Guards = ()
@@ -179,11 +183,11 @@ class _Walk:
         before = self.guards
         for statement in block:
             self.statement(statement)
-            self.guards += _left_by(statement)
+            self.guards += _after(statement)
         self.guards = before
 
     def head(self, node: ast.stmt) -> list[tuple[list[ast.stmt], Guards]]:
-        """Notes what a compound statement computes itself; returns its blocks, each with its conditions."""
+        """Notes what a compound statement itself computes; returns its blocks, each with its conditions."""
         outer = self.guards
         if isinstance(node, ast.If):
             self.test(node.test)
@@ -209,9 +213,9 @@ class _Walk:
                 self.block(block)
             self.guards = outer
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-            self._loops(node)
+            self._loop_statement(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            self._assigns(node)
+            self._assignment(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             outer, loop, self._loop = self.guards, self._loop, False
             self._note(Act.ENTER, node)
@@ -234,7 +238,7 @@ class _Walk:
             for child in ast.iter_child_nodes(node):
                 self.expression(child)
 
-    def _loops(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+    def _loop_statement(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         outer = self._loop
         if isinstance(node, ast.While):
             self.test(node.test)
@@ -246,7 +250,7 @@ class _Walk:
         self._loop = outer
         self.block(node.orelse)
 
-    def _assigns(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
+    def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
         if node.value is None:
             return
         self.expression(node.value)
@@ -257,6 +261,7 @@ class _Walk:
                 self._target(target, node.value)
 
     def _target(self, target: ast.expr, value: ast.expr, loops_over: bool = False) -> None:
+        """Notes an assignment. A target with an index is a WRITE, and the expressions in it are walked, too."""
         if isinstance(target, ast.Subscript):
             self._note(Act.WRITE, target, value)
             self.expression(target.value)
@@ -269,7 +274,7 @@ class _Walk:
         self.expression(node)
 
     def expression(self, node: Any) -> None:
-        """Notes what is in an expression, what is computed first before the rest."""
+        """Notes the events in an expression, in the order in which Python computes it."""
         kind = type(node)
         if kind is ast.Name:
             if type(node.ctx) is ast.Load:
@@ -278,9 +283,9 @@ class _Walk:
             if names_cuda(node):
                 self._note(Act.TEXT, node)
         elif node is not None:
-            _WALKS.get(kind, _Walk._parts)(self, node)
+            _WALKS.get(kind, _Walk._each_part)(self, node)
 
-    def _parts(self, node: Any) -> None:
+    def _each_part(self, node: Any) -> None:
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
@@ -292,13 +297,13 @@ class _Walk:
         self._start(node)
 
     def _start(self, chain: ast.expr) -> None:
-        """Walks what a chain of attributes starts from, unless that is a name."""
+        """Walks the start of a chain of attributes, such as `f()` in `f().a.b`, unless it is a name."""
         while isinstance(chain, ast.Attribute):
             chain = chain.value
         if not isinstance(chain, ast.Name):
             self.expression(chain)
 
-    def _text(self, node: ast.JoinedStr) -> None:
+    def _f_string(self, node: ast.JoinedStr) -> None:
         first = node.values[0] if node.values else None
         if isinstance(first, ast.Constant) and str(first.value).startswith("cuda"):
             self._note(Act.TEXT, node)
@@ -312,12 +317,13 @@ class _Walk:
         if isinstance(node.ctx, ast.Load):
             self._note(Act.INDEX, node)
 
-    def _choice(self, node: ast.IfExp) -> None:
+    def _if_else(self, node: ast.IfExp) -> None:
         self.test(node.test)
         self._under(node.body, _Guard(node.test, True))
         self._under(node.orelse, _Guard(node.test, False))
 
-    def _bools(self, node: ast.BoolOp) -> None:
+    def _and_or(self, node: ast.BoolOp) -> None:
+        """Walks `a and b` or `a or b`: b is computed under the condition that a is true, or false."""
         outer = self.guards
         for value in node.values:
             self.expression(value)
@@ -327,7 +333,7 @@ class _Walk:
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
         if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
-            self._parts(node)
+            self._each_part(node)
 
     def _under(self, node: ast.expr, guard: _Guard) -> None:
         outer = self.guards
@@ -354,8 +360,8 @@ class _Walk:
 
 
 _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
-    ast.Attribute: _Walk._attribute, ast.Call: _Walk._call, ast.Subscript: _Walk._subscript, ast.IfExp: _Walk._choice,
-    ast.BoolOp: _Walk._bools, ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator, ast.JoinedStr: _Walk._text,
+    ast.Attribute: _Walk._attribute, ast.Call: _Walk._call, ast.Subscript: _Walk._subscript, ast.IfExp: _Walk._if_else,
+    ast.BoolOp: _Walk._and_or, ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator, ast.JoinedStr: _Walk._f_string,
     ast.ListComp: _Walk._comprehension, ast.SetComp: _Walk._comprehension, ast.GeneratorExp: _Walk._comprehension,
     ast.DictComp: _Walk._comprehension,
 }  # fmt: skip
@@ -368,6 +374,7 @@ def names_cuda(node: ast.expr) -> bool:
 
 
 def names_in(node: ast.AST) -> set[str]:
+    """Returns all names and all attribute names in a syntax tree."""
     names: set[str] = set()
     pending = [node]
     while pending:

@@ -72,20 +72,16 @@ _NUMBERS = re.compile(
     r"train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
-_PLACES = (
+_PLAIN_MODULES = (
     "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
     "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
     "torch.hub.", "torch.onnx.", "torch.multiprocessing.", "torch.library.", "torch.accelerator.",
 )  # fmt: skip
-_SAME = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
+_HANDED_THROUGH = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
 
 
 class Tensors:
-    """What the names of one function are, event after event.
-
-    Args:
-        kinds: What its names are, as far as it was followed; it is filled here.
-    """
+    """Which names of a function are tensors, after each of its events in turn. It fills `kinds`."""
 
     def __init__(
         self,
@@ -103,7 +99,7 @@ class Tensors:
         self.kinds = kinds
         self.made_from: dict[str, ast.expr] = {}
         self._containers: set[str] = set()
-        self._evidence = {name for event in body.by_act[Act.CALL] for name in _used_as_tensor(event)}
+        self._used_as_tensors = {name for event in body.by_act[Act.CALL] for name in _used_as_tensor(event)}
         read = (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])
         self._dictionaries = {name for event in read for name in _used_as_dictionary(event)}
         in_forward = unit.name.endswith(".forward") and unit.owner is not None
@@ -111,6 +107,7 @@ class Tensors:
             self._enter(body.node, in_forward)
 
     def _enter(self, function: Function, in_forward: bool) -> None:
+        """Notes which parameters are tensors: by annotation, or in a `forward` by name where there is no annotation."""
         for parameter in parameters(function):
             if parameter.kind in STARRED or parameter.name == self._self:
                 continue
@@ -131,9 +128,10 @@ class Tensors:
             self._bind(event.node, event.value, event.loops_over)
 
     def _bind(self, target: ast.AST, value: ast.expr, loops_over: bool) -> None:
+        """Notes what the target of an assignment or loop is."""
         if isinstance(target, ast.Name):
             if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
-                return  # on the other side of a branch it is what it was
+                return  # `x = None` in one branch: in the other one it is what it was
             self.kinds[target.id] = self.kind(value)
             self.made_from[target.id] = value
             if not loops_over:
@@ -143,7 +141,7 @@ class Tensors:
             self._unpack(target.elts, value, loops_over)
 
     def _unpack(self, targets: list[ast.expr], value: ast.expr, loops_over: bool) -> None:
-        """Binds each target of `a, b = ...` or `for a, b in ...`."""
+        """Notes what each target of `a, b = ...` or `for a, b in ...` is."""
         called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
         parts = self._parts_returned(value) if not loops_over else []
         values: list[ast.expr] = [value] * len(targets)
@@ -166,44 +164,45 @@ class Tensors:
         return []
 
     def is_container(self, node: ast.expr) -> bool:
-        """Returns whether an expression is a list or dictionary of tensors and none itself."""
+        """Returns whether a name is a list or dictionary of tensors, and no tensor itself."""
         return isinstance(node, ast.Name) and node.id in self._containers
 
     def kind(self, node: ast.expr) -> Kind:
-        """Returns what an expression is; of a list of tensors, what is in it."""
+        """Returns what an expression is; a list of tensors counts as what is in it."""
         if isinstance(node, ast.Name):
             kind = self.kinds.get(node.id, Kind.UNKNOWN)
-            return Kind.TENSOR if kind is Kind.UNKNOWN and node.id in self._evidence else kind
+            return Kind.TENSOR if kind is Kind.UNKNOWN and node.id in self._used_as_tensors else kind
         if isinstance(node, ast.Constant):
             return Kind.PLAIN
         if isinstance(node, ast.Call):
-            return self._of_call(node)
+            return self._call(node)
         if isinstance(node, ast.Attribute):
-            return self._of_attribute(node)
+            return self._attribute(node)
         if isinstance(node, ast.Subscript):
             return self.kind(node.value)
         if isinstance(node, ast.Compare):
-            return self._of_comparison(node)
+            return self._comparison(node)
         if isinstance(node, ast.UnaryOp):
             return Kind.PLAIN if isinstance(node.op, ast.Not) else self.kind(node.operand)
-        return self._of_several(node)
+        return self._compound(node)
 
-    def _of_several(self, node: ast.expr) -> Kind:
+    def _compound(self, node: ast.expr) -> Kind:
+        """Returns what an operator, tuple, list, choice or comprehension is, from the kinds of its parts."""
         if isinstance(node, ast.BinOp):
-            kind = _join([self.kind(node.left), self.kind(node.right)])
+            kind = _joint_kind([self.kind(node.left), self.kind(node.right)])
             bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
             return Kind.TENSOR if kind is Kind.MASK and not bits else kind
         if isinstance(node, (ast.Tuple, ast.List)):
-            return _join([self.kind(element) for element in node.elts]) if node.elts else Kind.UNKNOWN
+            return _joint_kind([self.kind(element) for element in node.elts]) if node.elts else Kind.UNKNOWN
         if isinstance(node, ast.IfExp):
-            return _join([self.kind(node.body), self.kind(node.orelse)])
+            return _joint_kind([self.kind(node.body), self.kind(node.orelse)])
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             return self.kind(node.elt)
         if isinstance(node, ast.NamedExpr):
             return self.kind(node.value)
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
-    def _of_attribute(self, node: ast.Attribute) -> Kind:
+    def _attribute(self, node: ast.Attribute) -> Kind:
         if node.attr in _PLAIN_ATTRIBUTES:
             return Kind.PLAIN
         if node.attr in _TENSOR_ATTRIBUTES:
@@ -211,7 +210,7 @@ class Tensors:
         on_self = isinstance(node.value, ast.Name) and node.value.id == self._self and bool(self._self)
         return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
 
-    def _of_comparison(self, node: ast.Compare) -> Kind:
+    def _comparison(self, node: ast.Compare) -> Kind:
         if any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
             return Kind.PLAIN
         sides = [node.left, *node.comparators]
@@ -220,24 +219,25 @@ class Tensors:
         kinds = [self.kind(side) for side in sides]
         if any(kind in ON_DEVICE for kind in kinds):
             return Kind.MASK
-        return _join(kinds)
+        return _joint_kind(kinds)
 
-    def _of_call(self, node: ast.Call) -> Kind:
+    def _call(self, node: ast.Call) -> Kind:
         name = self._full(node.func)
         if name.startswith("torch."):
-            return _of_torch(name, node, self)
+            return _kind_of_torch_call(name, node, self)
         returned = self._returns(name)
         if name.startswith("einops.") or (returned is not None and _names_tensor(returned)):
             return Kind.TENSOR
         if isinstance(node.func, ast.Name):
-            if node.func.id in _SAME and node.args and not name:
+            if node.func.id in _HANDED_THROUGH and node.args and not name:
                 return self.kind(node.args[0])
             return Kind.UNKNOWN if name or node.func.id in self.kinds else Kind.PLAIN
         if isinstance(node.func, ast.Attribute):
-            return self._of_method(node, node.func)
+            return self._method(node, node.func)
         return Kind.UNKNOWN
 
-    def _of_method(self, node: ast.Call, func: ast.Attribute) -> Kind:
+    def _method(self, node: ast.Call, func: ast.Attribute) -> Kind:
+        """Returns what a method of an object returns; a call of a submodule with a tensor returns a tensor."""
         kind, method = self.kind(func.value), func.attr
         if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
             if method in _PLAIN_METHODS:
@@ -258,9 +258,9 @@ class Tensors:
         return Kind.UNKNOWN
 
 
-def _of_torch(name: str, node: ast.Call, tensors: Tensors) -> Kind:
+def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
     last = name.rpartition(".")[2]
-    if name.startswith(_PLACES) or last in _PLAIN_FUNCTIONS:
+    if name.startswith(_PLAIN_MODULES) or last in _PLAIN_FUNCTIONS:
         return Kind.PLAIN
     if name.startswith("torch.nn.") and not name.startswith("torch.nn.functional."):
         return Kind.PLAIN
@@ -273,7 +273,7 @@ def _of_torch(name: str, node: ast.Call, tensors: Tensors) -> Kind:
     return Kind.MASK if dtype == ("bool",) else Kind.TENSOR
 
 
-def _join(kinds: list[Kind]) -> Kind:
+def _joint_kind(kinds: list[Kind]) -> Kind:
     for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
         if kind in kinds and (kind is not Kind.PLAIN or all(kind is Kind.PLAIN for kind in kinds)):
             return kind

@@ -69,7 +69,7 @@ def _ended(end: child.Ended) -> TopologyError:
 
 
 def called(request: Request) -> Calls:
-    """Returns the calls of every stage's network, under the card's patches: a process's own side."""
+    """Returns the calls of every stage's network, under the card's patches; it is run in a process of its own."""
     task = accept(request, dry=True)
     devices.prepare(task.machine)
     result: dict[str, list[recorder.NetworkCall]] = {}
@@ -83,10 +83,8 @@ def called(request: Request) -> Calls:
 
 
 def traced(request: Request, calls: Calls | None) -> TraceReport:
-    """Returns what a trace found: a process's own side.
-
-    Args:
-        calls: The calls of its networks where its patches are not to be in force; None where they are.
+    """Returns what a trace found; it is run in a process of its own. `calls` are the networks' calls for a trace
+    without the card's patches; None for a trace with them.
     """
     task = accept(request, dry=True)
     devices.prepare(task.machine)
@@ -102,7 +100,7 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
         ends = f"nothing: the trace of {stage.name} ends here"
         try:
             with Raised() as raised:
-                report.programs += _of_stage(task, stage, notes, calls, report.operators)
+                report.programs += _trace_one(task, stage, notes, calls, report.operators)
         except TorchportError as error:
             if not notes.stoppers:  # else an assumption may have led to it
                 raise
@@ -116,12 +114,15 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
     return report
 
 
-def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]) -> list[Program]:
-    """Traces one stage's network for each set of its inputs, and adds what it calls to `operators`."""
+def _trace_one(task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]) -> list[Program]:
+    """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
+    It returns none for a trace without patches, where the calls are given.
+    """
     patches = task.patches([stage])
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
-    going = functools.partial(_going_on, notes, stage.call or _plain, False)
-    lowering = functools.partial(_going_on, notes, stage.call or _plain, True)
+    going = functools.partial(_going_on, notes, stage.call or _plain_call, False)
+    lowering = functools.partial(_going_on, notes, stage.call or _plain_call, True)
+    # `loud` is for lowering, where constants are noted; `quiet` is called on shapes alone.
     quiet, loud = (dataclasses.replace(stage, call=call, prepare=_guarded(stage, notes)) for call in (going, lowering))
     with assumed(notes), modules_go_on(notes):
         with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
@@ -141,7 +142,7 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None, opera
             return _programs(task, quiet, found, notes)
 
 
-def _plain(module: Any, settings: Any, **inputs: Any) -> Any:
+def _plain_call(module: Any, settings: Any, **inputs: Any) -> Any:
     return plainly(module, **inputs)
 
 
@@ -152,6 +153,7 @@ def _going_on(notes: Notes, call: Callable[..., Any], counts: bool, module: Any,
 
 
 def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
+    """Returns a stage's `prepare` that notes an exception instead of raising it; None if the stage has no `prepare`."""
     if stage.prepare is None:
         return None
     prepare = stage.prepare
@@ -173,10 +175,8 @@ def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
 
 
 def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], notes: Notes) -> list[Program]:
-    """Returns the programs of this job, and those that other values of its settings would add.
-
-    Args:
-        notes: What stops another job is no stopper of this one, and is not noted.
+    """Returns the programs of this job, and those that other values of its settings would add. What stops such another
+    job does not stop this one, and is not noted.
     """
     first = calls[0]
     result = [Program(stage.name, first.times, "")]
@@ -198,7 +198,7 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
 
 
 def _others(task: Task) -> list[tuple[str, Task]]:
-    """Returns other jobs that a service may be asked for, in words and as such; all of a job has the same settings."""
+    """Returns jobs with other settings that a service may be asked for, each with what differs in words."""
     current = task.settings
     scale = 1.0 if current.guidance_scale > 1.0 else 5.0
     word = "without guidance" if scale == 1.0 else "with guidance"

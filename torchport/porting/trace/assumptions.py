@@ -44,14 +44,14 @@ def is_networks(value: Any) -> bool:
 
 
 class GoingOn(TorchFunctionMode):
-    """Carries functions out, and where one cannot be, notes why and returns a plausible value."""
+    """A mode in which torch's functions run; where one raises, it notes why and returns a plausible value."""
 
     def __init__(self, notes: Notes, counts: bool) -> None:
         super().__init__()
         self.notes = notes
         self.counts = counts
-        self.made: Any = WeakIdKeyDictionary()
-        self.by: Any = WeakIdKeyDictionary()
+        self.made: Any = WeakIdKeyDictionary()  # the line that made a tensor of the host
+        self.by: Any = WeakIdKeyDictionary()  # the function that made a truth value
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +60,7 @@ class GoingOn(TorchFunctionMode):
         with Raised() as raised:
             output = function(*args, **kwargs)
         if raised.error is not None:
-            return self._assumed(raised.error, function, args, kwargs)
+            return self._result_after(raised.error, function, args, kwargs)
         self._remember(function, output, args, kwargs)
         return output
 
@@ -74,6 +74,7 @@ class GoingOn(TorchFunctionMode):
             self.by[output] = getattr(function, "__name__", "")
 
     def _note_constants(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Notes tensors of the host that a function takes beside the network's: the program has them as constants."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(map(is_networks, tensors)):
             for tensor in tensors:
@@ -81,24 +82,26 @@ class GoingOn(TorchFunctionMode):
                     used = constants.place()
                     self.notes.note_constant(tensor, self.made.get(tensor, used), used)
 
-    def _assumed(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _result_after(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns a plausible result for a function that raised, or raises the error if there is none."""
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if isinstance(error, HostTensorError) or engine.is_host_tensor(error):
-            return self._without_host(error, function, args, kwargs)
+            return self._result_without_host(error, function, args, kwargs)
         if is_cuda(error):
             self.notes.record(error, "the tensor stays where it is")
             args, kwargs = pytree.tree_map(self._off_cuda, (args, kwargs))
             return args[0] if name == "cuda" else function(*args, **kwargs)
         if name in _SCALARS and tensors and engine.is_traced_value(error):
-            return self._scalar(error, name, tensors[0])
+            return self._assumed_scalar(error, name, tensors[0])
         if engine.is_traced_value(error) and any(map(is_networks, tensors)):
-            return self._by_value(error, function, args, kwargs)
+            return self._result_by_value(error, function, args, kwargs)
         if engine.missing_operator(error) is not None or engine.difference(error) is not None:
-            return self._unlowered(error, function, args, kwargs)
+            return self._result_of_unlowered(error, function, args, kwargs)
         raise error
 
-    def _scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
+    def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
+        """Returns an assumed Python value for a tensor: a truth value where one is asked for, else 1."""
         frame = self.notes.here()
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
@@ -109,8 +112,8 @@ class GoingOn(TorchFunctionMode):
         self.notes.record(error, f"the value is {value}")
         return value
 
-    def _by_value(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns the result for a function whose output's shape follows from values: of a mask, all is selected."""
+    def _result_by_value(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns a result for a function whose output's shape depends on values: of a mask, all is selected."""
         name = getattr(function, "__name__", "")
         if name == "tolist":
             self.notes.record(error, "all values are 1")
@@ -125,8 +128,8 @@ class GoingOn(TorchFunctionMode):
         self.notes.record(error, f"the result is zeros like the first argument, {list(shape.shape)}")
         return torch.zeros_like(shape)
 
-    def _unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns zeros of the shapes that the operator has on meta."""
+    def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns zeros of the output's shapes, which the operator computes on the meta device."""
         template = _first_network(args, kwargs)
         meta = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
         self.notes.record(error, "the result is zeros")
@@ -136,7 +139,8 @@ class GoingOn(TorchFunctionMode):
             torch.Tensor, lambda leaf: template.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
         )
 
-    def _without_host(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _result_without_host(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns a result for a function that met a tensor of the host: zeros of the network take its place."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         hosts = [leaf for leaf in tensors if constants.is_host(leaf)]
         made = next((self.made[leaf] for leaf in hosts if leaf in self.made), None)
@@ -158,7 +162,7 @@ class GoingOn(TorchFunctionMode):
 
 
 def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], template: torch.Tensor) -> Any:
-    """Returns arguments with zeros of the network in place of the host's tensors."""
+    """Returns arguments with zeros, made like `template`, a tensor of the network, in place of the host's tensors."""
     ids = {id(host) for host in hosts}
     narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
@@ -216,7 +220,7 @@ class Anything(types.ModuleType):
 
 
 class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what nobody finds, for upstream's own unguarded imports alone, and notes it."""
+    """Finds a stand-in for an absent package, where upstream imports it without a `try`, and notes it."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -242,6 +246,7 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Does nothing: there is no code."""
 
     def _is_needed(self, name: str) -> bool:
+        """Returns whether upstream's own code makes the import that runs now, and without a `try` around it."""
         stack = [
             frame for frame in live(self.notes.owners) if not frame.module.startswith((PACKAGE, "torchport.patch.live"))
         ]
@@ -257,7 +262,7 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @functools.cache
 def is_needed(file: str, line: int) -> bool:
-    """Returns whether a line of a file is an import statement that no `try` around it does without."""
+    """Returns whether a line of a file is an import outside of any `try` that catches its failure."""
     tree = parsing.tree("".join(linecache.getlines(file)), file)
     imports = [statement for statement in ast.walk(tree) if isinstance(statement, ast.Import | ast.ImportFrom)]
     if not any(statement.lineno <= line <= (statement.end_lineno or statement.lineno) for statement in imports):
@@ -307,6 +312,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 
 
 def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    """Returns a function that calls another one, and where that raises notes the error and returns `answer`."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with Raised() as raised:
@@ -322,7 +329,7 @@ def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: An
 
 @contextlib.contextmanager
 def assumed(notes: Notes) -> Iterator[None]:
-    """Lets upstream find what it looks for, while the context lasts; each is noted."""
+    """Answers upstream as if absent packages, CUDA and a process group were there; each answer is noted."""
     finder, before = _AbsentPackages(notes), []
     for home, answers in _ANSWERS.items():
         module = importlib.import_module(home)
@@ -342,9 +349,8 @@ def assumed(notes: Notes) -> Iterator[None]:
 
 
 def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Returns in words and as a value what a module may return of its arguments; None where nothing can be said.
-
-    A `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
+    """Returns in words and as a value what a module that raised may return; None as the value where nothing fits. A
+    `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
     """
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     forward = type(module).forward
@@ -360,13 +366,13 @@ def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def modules_go_on(notes: Notes) -> Iterator[None]:
-    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced.
-
-    What the network itself raises ends its trace: nobody can say what it would return.
+    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced. What the
+    network itself raises ends its trace: nobody can say what it would return.
     """
     original, depth = torch.nn.Module.__call__, 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls a module; where one inside of the network raises, it returns an assumed output."""
         nonlocal depth
         depth += 1
         try:

@@ -24,15 +24,15 @@ class Stopper:
     #: The foreign frames that lead there, as lines, upstream's own last.
     frames: list[str]
     folded: int  #: How many frames are left out: JAX's, torch's, torchport's.
-    entry: str
-    assumed: str
-    times: int = 1
+    entry: str  #: Empty for none.
+    assumed: str  #: What is assumed then.
+    times: int = 1  #: How often it was met.
 
 
 @dataclasses.dataclass
 class Constant:
     stage: str
-    made: str
+    made: str  #: `file:line` that made it.
     used: str  #: `file:line` of the code in which it meets the network.
     dtype: str
     shape: list[int]
@@ -47,12 +47,12 @@ class Notes:
         self.stage = ""
         #: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
         self.lowers = False
-        self._met_lowered: dict[tuple[str, str], bool] = {}
+        self._met_lowered: dict[tuple[str, str], bool] = {}  # whether it was lowered when the place was met first
         self.stoppers: dict[tuple[str, str], Stopper] = {}
         self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
 
     def record(self, error: BaseException, assumed: str) -> None:
-        """Notes an exception, raised here or in a call of here, and what the trace goes on with."""
+        """Notes an exception that was raised in the code under trace, and what the trace goes on with."""
         stack = [other for other in live(self.owners) if not other.module.startswith(PACKAGE)]
         stack += [other for other in frames([error], self.owners) if not other.module.startswith(PACKAGE)]
         frame = culprit(error, [other for other in stack if other.owner != "torchport"])
@@ -84,7 +84,7 @@ class Notes:
 
     @contextlib.contextmanager
     def of_another_job(self) -> Iterator[None]:
-        """Forgets what is noted while the context lasts: it is another job's."""
+        """Drops what is noted while the context lasts, because it belongs to another job."""
         before = self.stoppers, self.constants
         self.stoppers = {key: dataclasses.replace(stopper) for key, stopper in self.stoppers.items()}
         self.constants = dict(self.constants)
@@ -106,7 +106,7 @@ class Notes:
 
 
 class Raised:
-    """A context that keeps an exception of foreign code. Refusals of torchport's own leave it."""
+    """A context that catches an exception of foreign code and keeps it. Torchport's own errors pass through."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -115,6 +115,7 @@ class Raised:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> bool:
+        """Keeps and swallows an exception, unless it is a refusal of torchport's own."""
         ours = isinstance(value, TorchportError) and not isinstance(value, HostTensorError)
         if not isinstance(value, Exception) or ours:
             return False
