@@ -85,7 +85,7 @@ def _rules(
     component: str | None,
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
-    """Returns what is said of a module: by the card, or by its caller."""
+    """Returns a module's rules: its caller's own, those of a shared strategy, or the card's."""
     is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
     if not is_name:
         if inputs:
@@ -128,7 +128,7 @@ def _component(module: torch.nn.Module, card: Card) -> str:
 
 
 def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
-    """Returns a mesh with all axes named, of the first devices of the process or of those that are given.
+    """Returns a mesh with all of torchport's axes, on the given mesh's devices or the first of the process.
 
     Raises:
         UnknownNameError: An axis of another name.

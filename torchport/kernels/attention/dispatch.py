@@ -42,7 +42,7 @@ from torchport.kernels.attention.plain import Window
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, checked; everything that is known before tracing."""
+    """A call of attention after its checks: everything that is known before tracing."""
 
     platform: str  #: `tpu`, `gpu` or `cpu`, where the program will run.
     chip: str | None  #: The TPU's kind, `v6e`; None elsewhere.
@@ -147,7 +147,7 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves."""
+    """One call of a kernel that is no attention, on one device: how to compile it alone, and what it moves."""
 
     kernel: str
     build: str
@@ -161,7 +161,7 @@ class Pass:
 class Context:
     """Settings of all attention calls in a program, which hold while it is traced."""
 
-    #: The one that every call without a mask of pairs uses; None: chosen call by call.
+    #: The implementation of every call without a mask of pairs; None: chosen call by call.
     implementation: Implementation | None = None
     #: Upper bounds of |q . k| by name, which calls refer to.
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -178,6 +178,7 @@ _CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("attention", 
 
 @contextlib.contextmanager
 def context(value: Context) -> Iterator[None]:
+    """Sets the settings for all calls of attention while the context lasts."""
     token = _CONTEXT.set(value)
     try:
         yield
@@ -222,7 +223,7 @@ def attention(
         causal: Whether query s sees keys up to s only.
         window: (left, right): query s sees keys s - left to s + right; None on a side: no limit there.
         mask: bool (true takes part) or float (added to scaled scores), [B or 1, H or 1, S, T]; held in memory whole.
-        bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Settings.bounds` (an unknown name
+        bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Context.bounds` (an unknown name
             is no bound). Small enough once scaled, it spares the running maximum (`bound.holds`).
         smooth_keys: Subtract the mean valid key, which softmax does not see: for float32 keys that share a strong one.
         implementation: One of `NAMES`: that one, or an error.
@@ -244,8 +245,18 @@ def attention(
     factor = size**-0.5 if scale is None else float(scale)
     limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    tile_and_mode = (tile, interpret or current().interpret)
-    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *tile_and_mode)
+    problem = Problem(
+        *platform(),
+        dtype=q_BHSD.dtype,
+        head_size=size,
+        scale=factor,
+        causal=causal,
+        window=window,
+        masked=mask is not None,
+        bound=limit,
+        tile=tile,
+        interpret=interpret or current().interpret,
+    )
     output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
     return output if query_lengths is None else _zero_from_length(output, query_lengths)
 
@@ -268,7 +279,7 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T."""
+    """Returns a call's implementation, a function of q, k, v, lengths and mask; notes the call, [B, H, S] by T."""
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
     name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
@@ -312,6 +323,7 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
 
 
 def _by_platform(problem: Problem) -> str:
+    """Returns the implementation for a call that names none: the table at the top of this file."""
     if problem.masked:
         return "plain"
     if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
@@ -349,6 +361,7 @@ def _check_kernel(name: str, problem: Problem) -> None:
 
 
 def _check_int8(chip: str | None) -> None:
+    """Refuses chips that multiply int8 no faster than bfloat16."""
     if chip is not None and chip not in EXPONENT:
         fact = f"{chip} multiplies int8 no faster than bfloat16"
         raise AttentionError(
@@ -369,6 +382,7 @@ def _rules(problem: Problem) -> dict[str, Any]:
 
 
 def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    """Calls JAX's Splash Attention with a call's tile, or the best one of the chip."""
     # A further feature hides padding for free where the matrix unit is deeper than the head size.
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
     options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
@@ -384,6 +398,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 
 
 def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    """Calls `splash_transposed`, or `splash_int8`; a rehearsal returns the queries after the checks."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:
@@ -394,11 +409,7 @@ def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B:
 def transposed_options(
     problem: Problem, queries: int, keys: int, heads: int, head_size: int, *, int8: bool
 ) -> dict[str, Any]:
-    """Returns the keywords with which `transposed` computes a request.
-
-    Args:
-        int8: Whether queries and keys are multiplied in eight bits.
-    """
+    """Returns the keywords for a call of `transposed`; with `int8`, for one that multiplies in eight bits."""
     if int8:
         _check_int8(problem.chip)
     chip = problem.chip or "v6e"  # interpreted: any tile will do
@@ -418,10 +429,11 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
     them compute the same.
 
     Args:
-        windowed: Whether it matters where a query stands.
+        windowed: Whether a query's index matters: then queries are not split.
     """
 
     def split(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None, _: None) -> jax.Array:
+        """Calls `run` on each device's shard: of samples, heads, or queries."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
             return run(q, k, v, lengths_B)
@@ -441,17 +453,17 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
 
 
 def _splitting(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
-    """Returns the axes that split the queries rather than the heads: tokens stay where they are in cross-attention.
+    """Returns the axes that split the queries rather than the heads, in cross-attention to few keys; else ().
 
     To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
-    These are a text's few, which every device has.
+    A text's keys are few, and every device has them.
     """
     ways = math.prod(sizes.get(axis, 1) for axis in QUERY_AXES)
     return QUERY_AXES if ways > 1 and keys * ways < queries and queries % ways == 0 else ()
 
 
 def _check_axes(mesh: Any) -> None:
-    """Refuses a mesh on which every device would compute all of it, and one whose shardings are types."""
+    """Refuses a mesh none of whose axes splits the batch or the heads, and one with explicit axes."""
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         remedy = "Make it with axis_types=(jax.sharding.AxisType.Auto, ...)"
         raise AttentionError("attention", f"The mesh {dict(mesh.shape)} has explicit axes", remedy)
@@ -464,7 +476,7 @@ def _check_axes(mesh: Any) -> None:
 
 
 def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
-    """Returns the axes, from the first on, whose product divides what they split."""
+    """Returns as many of the axes, in their order, as have a product that divides `count`."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:

@@ -93,7 +93,7 @@ def self_attention(
     lengths: torch.Tensor | None = None,
     bound: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns attention of tokens and further tokens over both, the tokens' projected, as fits the platform.
+    """Returns attention of tokens and further tokens over both, the tokens' outputs projected; by a kernel if one fits.
 
     Args:
         tokens: First those that have positions, such as the pictures'; then padding that takes no part.
@@ -113,7 +113,7 @@ def self_attention(
         from torchport.kernels.attention import self_attention as form
 
         if form.fits(tokens.q.shape[0], heads, size):
-            return _by_kernel(tokens, further, rotary, lengths, project, heads, bound)
+            return _by_kernel(tokens, further, rotary, lengths, project, heads=heads, bound=bound)
     valid, missing = rotary[0].shape[0], tokens.q.shape[1] - rotary[0].shape[0]
     q, k, v = (x[:, :valid] for x in _by_head(tokens, heads))
     streams = [(rotate(q), rotate(k), v)]
@@ -137,6 +137,7 @@ def _by_kernel(
     heads: int,
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes `self_attention` by the kernel, in JAX: norms go into it as arrays of gains."""
     from torchport.kernels.attention import self_attention as form
     from torchport.kernels.attention.rotary import Norm
 
@@ -148,14 +149,14 @@ def _by_kernel(
         gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
         return [stream.q, stream.k, stream.v, gains]
 
-    def arrays(given: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
-        q, k, v, gains = given
+    def as_tokens(stream_arrays: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
+        q, k, v, gains = stream_arrays
         norms = [None if kind is None else Norm(*gain, **kind) for gain, kind in zip(gains, kinds, strict=True)]
         return form.Tokens(q, k, v, *norms)
 
     def run(stream: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        first = arrays(stream, kinds(tokens))
-        second = None if further is None else arrays(others, kinds(further))
+        first = as_tokens(stream, kinds(tokens))
+        second = None if further is None else as_tokens(others, kinds(further))
         cos, sin = tables
         out, rest = form.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
         return form.linear_of_parts(out, weight, bias), rest
@@ -168,7 +169,7 @@ def _by_kernel(
 
 
 def norm_kind(norm: Any) -> dict[str, Any]:
-    """Returns what a module's norm adds to the mean square, whether it is centred, and whether it rounds twice.
+    """Returns what kind of norm a module is: `eps`, whether it is `centred`, and whether it rounds `twice`.
 
     PyTorch's own norms round their result once. The RMSNorm of a model rounds to its gains' dtype before it multiplies.
     """
@@ -181,7 +182,7 @@ def norm_kind(norm: Any) -> dict[str, Any]:
 
 
 def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns queries, keys and values [B, S, H, D], the first two normalised."""
+    """Returns normalised queries, normalised keys, and values, each as [B, S, H, D]."""
 
     def parted(x: torch.Tensor, norm: Any) -> torch.Tensor:
         is_over_all = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[2]

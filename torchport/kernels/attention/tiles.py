@@ -108,11 +108,7 @@ KernelName = Literal["splash_transposed", "splash_int8", "splash"]
 
 
 def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
-    """Returns the tile if it fits into VMEM.
-
-    Args:
-        vmem: Bytes of VMEM that a core has.
-    """
+    """Returns the tile if a core with so much VMEM has room for it, and refuses it otherwise."""
     needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
     limit = vmem - RESERVED
     if needed <= limit:
@@ -131,6 +127,8 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
 
 
 def _multiple_of(number: int) -> pydantic.AfterValidator:
+    """Returns a validator for a field that must be a positive multiple of a number."""
+
     def check(value: int) -> int:
         if value <= 0 or value % number:
             raise ValueError(f"It must be a positive multiple of {number}")
@@ -211,6 +209,7 @@ def table() -> TileTable:
 
 
 def read_table(file: Path) -> TileTable:
+    """Returns a file's table of tiles; refuses two rows with the same key."""
     document = read_document(file, file.name)
     contents = validated(TileTable, document)
     lists: dict[str, Sequence[Row]] = {

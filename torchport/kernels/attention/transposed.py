@@ -167,7 +167,7 @@ def grouping(heads: int, size: int) -> tuple[int, int]:
 
 
 def _side_by_side(x_BHTD: jax.Array, head_size: int, tokens: int) -> jax.Array:
-    """Returns tokens as [B, tokens, F], padded with zeros."""
+    """Returns [B, H, T, D] as [B, tokens, F], heads side by side, padded with zeros."""
     batch, heads, have, size = x_BHTD.shape
     if (have, size) != (tokens, head_size):
         x_BHTD = jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, tokens - have), (0, head_size - size)))

@@ -63,6 +63,8 @@ class Plan:
 
 @dataclasses.dataclass
 class Refs:
+    """The kernel's references: its inputs and outputs, and its scratch memory."""
+
     lengths: Any  # int32 [arrays, B], scalar memory
     q: Any  # [block_q, W]
     k_hbm: Any  # of each array [B, T, F], in HBM
@@ -119,6 +121,7 @@ class Chunks:
         _, parts, _, keys = self.v_hbm.shape
 
         def copy(i: int) -> Any:
+            """Returns the i-th copy: of 128 keys' values, from the part that has them."""
             part, column = 0, first + i
             if parts > 1:
                 part, column = lax.div(column, keys // LANES), lax.rem(column, keys // LANES)
@@ -133,6 +136,7 @@ class Chunks:
         self.values(0, 0).start()
 
     def fetch_tail(self, start: Any) -> None:
+        """Copies keys and values of a piece of the tail from HBM, and waits for them."""
         refs, here = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
         source = self.k_hbm.at[self.sample, here, self.features]
         keys = pltpu.make_async_copy(source, refs.tail_keys, refs.tail_done.at[0])
@@ -144,6 +148,8 @@ class Chunks:
 
 
 class _Copies:
+    """The copies of a chunk's values: they are started some at a time, and awaited together."""
+
     def __init__(self, copy: Callable[[int], Any], target: Any, done: Any) -> None:
         self.copy = copy
         self.target, self.done = target, done
@@ -161,6 +167,7 @@ class _Copies:
 
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:
+    """Returns the kernel's scratch memory, in the order of `Refs`."""
     block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
     width = g * plan.head_size
     # A bound leaves the maximum unused; a reference has to be there.
@@ -188,11 +195,14 @@ PLAIN = (((1,), (0,)), ((), ()))
 
 
 class Softmax:
+    """The products and the softmax of a tile of queries, one cell after the other."""
+
     def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan = plan
         self.refs = refs
 
     def clear(self) -> None:
+        """Sets sums and maximum back for a new tile, and makes each head's queries."""
         refs, plan = self.refs, self.plan
         refs.acc[...] = jnp.zeros_like(refs.acc)
         refs.sums[...] = jnp.zeros_like(refs.sums)
@@ -206,24 +216,19 @@ class Softmax:
                 refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Leaves a cell's probabilities, or its scores, for the next step.
-
-        Args:
-            keys: [C, W].
-            cell: Which head and queries.
-        """
+        """Multiplies keys [C, W] with a cell's queries; stores probabilities for `second`, or scores without a bound."""
         g, a, n = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:
             p = jnp.exp2(s)
             self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
-            self._leave(cell, p.astype(self.refs.waiting.dtype))
+            self._store(cell, p.astype(self.refs.waiting.dtype))
         else:
             self.refs.peaks[g, :, pl.ds(a, n)] = _by_sublane(s).max(0)
-            self._leave(cell, s)
+            self._store(cell, s)
 
     def second(self, values: Any, cell: Cell) -> None:
-        """Adds the values [C / 128, W, 128] of the chunk whose first half was left here."""
+        """Adds the values [C / 128, W, 128] of a chunk, weighted with the probabilities that `first` has stored."""
         g, a, n = cell
         columns = range(n // LANES)
         left = jnp.concatenate([self.refs.waiting[g, lax.div(a, LANES) + i] for i in columns], axis=1)
@@ -233,7 +238,7 @@ class Softmax:
             self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
 
     def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
-        """Adds a piece of the tail in one step; `valid` [TAIL, 1] says which keys count."""
+        """Computes a piece of the tail: `first` and `second` in one; `valid` [TAIL, 1] says which keys count."""
         # All scores first: while some are exponentiated, others are multiplied.
         scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
@@ -247,12 +252,13 @@ class Softmax:
                 s = jnp.where(valid, score, -jnp.inf)
                 self._online(values, cell, s, _by_sublane(s).max(0))
 
-    def _leave(self, cell: Cell, x: jax.Array) -> None:
+    def _store(self, cell: Cell, x: jax.Array) -> None:
         g, a, n = cell
         for i in range(n // LANES):
             self.refs.waiting[g, lax.div(a, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
 
     def _online(self, values: Any, cell: Cell, s: jax.Array, peaks: jax.Array) -> None:
+        """Adds the values by online softmax: what is there shrinks where the maximum grows."""
         g, a, n = cell
         here = (g, slice(None), pl.ds(a, n))
         before = self.refs.maximum[here]
@@ -297,6 +303,7 @@ def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
 
 
 def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
+    """Computes one tile of queries against all keys of its sample: whole chunks first, then the tail."""
     lengths = refs.lengths
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
@@ -317,9 +324,10 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each(plan, _for_each(lambda cell: softmax.first(refs.keys[0], cell)))
+    _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
 
     def step(j: Any, _: None) -> None:
+        """Computes the second half of chunk j - 1 and the first half of chunk j, while copies run."""
         chunks.keys(j, slot(j)).wait()
         chunks.values(j - 1, slot(j - 1)).wait()
         # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
@@ -335,7 +343,7 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
     chunks.values(last, slot(last)).wait()
-    _each(plan, _for_each(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+    _each(plan, _one_by_one(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
 
 
 def _shares(copies: int, cells: int) -> list[range]:
@@ -354,6 +362,7 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
     refs = softmax.refs
 
     def piece(i: Any, _: None) -> None:
+        """Adds the i-th piece of the tail."""
         here = start + i * TAIL
         chunks.fetch_tail(here)
         left = length - here
@@ -373,6 +382,7 @@ def _finish(softmax: Softmax) -> None:
     refs, plan = softmax.refs, softmax.plan
 
     def work(cells: Sequence[Cell]) -> None:
+        """Writes the outputs of some cells: what was added up, over the sums."""
         parts = []
         for g, a, n in cells:
             sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
@@ -384,7 +394,7 @@ def _finish(softmax: Softmax) -> None:
 
 
 def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) -> None:
-    """Works on every cell in a loop: what runs once for each tile need not be unrolled.
+    """Calls `work` for all cells, in a loop: what runs once for each tile need not be unrolled.
 
     Args:
         work: Called with some of the cells: all heads of the same queries.
@@ -401,7 +411,9 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) 
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
-def _for_each(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+def _one_by_one(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+    """Returns a function of several cells that calls `work` for each of them."""
+
     def work_on_all(cells: Sequence[Cell]) -> None:
         for cell in cells:
             work(cell)
