@@ -203,7 +203,7 @@ class State:
         return bool(tables)
 
     def after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
-        """Returns the snapshot of what a call leaves that found `before`; `traced` has references to its inputs by id."""
+        """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs, by their ids."""
         survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
 

@@ -216,7 +216,7 @@ class Softmax:
                 refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Multiplies keys [C, W] with a cell's queries; stores probabilities for `second`, or scores without a bound."""
+        """Multiplies keys [C, W] with a cell's queries; stores probabilities for `second`, without a bound scores."""
         g, a, n = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:
