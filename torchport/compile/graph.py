@@ -55,7 +55,7 @@ Part = tuple[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Stands for a node or a tensor in a term.
+    """Stands in a term for a mutable object, which is a node of the graph, or for a tensor.
 
     Attributes:
         kind: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; or a `table`, a
@@ -69,7 +69,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """The term of an immutable value with others in it, such as a tuple; `attributes` are those of a subclass."""
+    """Describes an immutable value with others in it, such as a tuple; `attributes` are those of a subclass."""
 
     type: type
     terms: tuple[Any, ...]
@@ -78,7 +78,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opaque:
-    """The term of a value that is not looked into. It is equal by type and value, or by identity if it has no hash."""
+    """Describes a value that is not looked into. It is equal by type and value, or by identity if it has no hash."""
 
     value: Any
 
@@ -103,7 +103,7 @@ def is_hashable(value: Any) -> bool:
 
 
 def constant(value: Any) -> tuple[type, Any] | None:
-    """Returns the term of a constant, its type and a value to compare by; None for any other value."""
+    """Returns the term that describes a constant, its type and a value to compare by; None for any other value."""
     kind = type(value)
     if kind in _CONSTANTS:
         return kind, torch.device("cpu") if kind is torch.device and value.type == "jax" else value
@@ -183,7 +183,7 @@ def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
 
 
 def parts(thing: Any) -> dict[Part, Any]:
-    """Returns the parts of a node: its items or content, its attributes and its slots, by kind and name."""
+    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots."""
     found: dict[Part, Any] = {}
     if isinstance(thing, types.CellType):
         try:
@@ -216,7 +216,7 @@ def parts(thing: Any) -> dict[Part, Any]:
 
 
 def slots(thing: Any) -> dict[Part, Any]:
-    """Returns the values of a node's `__slots__`, without those that are not bound."""
+    """Returns the values of a mutable object's `__slots__`, without those that are not bound."""
     found: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -226,7 +226,7 @@ def slots(thing: Any) -> dict[Part, Any]:
 
 
 def fill(thing: Any, new: Mapping[Part, Any]) -> None:
-    """Replaces the parts of a node in place: the reverse of `parts`."""
+    """Replaces the parts of a node, a mutable object, in place: items or content, attributes, slots; see `parts`."""
     if isinstance(thing, types.CellType):
         del thing.cell_contents
         for value in new.values():
@@ -260,7 +260,7 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
-    """Replaces the values of a node's `__slots__`; deletes those that `new` does not have."""
+    """Replaces the values of a mutable object's `__slots__`; deletes those that `new` does not have."""
     bound = slots(thing)
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -271,7 +271,7 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
-    """Replaces the attributes of a node, but for the internal ones of a module."""
+    """Replaces the attributes of a mutable object, but for the internal ones of a `torch.nn.Module`."""
     attributes = vars(thing)
     hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
     for name in [name for name in attributes if name not in new and name not in hidden]:
@@ -280,14 +280,14 @@ def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
 
 
 class Blank(NamedTuple):
-    """How to make a new node of a type; its parts are filled in later."""
+    """How to make a new mutable object of a type; its items and attributes are filled in later."""
 
     type: type
     model: Any
 
     @classmethod
     def describe(cls, thing: Any) -> Blank:
-        """Returns how to make nodes of the same type as a node, without its parts."""
+        """Returns how to make new objects of the same type as an object, without its items and attributes."""
         if isinstance(thing, (numpy.ndarray, *_BYTES)):
             return cls(type(thing), copy.copy(thing))
         if isinstance(thing, _VALUES):
@@ -296,7 +296,7 @@ class Blank(NamedTuple):
         return cls(type(thing), getattr(thing, "default_factory", maximum))
 
     def new(self) -> Any:
-        """Returns a new node without parts."""
+        """Returns a new object of the type, without items and attributes."""
         if self.type is types.CellType:
             return types.CellType()
         if isinstance(self.model, (numpy.ndarray, *_BYTES)):
@@ -315,7 +315,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def walk(term: Any) -> Iterator[Any]:
-    """Yields a term and all terms in it."""
+    """Yields a term, the description of a value, and all terms in it."""
     yield term
     if isinstance(term, Whole):
         for each in (*term.terms, *(value for _, value in term.attributes)):
@@ -386,7 +386,7 @@ def holder_of_traced() -> str:
 
 
 def _is_followed(thing: Any) -> bool:
-    """Returns whether `holder_of_traced` follows a referrer: no frame, no class, and no object of a library."""
+    """Returns whether `holder_of_traced` goes on to what refers to a thing: not of frames, classes and libraries."""
     if isinstance(thing, types.FrameType | type):
         return False
     return engine.is_traced(thing) or not _is_of_library(type(thing).__module__, but=_CARRIERS)

@@ -91,7 +91,7 @@ def _light(task: Task, name: str, folder: Path) -> Any:
 
 
 def _prune(module: torch.nn.Module, stage: Stage) -> None:
-    """Removes the modules of a stage's network that the stage never calls."""
+    """Puts empty modules in the place of those that the stage never calls."""
     modules = dict(module.named_modules())
     for name in stage.without:
         if name in modules:
@@ -249,7 +249,7 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
 
 
 def check_classes(task: Task) -> None:
-    """Refuses classes of a card that do not exist, and a network that is no module, all together.
+    """Refuses classes of a card that do not exist, and networks that are no torch modules, all in one error.
 
     Patches must be in place: the classes' modules are imported.
     """

@@ -39,7 +39,6 @@ class Ported(torch.nn.Module):
     Args:
         module: The original; its weights move to the devices.
         written: Its rules.
-        mesh: The devices.
         ledger: The patches that are in force.
         owners: Whose code the module runs, for errors.
         attention: The implementation of attention; None: the platform's.

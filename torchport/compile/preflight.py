@@ -73,7 +73,7 @@ def check(task: Task) -> None:
 
 
 def _check_guider(task: Task) -> None:
-    """Refuses a guider that does more than combine predictions, or has numbers of them that `dp` does not divide."""
+    """Refuses a guider that does more than combine predictions, or whose number of them `dp` does not divide."""
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
@@ -125,7 +125,7 @@ def host_bytes(task: Task) -> int:
 
 
 def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -> None:
-    """Refuses a task that does not fit this machine.
+    """Refuses a task that needs more devices or memory than this machine has.
 
     Args:
         activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A

@@ -270,7 +270,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Sets what the network's operators read while they are called: the mesh, the precision, the patches."""
+        """Sets what a trace of the network depends on, while the context lasts: mesh, precision, kind of attention."""
         if self.trace is not None:
             self.trace.check()
         engine.begin_trace()
@@ -287,7 +287,7 @@ class Compiled:
             yield
 
     def _function(self, static: Static, names: list[str]) -> Callable[..., Any]:
-        """Returns the network as a function of arrays: weights, inputs, and caches whose memory may be used again.
+        """Returns the network as a function of arrays: weights, inputs, and caches, whose memory is donated.
 
         Args:
             names: The trace appends to it the paths of the outputs that become inputs of a later call.

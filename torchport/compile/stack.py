@@ -31,7 +31,6 @@ BLOCK = "block"
 After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 """What is done after each block: `after(index, outputs)` returns the outputs that the next block gets."""
 
-
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 
 Run = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
@@ -114,6 +113,8 @@ class Stacked(torch.nn.Module):
             return self._next_carry(carry, outputs)
 
         def scan(carry: Any, layers: Any, fixed: Any) -> Any:
+            """Calls `step` for one block after the other, in JAX."""
+
             def run_block(carry: Any, item: Any) -> Any:
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.

@@ -32,7 +32,7 @@ _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 
 @dataclasses.dataclass
 class Snapshot:
-    """What a call finds, or what it leaves: a graph of nodes and tensors.
+    """What a call of a ported module can reach before or after it: mutable objects, as nodes of a graph, and tensors.
 
     Attributes:
         root: The terms of the arguments, by parameter; after a call, the term of its return value.
@@ -87,7 +87,7 @@ def _types(key: Any) -> Any:
 
 
 def _kind(thing: Any, is_submodule: bool) -> Any:
-    """Returns what two nodes of equal kind have in common: a function's code, a submodule itself, or the type."""
+    """Returns what a program depends on of a mutable object: a function's code, a submodule itself, or the type."""
     if isinstance(thing, types.FunctionType):
         return Opaque(thing.__code__), Opaque(thing.__globals__)
     is_itself = isinstance(thing, torch.nn.Module) and (
@@ -97,7 +97,7 @@ def _kind(thing: Any, is_submodule: bool) -> Any:
 
 
 class Effects(NamedTuple):
-    """What each call of a program returns and changes, as terms.
+    """What each call of a program returns and changes, described as terms (`graph`).
 
     Attributes:
         returned: What it returns.
@@ -179,10 +179,11 @@ class State:
         self._owned[id(owner), attribute] = buffer, buffer._version
 
     def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
-        """Makes tables that lie in a tensor's memory inputs of later calls; returns whether there are any.
+        """Makes host tensors that lie in a tensor's memory inputs of later calls; returns whether there are any.
 
-        Tables of the same form in the same list, or under the same name in an object of the same type, become inputs,
-        too, such as the caches of all layers: one by one, each would cost a trace.
+        Until then their values are in the program, as tables. Tables of the same form in the same list, or under the
+        same name in an object of the same type, become inputs, too, such as the caches of layers: each alone would cost
+        a trace.
         """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
         plain = [each for each in found.tables if each.layout == torch.strided]
@@ -203,17 +204,13 @@ class State:
         return bool(tables)
 
     def after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
-        """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs, by their ids."""
+        """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
         survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
     def entered(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        """Puts traced tensors in the place of the inputs, in all nodes; restores the nodes at the end of the context.
-
-        Yields:
-            The arguments, with traced tensors.
-        """
+        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end."""
         values = {"thing": before.things, "input": traced, "table": before.tables}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
@@ -235,7 +232,7 @@ class State:
                 _write(table, value)
 
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
-        """Returns what a call does: the difference between the snapshots of what it found and of what it left."""
+        """Returns what a call does: the difference between what it found and what it left."""
         changed = {}
         for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
             if [*old.items()] != [*new.items()]:
@@ -287,7 +284,7 @@ class State:
         return make(effects.returned, values)
 
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
-        """Notes the tensors of a node that depend on a call's inputs: later calls take them as inputs."""
+        """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
         for part, term in terms.items():
             tensors = [make(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
             self._made.update((tensor, True) for tensor in tensors)
@@ -299,7 +296,7 @@ class State:
         return tensor in self._made or (Opaque(thing), part) in self._kept
 
     def parts(self, thing: Any) -> dict[Part, Any]:
-        """Returns a node's parts. A submodule's weights are not among them, nor the buffers that it had at first."""
+        """Returns an object's items or attributes, without a submodule's weights and the buffers it had at first."""
         if not self._is_submodule(thing):
             return graph.parts(thing)
         found: dict[Part, Any] = {
@@ -320,7 +317,7 @@ class State:
         return found
 
     def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
-        """Replaces a node's parts in place: the reverse of `parts`."""
+        """Replaces an object's items or attributes in place; see `parts`."""
         if not self._is_submodule(thing):
             graph.fill(thing, new)
             return
@@ -339,7 +336,7 @@ class State:
 
 
 class _Survey:
-    """Walks through the graph of a call's nodes once, and fills a snapshot with what it finds.
+    """Walks once through all mutable objects that a call can reach, and fills a snapshot with them.
 
     Args:
         state: Of the module.
@@ -361,7 +358,7 @@ class _Survey:
         snapshot.paths = [None] * count
 
     def finish(self, root: Any) -> Snapshot:
-        """Reads the nodes that wait, then those known from the start; returns the snapshot with `root` in it."""
+        """Reads the objects that wait, then those known from the start; returns the snapshot with `root` in it."""
         snapshot, known = self.snapshot, [number for number in self.numbers.values() if number not in self.waiting]
         while self.waiting or known:
             if not self.waiting:
@@ -378,7 +375,7 @@ class _Survey:
         return snapshot
 
     def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
-        """Returns the term of a value.
+        """Returns the term that describes a value: a constant, a reference, or a container of terms.
 
         Args:
             path: The names that lead to it from the arguments.
@@ -413,7 +410,7 @@ class _Survey:
         return Opaque(value)
 
     def _node(self, thing: Any, path: tuple[str, ...] | None) -> Reference:
-        """Adds a node to the snapshot, to be read later, and returns its reference."""
+        """Adds a mutable object to the snapshot, to be read later, and returns its reference."""
         snapshot = self.snapshot
         number = self.numbers[id(thing)] = len(snapshot.things)
         snapshot.things.append(thing)
@@ -424,7 +421,7 @@ class _Survey:
         return Reference("thing", number)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
-        """Returns the reference to a tensor: to an input or an output of the program, or to a table."""
+        """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
         snapshot = self.snapshot
         if self.traced is not None:
             tensor = tensor if id(tensor) in self.tensors else engine.on_host(tensor)
@@ -480,7 +477,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) -> Any:
-    """Returns the tables' new values, one for each memory that new tables share, and the parts of it that these are."""
+    """Returns new values of host tensors that a call leaves, and which of them are views of another's memory."""
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
     plain = {n: t for n, t in {**dict(enumerate(found)), **tables}.items() if t.layout == torch.strided}
@@ -540,7 +537,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Returns what a table's values are recognised by: small ones by value, others by identity and count of writes."""
+    """Returns what tells whether a host tensor's values have changed: small values, or PyTorch's count of writes."""
     if engine.is_traced(tensor):
         return Opaque(tensor)
     if _is_small(tensor):

@@ -24,7 +24,7 @@ PLACES = frozenset({"device", "generator", "layout", "memory_format", "non_block
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the table of operators tells apart of a call: its operator, dtypes and options.
+    """The form of an operator's call, as the table `conformance.yaml` knows it.
 
     Attributes:
         operator: `aten.avg_pool2d.default`, `torch.nn.functional.linear`.
@@ -78,7 +78,7 @@ def read() -> _Table:
 
 
 def _entry(data: Mapping[str, Any]) -> _Samples:
-    """Returns the table's entry of one operator, from its YAML."""
+    """Returns one operator's entry of `conformance.yaml`."""
     rows = [
         Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", ""))
         for kind in ("differs", "mended")
@@ -88,7 +88,7 @@ def _entry(data: Mapping[str, Any]) -> _Samples:
 
 
 def state_of(form: Form) -> tuple[str, str]:
-    """Returns what the table says of a form, and why.
+    """Returns whether a call of this form agrees with PyTorch, by the table `conformance.yaml`, and why.
 
     Returns:
         `same`; `mended`, with the patch; `differs`, with how; `unknown`, with what was never sampled.
@@ -107,7 +107,7 @@ def state_of(form: Form) -> tuple[str, str]:
 
 
 def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
-    """Returns the form of a call of a torch function or of an ATen overload."""
+    """Returns the form (operator, dtypes, options) of a call of a torch function or of an ATen overload."""
     import torch
 
     tensors = list(_tensors([args, kwargs]))
@@ -124,7 +124,7 @@ def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _traits(tensors: Sequence[Any]) -> Iterator[str]:
-    """Yields the traits of inputs that lowerings get wrong."""
+    """Yields the traits of input tensors that lowerings get wrong, such as `empty` or `0-dim`."""
     import torch
 
     if any(tensor.numel() == 0 for tensor in tensors):
@@ -231,6 +231,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 class _Parameter(NamedTuple):
+    """A parameter of an operator, from its schema or its signature."""
+
     name: str
     required: bool
     by_name: bool
@@ -298,7 +300,7 @@ def _equation_kinds(equation: str) -> Iterator[str]:
 
 
 def _index_kinds(index: Any) -> Iterator[str]:
-    """Yields the kinds of the parts of an index."""
+    """Yields the kinds of the parts of an index, such as `mask`, `slice` or `int`."""
     import torch
 
     for part in index if isinstance(index, tuple) else (index,):
@@ -331,7 +333,7 @@ class _RefusedError(DiffersError):
 
 
 class Operators:
-    """A record of the operators that a network calls, with what the table says of each.
+    """A record of the operators that a network calls, and whether each agrees with PyTorch.
 
     Args:
         accepted: The reason by name of each operator that may differ.

@@ -70,7 +70,7 @@ def prepare(environment: Any) -> None:
 
 
 def _value(tensor: Any) -> Any:
-    """Returns the array of a tensor; with a shadow on the host, it is made at the tensor's first use in a trace.
+    """Returns the JAX array of a traced tensor; if PyTorch has its values, each trace makes an array of its own.
 
     Upstream may keep tables from one call to the next, in a cache of a function's results.
     """
@@ -145,7 +145,7 @@ class Dispatch:
         self.made: list[weakref.ref[Any]] = []  # all tensors of the trace
 
     def __call__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator: on the host if all values are known, otherwise by its lowering and on the shadows."""
+        """Calls an operator: in PyTorch on the host if it depends on no input of the network, else by its lowering."""
         kwargs = kwargs or {}
         traced = self._traced((args, kwargs))
         makes = self._makes(function, args, kwargs)
@@ -237,7 +237,7 @@ class Dispatch:
         return tuple(map(self._known, places))
 
     def shadow(self, tensor: Any) -> torch.Tensor:
-        """Returns the shadow of a traced tensor; an input or a weight gets one on meta."""
+        """Returns a traced tensor's shadow, PyTorch's tensor of its dtype, shape and strides; makes a missing one."""
         shadow: torch.Tensor | None = tensor.__dict__.get("_shadow")
         if shadow is None:  # of an input or a weight
             shadow = tensor._shadow = _empty(tensor._elem)
@@ -245,7 +245,7 @@ class Dispatch:
         return shadow
 
     def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Returns whether the host computes an operator of known values: no random one, and no large result."""
+        """Returns whether the host computes an operator of known values: none that is random, or has a large result."""
         if function in _DRAWS or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             return False
         if function in (torch.tensor, torch.as_tensor):
@@ -259,7 +259,7 @@ class Dispatch:
         return all(leaf.untyped_storage().nbytes() <= LARGEST for leaf in leaves)
 
     def _answer(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
-        """Returns what PyTorch's operator returns for the shadows, on meta or on the host; `_UNKNOWN` if it cannot."""
+        """Returns what PyTorch's operator returns for meta or host tensors in place of traced ones; or `_UNKNOWN`."""
 
         def shadow(leaf: Any) -> Any:
             """Returns a leaf as PyTorch gets it: of a traced tensor the shadow, on the device."""
@@ -436,7 +436,7 @@ class Dispatch:
         return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
 
     def _as_pytorch(self, function: Any, leaf: Any, shadow: torch.Tensor) -> Any:
-        """Returns a result with PyTorch's dtype and strides."""
+        """Returns a lowering's result with PyTorch's dtype and strides; refuses another shape than PyTorch's."""
         from torchax.ops import mappings
 
         value, dtype = leaf._elem, mappings.t2j_dtype(shadow.dtype)
@@ -459,7 +459,7 @@ class Dispatch:
         return tensor
 
     def _memory(self, tensor: Any) -> Storage:
-        """Returns the memory of a traced tensor; a tensor without one gets its own."""
+        """Returns the `Storage` of a traced tensor, which its views share; makes one if it has none."""
         self.shadow(tensor)
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
@@ -547,7 +547,7 @@ class Dispatch:
                 each._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
-        """Makes a tensor of known values, and all that share its memory, unknown: a value of the network goes there."""
+        """Makes the values of a tensor, and of all that share its memory, unknown to the host, before a write."""
         memory = self._memory(tensor)
         with _plain():
             storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
@@ -590,7 +590,7 @@ class Dispatch:
 
 
 def _empty(array: Any) -> torch.Tensor:
-    """Returns a shadow on meta for an array."""
+    """Returns an empty tensor on meta with an array's dtype and shape: its shadow."""
     from torchax.ops import mappings
 
     with _plain():
@@ -604,7 +604,7 @@ def is_known(tensor: Any) -> bool:
 
 
 def on_host(value: Any) -> Any:
-    """Returns the shadow of a traced tensor with known values, which is on the host; anything else as it is."""
+    """Returns PyTorch's host tensor in place of a traced tensor with known values; anything else as it is."""
     has_values = isinstance(value, torch.Tensor) and is_known(value)
     return vars(value)["_shadow"] if has_values else value
 

@@ -103,7 +103,7 @@ def _small(text: str) -> str:
 
 
 def _host_tensor(failure: Failure) -> Cure:
-    """Returns the cure for a tensor on the host that meets a traced one."""
+    """Returns fact, remedy and patch entry for a host tensor that meets a traced one."""
     entry = failure.rewritten("Computes with a tensor of the host while it is traced.")
     fact = f"{failure.frame.caller} computes with a traced tensor and with one that was made beside it, on the host"
     cure = (
@@ -114,7 +114,7 @@ def _host_tensor(failure: Failure) -> Cure:
 
 
 def _operator(failure: Failure) -> Cure:
-    """Returns the cure for an operator that computes something else than PyTorch's."""
+    """Returns fact, remedy and patch entry for an operator that computes something else than PyTorch's."""
     entry = failure.rewritten("Calls an operator that computes something else than in PyTorch.")
     found = engine.difference(failure.error)
     assert found is not None
@@ -130,7 +130,7 @@ def _traced_value(failure: Failure) -> Cure:
 
 
 def _no_lowering(failure: Failure) -> Cure:
-    """Returns the cure for an operator that torchax cannot lower."""
+    """Returns fact, remedy and patch entry for an operator that torchax cannot lower."""
     target = engine.missing_operator(failure.error)
     fact = f"{failure.frame.caller} calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
@@ -141,7 +141,7 @@ def _no_lowering(failure: Failure) -> Cure:
 
 
 def _cuda(failure: Failure) -> Cure:
-    """Returns the cure for code that asks for CUDA: a shipped patch, or an entry for the function or the statement."""
+    """Returns fact, remedy and patch entry for code that asks for CUDA: a shipped patch, or a new entry."""
     owners, target = failure.owners, _torch_cuda(failure)
     fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
     why = "Asks for CUDA, also where there is none."
@@ -207,7 +207,7 @@ def _shipped(owners: Owners, target: str) -> str | None:
 
 
 def _absent_package(failure: Failure) -> Cure:
-    """Returns the cure for a failed import: to install the package, or to put a stub in its place."""
+    """Returns fact, remedy and patch entry for a failed import: to install the package, or a stub for it."""
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:
@@ -235,7 +235,7 @@ def _absent_package(failure: Failure) -> Cure:
 
 
 def _other(failure: Failure) -> Cure:
-    """Returns the cure for an exception of any other kind."""
+    """Returns fact, remedy and patch entry for an exception of any other kind."""
     fact = f"{failure.frame.caller} raises {failure.reason}"
     if failure.frame.owner == "upstream":
         where = "" if failure.owners.is_script else " in the family"

@@ -68,15 +68,13 @@ class Problem:
 
     @property
     def int8(self) -> bool:
-        """Whether `splash_int8` multiplies queries and keys in eight bits: where that is faster, and scores stay within
-        the bound.
-        """
+        """Whether `splash_int8` may multiply in eight bits: that is faster, and the scores stay within the bound."""
         fills = tiles.LANES // 2 < self.head_size <= tiles.LANES
         return fills and self.dtype == jnp.bfloat16 and self.bound is not None and bounds.holds(GROWTH * self.bound)
 
 
 def platform() -> tuple[str, str | None]:
-    """Returns the platform that the program is traced for, and its TPU chip: the mesh's if there is one."""
+    """Returns platform and TPU chip (None elsewhere) of the current mesh, or of JAX's first device without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         first = jax.devices()[0]
@@ -88,7 +86,7 @@ def platform() -> tuple[str, str | None]:
 
 
 def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
-    """Returns lengths as int32 [B]; numbers that are known here must lie within the tokens, others are cut to them."""
+    """Returns lengths as int32 [B]. Known numbers must be 0 to `tokens`; those of a trace are clipped to that."""
     traced = isinstance(lengths, jax.core.Tracer)
     values = lengths if traced else numpy.asarray(lengths)
     if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
@@ -101,7 +99,7 @@ def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Arra
 
 
 def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
-    """Refuses tensors that do not belong together, and a window that is none."""
+    """Refuses tensors whose shapes or dtypes do not fit together, and a window that is not (left, right)."""
     sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
     if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
         remedy = "It must be (left, right), each a whole number of keys or None"
@@ -262,7 +260,7 @@ def attention(
 
 
 def score_bound(bound: float | str | None, factor: float) -> float | None:
-    """Returns the bound of scores: `factor` times the bound of |q . k|, which may be a name in the context."""
+    """Returns a bound of the scores: `factor` times that of |q . k|, a number or a name in the context; or None."""
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise AttentionError("attention", f"bound is {limit!r}", "It must be a positive number, or the name of one")
@@ -279,7 +277,10 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns a call's implementation, a function of q, k, v, lengths and mask; notes the call, [B, H, S] by T."""
+    """Returns the implementation of a call, as a function of q, k, v, lengths and mask; notes the call for a plan.
+
+    The queries have the shape [B, H, S].
+    """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
     name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
@@ -323,7 +324,7 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
 
 
 def _by_platform(problem: Problem) -> str:
-    """Returns the implementation for a call that names none: the table at the top of this file."""
+    """Returns the implementation for a call that names none: by platform, dtype, head size, mask and window."""
     if problem.masked:
         return "plain"
     if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
@@ -336,7 +337,7 @@ def _by_platform(problem: Problem) -> str:
 
 
 def _check_kernel(name: str, problem: Problem) -> None:
-    """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
+    """Refuses a call of a TPU kernel on another platform, or with a chip, tile or dtype that it does not take."""
     if problem.platform == "tpu" and problem.chip is None:
         chips = ", ".join(TPU_CHIPS)
         raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {chips}; or use 'plain'")
@@ -476,7 +477,7 @@ def _check_axes(mesh: Any) -> None:
 
 
 def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
-    """Returns as many of the axes, in their order, as have a product that divides `count`."""
+    """Returns the axes of the mesh, in order, whose sizes divide `count`: one after the other, others left out."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:

@@ -112,7 +112,7 @@ class Int8Softmax(Softmax):
         self.rows = rows
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Stores a cell's probabilities for `second`; as pairs, where scores are exponentiated in bfloat16."""
+        """Stores the probabilities of a cell (some queries of a head) for `second`; bfloat16 ones in pairs."""
         if not self.plan.packed:
             super().first(keys, cell)
             return

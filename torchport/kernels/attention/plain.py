@@ -92,7 +92,7 @@ class _Inputs:
     block_kv: int
 
     def key_blocks(self, first_row: Any) -> tuple[Any, Any]:
-        """Returns the first block of keys that some query of a block sees, and one after the last."""
+        """Returns which blocks of keys the queries of a block see: the first, and one after the last."""
         left, right = limits(self.causal, self.window)
         keys = self.k.shape[2]
         if keys <= self.block_kv:

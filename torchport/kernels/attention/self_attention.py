@@ -199,7 +199,7 @@ def _local(
         further_qkv = [_local_heads(layout.spread(x), groups) for x in (further.q, further.k, further.v)]
 
     def attend(samples: range) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the outputs [B, N, S, F / N] and [B, T, F / N] of some samples."""
+        """Computes attention of some samples: outputs [B, N, S, F / N], and [B, T, F / N] of the further tokens."""
         here = slice(samples.start, samples.stop)
 
         def placed(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:

@@ -51,7 +51,7 @@ def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
 
 
 def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compute: int) -> Any:
-    """Returns JAX's tile sizes, none larger than the sequence needs."""
+    """Returns JAX's tile sizes, none larger than the sequence needs; refuses sizes that are no multiples."""
     for name, block in (("block_q", block_q), ("block_kv", block_kv), ("block_kv_compute", block_kv_compute)):
         if block <= 0 or block % LANES:
             raise AttentionError(
@@ -87,7 +87,7 @@ def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -
 
 
 def _valid(batch: int, keys: int, all_keys: int, lengths_B: jax.Array | None) -> jax.Array | None:
-    """Returns which keys are no padding, the tiles' included, bool [B, all_keys]; None: all of them."""
+    """Returns which keys are valid, not padding of samples or of tiles: bool [B, all_keys]; None: all are."""
     if lengths_B is None and all_keys == keys:
         return None
     ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B

@@ -37,7 +37,7 @@ def up(number: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut."""
+    """How an attention kernel cuts queries and keys into blocks."""
 
     #: Queries of a tile, at most; a multiple of 128. Tiles are made equally large.
     block_q: int
@@ -108,7 +108,7 @@ KernelName = Literal["splash_transposed", "splash_int8", "splash"]
 
 
 def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
-    """Returns the tile if a core with so much VMEM has room for it, and refuses it otherwise."""
+    """Returns the tile if it fits into so many bytes of VMEM, and refuses it otherwise."""
     needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
     limit = vmem - RESERVED
     if needed <= limit:
@@ -156,6 +156,8 @@ class _SplashTile(Frozen):
 
 
 class _Row(Frozen):
+    """What every row of the table of tiles has."""
+
     chip: Annotated[str, pydantic.AfterValidator(_chip)]
     head_size: pydantic.PositiveInt
     """D, as the kernel pads it."""
@@ -240,7 +242,7 @@ def best(chip: str, implementation: Literal["splash"], head_size: int, bounded: 
 
 
 def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = False) -> Tile | SplashTile:
-    """Returns the best tile that the table has.
+    """Returns the best tile in the table for a chip and a head size.
 
     Args:
         chip: v5e, v5p, v6e or tpu7x.

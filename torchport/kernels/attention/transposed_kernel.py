@@ -31,7 +31,7 @@ Cell = tuple[int, Any, int]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known before tracing."""
+    """Everything about one call of the kernel that is known before tracing."""
 
     tile: Tile
     heads: int  #: g.
@@ -195,14 +195,14 @@ PLAIN = (((1,), (0,)), ((), ()))
 
 
 class Softmax:
-    """The products and the softmax of a tile of queries, one cell after the other."""
+    """The products and the softmax of a tile of queries, cell by cell: some queries of a head at a time."""
 
     def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan = plan
         self.refs = refs
 
     def clear(self) -> None:
-        """Sets sums and maximum back for a new tile, and makes each head's queries."""
+        """Resets sums and maximum for a new tile of queries, and separates the queries of its heads."""
         refs, plan = self.refs, self.plan
         refs.acc[...] = jnp.zeros_like(refs.acc)
         refs.sums[...] = jnp.zeros_like(refs.sums)
@@ -258,7 +258,7 @@ class Softmax:
             self.refs.waiting[g, lax.div(a, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
 
     def _online(self, values: Any, cell: Cell, s: jax.Array, peaks: jax.Array) -> None:
-        """Adds the values by online softmax: what is there shrinks where the maximum grows."""
+        """Adds values to the outputs by online softmax: earlier outputs and sums shrink where the maximum grows."""
         g, a, n = cell
         here = (g, slice(None), pl.ds(a, n))
         before = self.refs.maximum[here]
@@ -320,14 +320,14 @@ def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
 
 
 def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
-    """Runs through the whole chunks: the first half of chunk j beside the second half of chunk j - 1."""
+    """Adds all whole chunks of keys: computes scores of chunk j beside the outputs of chunk j - 1."""
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
     _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
 
     def step(j: Any, _: None) -> None:
-        """Computes the second half of chunk j - 1 and the first half of chunk j, while copies run."""
+        """Adds the values of chunk j - 1 and computes the scores of chunk j, while the next chunk is copied."""
         chunks.keys(j, slot(j)).wait()
         chunks.values(j - 1, slot(j - 1)).wait()
         # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
@@ -347,7 +347,7 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
 
 
 def _shares(copies: int, cells: int) -> list[range]:
-    """Returns which copies are started before each cell.
+    """Spreads the starts of copies over the cells of a chunk: returns which copies to start before each cell.
 
     Where several are started at once, the products stand still. But a copy that is started between two cells keeps
     their products apart, of which few cells have none to spare: they have all copies before the first.
@@ -358,7 +358,7 @@ def _shares(copies: int, cells: int) -> list[range]:
 
 
 def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
-    """Adds what is left of the keys after the last whole chunk."""
+    """Adds the keys after the last whole chunk, in pieces of `TAIL`."""
     refs = softmax.refs
 
     def piece(i: Any, _: None) -> None:
@@ -378,11 +378,11 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
 
 
 def _finish(softmax: Softmax) -> None:
-    """Writes the outputs: 0 where there was no key."""
+    """Writes the outputs, divided by the sums of probabilities; 0 where there was no key."""
     refs, plan = softmax.refs, softmax.plan
 
     def work(cells: Sequence[Cell]) -> None:
-        """Writes the outputs of some cells: what was added up, over the sums."""
+        """Writes the outputs of some cells."""
         parts = []
         for g, a, n in cells:
             sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)

@@ -68,7 +68,6 @@ def convolved(
         x: [H, W, T, C], or with `rows` [H + 2, W, T, C]; H and W divided by `request.zoom`.
         sides: The columns before and after it, [H, 1, T, C].
         weight: PyTorch's, [D, C, 3 or 1, 3, 3].
-        bias: [D], or None.
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
     x = _upsampled(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)
@@ -101,7 +100,7 @@ def convolved(
 def _added(
     products: jax.Array, outputs: int, still: bool, carry: jax.Array | None, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds up the products of the three taps in time [T, H, W, 3 D]; returns them, and what the next chunk adds."""
+    """Adds up the products of the three taps in time [T, H, W, 3 D]; returns frames, and what the next chunk adds."""
     oldest, older, newest = (products[..., n * outputs : (n + 1) * outputs] for n in range(3))
     start = jnp.stack([oldest[0] + older[0], oldest[0]])
     start = start if still else jnp.zeros_like(start)
@@ -112,7 +111,7 @@ def _added(
 
 
 def _upsampled(x: jax.Array, times: int, rows: bool) -> jax.Array:
-    """Repeats each row and column of x so many times, but the neighbours' at the ends once: upsampling."""
+    """Repeats rows and columns of x (nearest-neighbour upsampling); those of neighbours, at the ends, come once."""
     if times == 1:
         return x
     cut = slice(times - 1, 1 - times)

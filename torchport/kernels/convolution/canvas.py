@@ -73,7 +73,7 @@ def using(canvas: Canvas) -> Iterator[None]:
 
 
 def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paired: bool = False) -> Canvas:
-    """Returns the canvas for latents, on the mesh that is set (`jax.set_mesh`).
+    """Returns how latents lie on the current mesh (`jax.set_mesh`), with padding and the axes that split them.
 
     Each axis splits the columns or the rows, so that a device has the fewest positions, with the borders of its
     neighbours. Rows are split only if it then has a tenth less of them: joining rows with a border is a copy.

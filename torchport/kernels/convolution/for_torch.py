@@ -216,7 +216,7 @@ def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns a video, or a chunk of it, after so many frames that come before it; before the first, they are 0."""
+    """Returns a video, or a chunk of it, with the last `count` frames before it in front; before the first, 0."""
     tape = _tape(x_BCTHW)
     kept = None if tape is None else tape.take()
     before = torch.zeros_like(x_BCTHW[:, :, :1]).repeat(1, 1, count, 1, 1) if kept is None else kept
@@ -258,7 +258,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the batch of each frame, [T], and which frames count in each of the batches, [batches, T]."""
+    """Returns which frames upstream decodes together: each frame's batch [T], and valid frames [batches, T]."""
     frames, form, tape = x_BCTHW.shape[2], canvas.current(), _TAPE.get()
     total = frames if tape is None else frames * tape.count
     device, times = x_BCTHW.device, total // form.frames
@@ -299,7 +299,7 @@ def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.A
         """Applies the function to one chunk; returns its result, and what it leaves to the next chunk."""
 
         def chunk(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
-            """Calls `step` in PyTorch, with a tape for this chunk."""
+            """Calls `step` in PyTorch on a chunk; a `_Tape` passes values from its convolutions to the next chunk's."""
             tape = _Tape(values, number, count)
             token = _TAPE.set(tape)
             try:
@@ -342,7 +342,7 @@ def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torc
 def frame_attention(
     q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor, *, causal: bool = True
 ) -> torch.Tensor:
-    """Returns attention of each latent position to its own frame, and if it is causal to all earlier ones; one head.
+    """Returns attention of each latent position to its own frame and, if causal, to all earlier ones; one head.
 
     All keys are brought to every device, and each computes its own queries, a frame at a time. So the scores of a frame
     are all that is held of the (T H W) x (T H W) there are.

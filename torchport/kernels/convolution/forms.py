@@ -41,7 +41,7 @@ def convolved(
     bias_D: jax.Array | None,
     **operands: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a causal convolution on the current canvas, and what the next chunk of time needs of this one.
+    """Returns a causal convolution of a video on the current canvas (shards and padding), and the next chunk's carry.
 
     Args:
         x_BCTHW: As the canvas has it.
@@ -56,7 +56,7 @@ def convolved(
     specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carries}
 
     def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
-        """Computes one device's part of each sample."""
+        """Computes one device's part, sample by sample, with the borders of its neighbours."""
         # One sample after the other: the kernel takes the frames of one video.
         height = part.shape[3] * _ways(form.rows)
         width = part.shape[4] * _ways(form.columns)
@@ -206,12 +206,10 @@ def _note(conv: kernel.Conv, count: int) -> None:
 
 
 def sides(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns the last slice of the device before and the first of the device after, along a dim.
+    """Returns the slices before and after a device's part along a dim: its neighbours', or the video's padding.
 
     Args:
-        x: A device's part.
-        dim: Which dim is parted.
-        axes: Over which axes of the mesh; none: it is whole here.
+        axes: The axes of the mesh that split the dim; none: it is whole here.
         edges: Whether the slice beyond the video's end is the nearest one; otherwise it is 0.
     """
     first, last = (lax.index_in_dim(x, n, dim) for n in (0, x.shape[dim] - 1))

@@ -130,7 +130,7 @@ class Conv:
 
 
 def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
-    """Returns bfloat16 arrays whose sum is x, to 8 bits for each of them."""
+    """Splits x into bfloat16 arrays, whose sum is x: each has the next 8 bits."""
     parts: list[jax.Array] = []
     for _ in range(count):
         parts.append(x.astype(jnp.bfloat16))
@@ -166,7 +166,6 @@ def convolved(
         x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C]; H and W divided by `conv.zoom`.
         sides: The columns before and after it, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
-        bias: [D].
         operands: The arrays that `conv` says it takes. In the first chunk `conv.still` says what replaces `carry`.
         interpret: Run it as plain JAX.
 
@@ -259,7 +258,7 @@ def _scratch(conv: Conv) -> list[Any]:
 
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
-    """Takes one row of the input in, and makes one row of the output."""
+    """Takes one row of the input into the ring of three rows, and makes one row of the output from it."""
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", conv.residual), ("scale", conv.scaled), ("shift", conv.scaled))
     more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
@@ -289,7 +288,7 @@ class _Step:
     row: Any  #: The input's row, of H + 2.
 
     def take_row(self) -> None:
-        """Puts a row of the input into the ring, with the columns on its two sides."""
+        """Puts a row of the input, and the columns on its two sides, into the ring of the last three rows."""
         conv, some = self.conv, self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
@@ -349,7 +348,7 @@ class _Step:
                 make(number, 0)
 
     def _make_columns(self, start: Any) -> None:
-        """Multiplies the input with all taps in space for some columns of the output, and finishes them."""
+        """Multiplies all taps in space with the input, for some columns of a row, and writes these columns."""
         sums = self.ref["sums"]
         if self.conv.channels > BLOCK:  # a loop, which keeps the kernel's code short
             sums[...] = jnp.zeros_like(sums)
