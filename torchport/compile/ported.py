@@ -57,6 +57,7 @@ class Ported(torch.nn.Module):
         owners: failure.Owners,
         attention: Implementation | None,
     ) -> None:
+        """Compiles the module by its rules, and keeps it for its other attributes."""
         super().__init__()
         self.ledger = ledger
         self.owners = owners

@@ -134,6 +134,7 @@ class Compiled:
         attention: dispatch.Context = dispatch.NONE,
         jit: bool = True,
     ) -> None:
+        """Stacks the network's blocks and their weights; nothing is traced yet."""
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
         counts = self.counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))

@@ -101,7 +101,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
-    return Rules(component, own, document, at, card.written(component), bounds, divides, extra, base=chosen.like)
+    return Rules(component, own, document, at, card.written(component), bounds, divides, extra=extra, base=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:

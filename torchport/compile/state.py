@@ -129,6 +129,7 @@ class State:
     """What a ported module keeps from call to call. Errors name the module by `place`."""
 
     def __init__(self, module: torch.nn.Module, place: str) -> None:
+        """Notes the module's weights and buffers as they are at the time of `port`."""
         self.module = module
         self.place = place
         self._owned = {
@@ -345,6 +346,7 @@ class _Survey:
     """
 
     def __init__(self, state: State, snapshot: Snapshot, traced: Mapping[int, Reference] | None) -> None:
+        """Numbers the objects and tensors that are known from the start."""
         self.state = state
         self.snapshot = snapshot
         self.traced = traced
@@ -509,7 +511,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:
-    """Returns the inputs that lie in the memory of another input; see `Snapshot.views`."""
+    """Returns, for each input inside another input, the other's number, and its size, strides and offset there."""
     found = {}
     by_memory: dict[Any, list[int]] = {}
     for number, tensor in enumerate(inputs):

@@ -100,6 +100,7 @@ class StepCached:
     drops = True
 
     def __init__(self, compiled: Compiled, cache: StepCache, steps: family.Steps, total: int) -> None:
+        """Takes over the step and the kept tensors of a stopped run, if there was one."""
         self.compiled = compiled
         self.cache = cache
         self.total = total

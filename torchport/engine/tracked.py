@@ -245,7 +245,7 @@ class Dispatch:
         return shadow
 
     def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Returns whether the host computes an operator of known values: none that is random, or has a large result."""
+        """Returns whether the host computes an operator of known values: no random one, and none of a large result."""
         if function in _DRAWS or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             return False
         if function in (torch.tensor, torch.as_tensor):

@@ -59,7 +59,7 @@ class Owners:
         """Says where a patch entry is to be listed: in the card, or in the call of `torchport.applied`."""
         if self.document is None:
             return "'patches' of torchport.applied(...)"
-        if self.card is not None and self.card.model.startswith(DERIVED):  # that card is made anew when it is edited
+        if self.card is not None and self.card.model.startswith(DERIVED):  # a generated card: edits of it are lost
             command = f"torchport new model NAME --pipeline {self.card.model} --out DIR"
             return f"'patches' of a card of your own ({command})"
         return f"'patches' in {self.document.place(['patches'])}"

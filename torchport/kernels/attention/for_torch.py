@@ -110,9 +110,9 @@ def self_attention(
     size = rotary[0].shape[1]
     heads = tokens.q.shape[2] // size
     if engine.is_traced(tokens.q):
-        from torchport.kernels.attention import self_attention as form
+        from torchport.kernels.attention import self_attention as in_jax
 
-        if form.fits(tokens.q.shape[0], heads, size):
+        if in_jax.fits(tokens.q.shape[0], heads, size):
             return _by_kernel(tokens, further, rotary, lengths, project, heads=heads, bound=bound)
     valid, missing = rotary[0].shape[0], tokens.q.shape[1] - rotary[0].shape[0]
     q, k, v = (x[:, :valid] for x in _by_head(tokens, heads))
@@ -138,7 +138,7 @@ def _by_kernel(
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes `self_attention` by the kernel, in JAX: norms go into it as arrays of gains."""
-    from torchport.kernels.attention import self_attention as form
+    from torchport.kernels.attention import self_attention as in_jax
     from torchport.kernels.attention.rotary import Norm
 
     def kinds(stream: Stream) -> list[dict[str, Any] | None]:
@@ -149,17 +149,17 @@ def _by_kernel(
         gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
         return [stream.q, stream.k, stream.v, gains]
 
-    def as_tokens(stream_arrays: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
+    def as_tokens(stream_arrays: Any, kinds: list[dict[str, Any] | None]) -> in_jax.Tokens:
         q, k, v, gains = stream_arrays
         norms = [None if kind is None else Norm(*gain, **kind) for gain, kind in zip(gains, kinds, strict=True)]
-        return form.Tokens(q, k, v, *norms)
+        return in_jax.Tokens(q, k, v, *norms)
 
     def run(stream: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
         first = as_tokens(stream, kinds(tokens))
         second = None if further is None else as_tokens(others, kinds(further))
         cos, sin = tables
-        out, rest = form.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
-        return form.linear_of_parts(out, weight, bias), rest
+        out, rest = in_jax.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
+        return in_jax.linear_of_parts(out, weight, bias), rest
 
     both = [None if stream is None else tensors(stream) for stream in (tokens, further)]
     output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_kernel(

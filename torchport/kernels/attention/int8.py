@@ -121,7 +121,7 @@ class Int8Softmax(Softmax):
         self._store(cell, pltpu.bitcast(p, jnp.int32))
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
-        """Adds the values weighted with p [C, queries]; and p itself to the sums, where it comes as pairs."""
+        """Adds the values weighted with p [C, queries] to the outputs; and p to the sums, if it comes in pairs."""
         if p.dtype != jnp.int32:
             super()._add(values, cell, p, shrink)
             return

@@ -148,14 +148,14 @@ def _on_shards(
     lengths: jax.Array | None,
     size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Calls `run` on each device's tokens and heads, under a mesh; without one, on all of them."""
+    """Calls `run` on each device's tokens and heads by `shard_map`; on everything, if there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return run(tokens, further, cos, sin, lengths)
     dp, sp, tp = (axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp"))
 
     def specs(parts: Tokens | None, spec: PartitionSpec) -> Tokens | None:
-        """Returns the shardings of tokens: `spec`, and what fits it for the gains of their norms."""
+        """Returns `spec` for q, k and v, and specs that fit it for the gains of norms, as `Tokens`."""
         if parts is None:
             return None
         # Gains of all heads together lie as the features do.

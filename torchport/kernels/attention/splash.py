@@ -71,7 +71,7 @@ def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compu
 
 
 def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
-    """Returns [B * H, tokens, D], with zeros for the tokens that are added.
+    """Returns queries, keys or values as [B * H, tokens, D], padded with zeros; with `first_BT`, with more features.
 
     Args:
         first_BT: First of `FEATURES` further features, [B, tokens]; the others are 0. None: none is added.

@@ -167,7 +167,7 @@ class _Copies:
 
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:
-    """Returns the kernel's scratch memory, in the order of `Refs`."""
+    """Returns the shapes of the kernel's scratch buffers, in the order of the fields of `Refs`, from `acc` on."""
     block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
     width = g * plan.head_size
     # A bound leaves the maximum unused; a reference has to be there.

@@ -96,7 +96,7 @@ def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
 
 
 def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
-    """Returns a part of a scale or shift, [H, W + 2, T, C], with its neighbours' borders; 0 outside the video."""
+    """Returns a device's part of a scale or shift, [H, W + 2, T, C], with neighbours' borders; 0 outside the video."""
     height, width = (scale_CTHW.shape[n] * _ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
     x = scale_CTHW.astype(jnp.float32).transpose(2, 3, 1, 0)
     x, (left, right) = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), edges=False)

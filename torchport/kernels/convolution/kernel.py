@@ -206,7 +206,7 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     """Returns the block specs of the operands, by the block of channels out and the row of the input."""
 
     def row(times: int) -> Callable[..., tuple[Any, ...]]:
-        """Returns the index map of an array that has one row for so many rows of the output."""
+        """Returns the index map of an array that has one row for `times` rows of the output."""
 
         def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
             inside = jnp.clip(s - 1, 0, conv.height - 1) // times
@@ -309,7 +309,7 @@ class _Step:
             )
 
     def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
-        """Returns columns of an operand's row, [count, T, C] in float32, each repeated so many times."""
+        """Returns `count` columns of an operand's row, [count, T, C] in float32, each repeated `times` times."""
         conv = self.conv
         x = self.ref[name][0, pl.ds(start, count // times)].astype(jnp.float32)
         if conv.channels != conv.inputs:
@@ -413,7 +413,7 @@ class _Step:
         self.ref["out"][0, here] = out.astype(conv.dtype)
 
     def _taps(self, rows: Any) -> list[jax.Array]:
-        """Returns rows of the sums, an array for each tap in time."""
+        """Returns rows of the summed products, one array for each tap in time."""
         if self.conv.pitch < LANES:
             taps = self.ref["sums"].at[0][rows]
             return [taps, *(pltpu.roll(taps, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
@@ -425,7 +425,7 @@ class _Step:
         return pl.ds(number, self.conv.columns, stride=self.conv.frames)
 
     def _before(self, here: Any) -> list[jax.Array]:
-        """Returns what earlier frames add to the first two, [columns, B] each; an empty list if that is nothing."""
+        """Returns what earlier frames add to the first two output frames, [columns, B] each; [] if that is nothing."""
         head = self._taps(self._frame(0))
         still = self.conv.edges if self.conv.still is None else self.conv.still
         start = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2

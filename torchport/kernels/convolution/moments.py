@@ -128,14 +128,11 @@ class Sums:
 def summed(
     sums: Sums, x: jax.Array, valid: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the values at the first position, and sums of differences to them and of their squares.
+    """Returns the values at the first position, sums of differences to them, and of their squares: float32 [T, C].
 
     Args:
         x: [H, W, T, C].
         valid: How many rows and columns are no padding, int32 [2].
-
-    Returns:
-        Three of [T, C], float32.
     """
     whole = pl.BlockSpec((sums.frames, sums.channels), lambda row, valid: (0, 0))
     shape = jax.ShapeDtypeStruct((sums.frames, sums.channels), jnp.float32)
