@@ -172,7 +172,7 @@ def account(task: Task, component: str, folder: Path) -> None:
 
 
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
-    """Returns what `loaded` returns, on meta: of the checkpoint if it is on this machine, else as published.
+    """Returns a stage's parts on meta, by name: of the checkpoint if it is on this machine, else as published.
 
     The network is the caller's own: it may be changed. Encoders that only upstream's own code can load are not among
     the parts.
@@ -359,7 +359,7 @@ def placed(
 def shapes(
     task: Task, stage: Stage, module: torch.nn.Module, mesh: jax.sharding.Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what `placed` returns as `jax.ShapeDtypeStruct`s with shardings; no checkpoint is read."""
+    """Returns shapes, dtypes and shardings of a stage's weights as `jax.ShapeDtypeStruct`s; no checkpoint is read."""
     rules = weight_rules(task, stage, module)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in tensors.items()}

@@ -303,7 +303,7 @@ class Compiled:
             before = dict(parameters)
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
-            # PyTorch's call puts there what is bound anew.
+            # `functional_call` puts into `parameters` what the network has assigned anew.
             rebound = [name.removeprefix("module.") for name in before if parameters[name] is not before[name]]
             if rebound:
                 fact = f"'{rebound[0]}' is bound to another tensor, and a later call would not see that"

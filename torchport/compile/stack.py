@@ -105,7 +105,7 @@ class Stacked(torch.nn.Module):
             unchanged = dict(whole)
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
                 outputs = torch.func.functional_call(self.block, whole, (), arguments)
-            self._check_state(unchanged, whole)  # PyTorch's call puts there what is bound anew
+            self._check_state(unchanged, whole)  # `functional_call` puts there what is assigned anew
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
@@ -286,7 +286,7 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's plain attributes, and the methods that it overrides itself."""
+    """Returns a module's attributes of plain types, such as numbers, and the methods that the instance overrides."""
     plain = (bool, int, float, str, torch.dtype, tuple, type(None))
     attributes = vars(module)
     settings = {key: value for key, value in attributes.items() if isinstance(value, plain)}

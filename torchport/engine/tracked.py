@@ -405,7 +405,7 @@ class Dispatch:
         return (first, *others) if others else first
 
     def _resize(self, function: Any, tensor: Any, value: Any) -> None:
-        """Gives an `out` tensor the size of the value that is written to it next, as PyTorch does."""
+        """Gives an `out` tensor the size of the value that is written to it next; refuses memory that others share."""
         memory = self._memory(tensor)
         whose = memory.whose
         if len(memory.alive()) > 1:

@@ -64,7 +64,7 @@ def current() -> Canvas:
 
 @contextlib.contextmanager
 def using(canvas: Canvas) -> Iterator[None]:
-    """Makes a canvas the current one while the context lasts."""
+    """Makes a canvas, the shards and the padding of a video, the current one while the context lasts."""
     token = _CANVAS.set(canvas)
     try:
         yield

@@ -276,7 +276,7 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
     """Applies a function to a video a few frames at a time, so that only they are in memory; returns the whole result.
 
-    All that looks back in time in it must be `conv3d` or `with_frames_before`.
+    What looks back in time in the function must be `conv3d` or `with_frames_before`.
 
     Args:
         step: Called with frames, returns frames: as many for each of them, or a multiple.
