@@ -532,6 +532,7 @@ def is_read_only(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
+    """Returns whether a host tensor is known by its values: plain, on the CPU, and of `SMALL` bytes at most."""
     if tensor.is_conj() or tensor.is_neg():
         return False
     is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized

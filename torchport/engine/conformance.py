@@ -378,7 +378,7 @@ class Operators:
         return "; ".join(f"{name} ({what})" for name, what in sorted(lines.items()))
 
     def row(self) -> dict[str, Any]:
-        """Returns what a manifest says: how many are the same, and the names of all others, with what differs."""
+        """Returns the operators' part of a manifest: how many agree with PyTorch, and by name those that do not."""
         states = self.states()
         others: dict[str, Any] = {state: [] for state in _WORST if state != "same"}
         for form, (state, what) in sorted(self.found.items(), key=lambda found: found[0].operator):

@@ -123,6 +123,7 @@ def _operator(failure: Failure) -> Cure:
 
 
 def _traced_value(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for code that asks for the value of a traced tensor."""
     entry = failure.rewritten("Asks for the value of a tensor while it is traced.")
     fact = f"{failure.frame.caller} asks for the value of a tensor, and while it is traced a tensor has none"
     cure = "Compute it from shapes, from settings, or with torch.where"

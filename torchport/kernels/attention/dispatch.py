@@ -243,18 +243,9 @@ def attention(
     factor = size**-0.5 if scale is None else float(scale)
     limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    problem = Problem(
-        *platform(),
-        dtype=q_BHSD.dtype,
-        head_size=size,
-        scale=factor,
-        causal=causal,
-        window=window,
-        masked=mask is not None,
-        bound=limit,
-        tile=tile,
-        interpret=interpret or current().interpret,
-    )
+    kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)
+    interpret = interpret or current().interpret
+    problem = Problem(*kind, masked=mask is not None, bound=limit, tile=tile, interpret=interpret)
     output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
     return output if query_lengths is None else _zero_from_length(output, query_lengths)
 
@@ -268,6 +259,7 @@ def score_bound(bound: float | str | None, factor: float) -> float | None:
 
 
 def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
+    """Returns outputs [B, H, S, D] that are 0 from each sample's number of queries on."""
     batch, _, queries, _ = o_BHSD.shape
     valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
     return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
@@ -477,7 +469,7 @@ def _check_axes(mesh: Any) -> None:
 
 
 def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
-    """Returns the axes of the mesh, in order, whose sizes divide `count`: one after the other, others left out."""
+    """Returns axes whose sizes multiply to a divisor of `count`; an axis that would not divide it is left out."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:

@@ -155,6 +155,7 @@ def _by_kernel(
         return in_jax.Tokens(q, k, v, *norms)
 
     def run(stream: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        """Calls the kernel and the projection on arrays; the kinds of norms are those of the modules."""
         first = as_tokens(stream, kinds(tokens))
         second = None if further is None else as_tokens(others, kinds(further))
         cos, sin = tables
@@ -185,6 +186,7 @@ def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, to
     """Returns normalised queries, normalised keys, and values, each as [B, S, H, D]."""
 
     def parted(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        """Returns [B, S, H * D] as [B, S, H, D], normalised: before it is split, if the norm is over all heads."""
         is_over_all = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[2]
         x = norm(x).to(x.dtype) if is_over_all else x
         by_head = x.reshape(*x.shape[:2], heads, -1)

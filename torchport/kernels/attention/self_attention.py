@@ -98,18 +98,8 @@ def attention(
         fact = f"There are {count} tokens, {valid} of them valid"
         raise AttentionError("self_attention", fact, f"Pad them to a multiple of {need}", multiple=need)
     limit, interpret = score_bound(bound, size**-0.5), current().interpret
-    problem = Problem(
-        *platform(),
-        dtype=tokens.q.dtype,
-        head_size=size,
-        scale=size**-0.5,
-        causal=False,
-        window=None,
-        masked=False,
-        bound=limit,
-        tile=None,
-        interpret=interpret,
-    )
+    kind = (*platform(), tokens.q.dtype, size, size**-0.5)
+    problem = Problem(*kind, causal=False, window=None, masked=False, bound=limit, tile=None, interpret=interpret)
     note = current().note
     if note is not None:
         keys, arrays = valid + longest, 1 if further is None else 2

@@ -109,7 +109,16 @@ def side_by_side(
     fitted, groups = tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]), features // (heads * head_size)
     scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
     plan = Plan(
-        fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays), scores=scores, packed=packed
+        fitted,
+        heads,
+        head_size,
+        groups,
+        scale=scale * LOG2E,
+        bounded=bounded,
+        precision=precision,
+        arrays=len(arrays),
+        scores=scores,
+        packed=packed,
     )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
     call = _pallas_call(plan, q_BSF, vmem_bytes, interpret)

@@ -99,6 +99,7 @@ def spread(
 
 
 def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
+    """Returns a video on a canvas without its padding of frames, rows and columns."""
     frames, height, width = video_BCTHW.shape[2:]
     video = video_BCTHW[:, :, max(0, form.lead_of(frames)) : frames - form.tail_of(frames)]
     return video[..., : form.valid_rows(height), : form.valid_columns(width)]
@@ -181,6 +182,7 @@ def conv3d(
 
 
 def _has_no_lead(x_BCTHW: torch.Tensor) -> bool:
+    """Returns whether a video has no frames of padding before its first one."""
     tape, form = _tape(x_BCTHW), canvas.current()
     frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
     return form is canvas.NONE or form.lead_of(frames) == 0
@@ -227,6 +229,7 @@ def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Returns SiLU(x * scale + shift); a row or column of scale and shift may be for several of x."""
     times = x.shape[4] // scale.shape[4]
     scale, shift = (each.repeat_interleave(times, 3).repeat_interleave(times, 4) for each in (scale, shift))
     return functional.silu(x * scale + shift).to(x.dtype)

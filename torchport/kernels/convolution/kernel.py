@@ -392,7 +392,7 @@ class _Step:
         return rows if conv.split else parts_of(rows[0], conv.parts)
 
     def _finish(self, start: Any) -> None:
-        """Adds the taps in time, each some frames later, and the bias; writes the output and the next chunk's carry."""
+        """Adds up the taps in time, each some frames later, and the bias; writes output and carry of the next chunk."""
         conv, here = self.conv, pl.ds(start, self.conv.columns)
         total = [x.reshape(conv.columns, conv.frames, conv.block) for x in self._taps(slice(None))]
         out = total[-1] + self.ref["bias"][...]
