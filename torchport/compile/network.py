@@ -301,7 +301,7 @@ def how(stage: Stage, task: Task) -> How:
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
     """Returns the rule of every parameter and buffer of a stage's prepared network, with the spec that fits.
 
-    A rule for modules that this stage never calls is another stage's, and no mistake.
+    A rule may be for modules that only other stages call: it matches nothing here, and is no mistake.
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))

@@ -40,7 +40,7 @@ class Storage:
         self.tensors.append((weakref.ref(tensor), path))
 
     def write(self, path: tuple[View, ...], value: Any) -> None:
-        """Writes a value to the part that views lead to."""
+        """Writes a value to the part of the memory to which a path of views leads, back through each view's base."""
         self.written = True
         bases = [self.value]
         for view in path[:-1]:
@@ -50,7 +50,7 @@ class Storage:
         self.value = value
 
     def read(self, path: tuple[View, ...]) -> Any:
-        """Returns the value of the part that views lead to."""
+        """Returns the value of the part of the memory to which a path of views leads."""
         value = self.value
         for view in path:
             value = view.forward(value)

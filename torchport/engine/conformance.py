@@ -366,7 +366,7 @@ class Operators:
         return state == "unknown"
 
     def states(self) -> dict[str, str]:
-        """Returns the state of each operator: the worst one of its forms."""
+        """Returns each operator's state, `same`, `mended`, `unknown` or `differs`: the worst one of its calls."""
         states: dict[str, str] = {}
         for form, (state, _) in self.found.items():
             states[form.operator] = min(states.get(form.operator, "same"), state, key=_WORST.index)

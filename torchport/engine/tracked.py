@@ -490,7 +490,7 @@ class Dispatch:
         memory.add(tensor, tensor._path)
 
     def _view(self, base: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> View:
-        """Returns an operator's result as a view of its argument `base`.
+        """Returns the `View` that an operator makes of its argument `base`: how values go forward and back.
 
         It has no reference to `base`, whose memory refers to the view: PyTorch refers to the bases of some views, too,
         and Python cannot collect such a cycle.

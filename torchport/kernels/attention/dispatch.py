@@ -383,7 +383,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
         compute = min(problem.tile.block_kv, 1024)
         options |= {"block_q": problem.tile.block_q, "block_kv": problem.tile.block_kv, "block_kv_compute": compute}
     elif problem.chip is not None:
-        best = tiles.best(problem.chip, "splash", problem.head_size, False)
+        best = tiles.best(problem.chip, "splash", problem.head_size, bounded=False)
         options |= dataclasses.asdict(best)
     if current().rehearse:
         return q

@@ -270,7 +270,7 @@ class Softmax:
         self._add(values, cell, p, shrink[:1])
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
-        """Adds the values weighted with p [C, queries], after shrinking what is there."""
+        """Adds the values weighted with p [C, queries] to the outputs, which `shrink` multiplies first."""
         g, a, n = cell
         here = (self.plan.rows(g), pl.ds(a, n))
         head_values = self._head_values(values, g)

@@ -36,7 +36,7 @@ class ConvolutionRequest:
 class Operands:
     """What a convolution may take beside its input, weights and bias; None: it does without."""
 
-    #: [C] of an RMSNorm that the input goes through first, and then SiLU.
+    #: [C], gains of an RMSNorm over channels: the input becomes SiLU(RMSNorm(input)) first.
     gains: jax.Array | None = None
     residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
     #: float32 [H, W + 2, T, C]: the input becomes SiLU(input * scale + shift) first. It has a row more at each end if

@@ -145,7 +145,7 @@ def conv3d(
         x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
         edges: Whether the video is padded with its nearest row and column; otherwise with 0.
-        gains_C: Of an RMSNorm over channels that x goes through first, and then SiLU.
+        gains_C: Gains of an RMSNorm over channels: x becomes SiLU(RMSNorm(x)) first.
         residual_BDTHW: Added to the output.
         scaling: Scale and shift, both [B, C, T, H, W]: x becomes SiLU(x * scale + shift) first. Their H and W may
             divide x's: a row or column of them is then for several of x's.

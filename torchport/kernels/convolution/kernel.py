@@ -319,7 +319,7 @@ class _Step:
         return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(count, *x.shape[1:])
 
     def _enter_columns(self, x: jax.Array, column: Any, scaling: list[jax.Array]) -> None:
-        """Puts columns into the ring, after scale and shift, the norm, and zeros for padding."""
+        """Puts columns into the ring of input rows, after scale and shift, the norm, and zeros for padding."""
         conv = self.conv
         if conv.scaled:
             x = x * scaling[0] + scaling[1]
