@@ -59,7 +59,7 @@ class Noting:
         self.compiled, self.place = compiled, compiled.place
 
     def __call__(self, **inputs):
-        arrays, static = self.compiled._sorted(inputs)
+        arrays, static = self.compiled._arrays_and_static(inputs)
         flat, tree = jax.tree_util.tree_flatten(arrays)
         self.compiled.programs[static, repr(static), tree, tuple((x.shape, x.dtype, x.sharding) for x in flat)] = None
         raise EnoughError

@@ -12,11 +12,7 @@ from torchport.stages.outputs import leaves, not_finite, of_call
 
 
 class FirstNotFinite:
-    """Looks at what each module of a network returns.
-
-    Args:
-        module: The network; hooks are added to its modules.
-    """
+    """Finds the first module of a network that returns NaN or infinity, by a forward hook on each module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         #: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.
@@ -26,14 +22,14 @@ class FirstNotFinite:
             part.register_forward_hook(functools.partial(self._look, path), with_kwargs=True)
 
     def _look(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Looks at what a module returns: a forward hook. A module's parts come before it."""
-        if self.text or not (bad := _bad({"": output})):
+        """Checks a module's output for NaN and infinity: a forward hook. Submodules return before their parent does."""
+        if self.text or not (bad := _not_finite_counts({"": output})):
             return
         count, size = next(iter(bad.values()))
         held = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        if weights := _bad(held):
+        if weights := _not_finite_counts(held):
             cause = f"its '{next(iter(weights))}' has them already"
-        elif _bad({"args": args, "kwargs": kwargs}):
+        elif _not_finite_counts({"args": args, "kwargs": kwargs}):
             cause = "what it is called with has them already"
         else:
             cause = "its weights and what it is called with are finite"
@@ -42,8 +38,8 @@ class FirstNotFinite:
         self.text = f"{where}, a {kind}, is the first module to return them: {count} of {size} values; {cause}"
 
 
-def _bad(trees: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns how many values of each tensor are NaN or infinite, and how many it has, by path, if any are."""
+def _not_finite_counts(trees: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Returns, for each tensor with NaN or infinite values, how many these are and how many values it has, by path."""
     tensors = {path: leaf for path, leaf in leaves(trees).items() if isinstance(leaf, torch.Tensor)}
     return {path: (count, leaf.numel()) for path, leaf in tensors.items() if (count := not_finite(leaf))}
 
@@ -57,7 +53,7 @@ def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
 
 
 class Eager:
-    """A module called as it is, in PyTorch, on the host: the original."""
+    """Calls a network in PyTorch on the host, with nothing compiled: the backend `original`."""
 
     batches = False
     drops = False
@@ -69,7 +65,7 @@ class Eager:
         self.how = how
         self.outputs = outputs
         self.name = name
-        #: The first of its modules that returned NaN or infinity, where that is looked for.
+        #: Finds the first module that returns NaN or infinity; None: it is not looked for.
         self.first: FirstNotFinite | None = None
 
     def place(self, **inputs: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Python's objects as a graph: how those that can be changed are read, filled and made.
+"""Python's mutable objects as nodes of a graph: how a node is read, filled and made.
 
-A thing that can be changed is a node, which has parts, such as the items of a list. A term says a part's value without
-any thing in it, so that what one call did to some things can be done to others that are alike.
+A node has parts, such as the items of a list. A term describes a part's value, with numbers in place of the nodes and
+tensors in it. So what one call did to its nodes can be done to other nodes of the same kind.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _BASES = {object, dict, collections.OrderedDict, collections.defaultdict, types.
 ITERATORS = {"builtins", "itertools"}
 """Where the types are of iterators that a call advances; a file is no such iterator."""
 
-LEVELS = 6  # of holders of a tensor's holders
-MOST = 100  # of them, at each level
+LEVELS = 6  # of referrers that are followed: those of a tensor, those of these, and so on
+MOST = 100  # referrers that are followed at each level
 _CARRIERS = {"builtins", "functools", "collections", "types"}
 
 Part = tuple[str, Any]
-"""What a node has: an attribute or a slot of a name, an item of a key or a number, a cell's content."""
+"""The kind and the name of a part: an attribute or a slot, an item with its key or number, a cell's content."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Stands for something that has a number among those of its kind.
+    """Stands in a term for a mutable object, which is a node of the graph, or for a tensor.
 
     Attributes:
-        kind: A `thing` that can be changed; a tensor that is an `input` of the program, or an `output`; or a `table`: a
+        kind: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; or a `table`, a
             tensor of the host whose values are in the program.
-        number: From 0 on.
+        number: Its number among those of its kind, from 0 on.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A value that cannot be changed and holds others, such as a tuple; `attributes` are those of a subclass."""
+    """Describes an immutable value with others in it, such as a tuple; `attributes` are those of a subclass."""
 
     type: type
     terms: tuple[Any, ...]
@@ -78,7 +78,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opaque:
-    """A value that nobody looks into. It is known by its type and value, or by its identity if it has no hash."""
+    """Describes a value that is not looked into. It is equal by type and value, or by identity if it has no hash."""
 
     value: Any
 
@@ -94,7 +94,7 @@ class Opaque:
 
 
 def is_hashable(value: Any) -> bool:
-    """Returns whether a value is known by what it is equal to."""
+    """Returns whether a value can be hashed."""
     try:
         hash(value)
     except TypeError:
@@ -103,7 +103,7 @@ def is_hashable(value: Any) -> bool:
 
 
 def constant(value: Any) -> tuple[type, Any] | None:
-    """Returns a constant as a term, which is its type and what it is known by; None for another value."""
+    """Returns the term that describes a constant, its type and a value to compare by; None for any other value."""
     kind = type(value)
     if kind in _CONSTANTS:
         return kind, torch.device("cpu") if kind is torch.device and value.type == "jax" else value
@@ -113,7 +113,7 @@ def constant(value: Any) -> tuple[type, Any] | None:
 
 
 def inner(value: Any) -> Sequence[Any] | None:
-    """Returns what a value holds that cannot be changed itself; None for another value."""
+    """Returns the values in an immutable value, such as the items of a tuple; None for any other value."""
     if isinstance(value, tuple):
         return value
     if type(value) is frozenset:
@@ -128,22 +128,16 @@ def inner(value: Any) -> Sequence[Any] | None:
 
 
 def _is_simple(value: Any) -> bool:
-    """Returns whether nothing can be changed that is in a key, or a set, or a tuple of such."""
+    """Returns whether a dict's key, or a set, frozenset or tuple of such, has no mutable object and no tensor in it."""
     if isinstance(value, tuple | frozenset | set):
         return {*map(type, value)} <= _CONSTANTS or all(map(_is_simple, value))
     return not (isinstance(value, torch.Tensor) or is_node(value) or inner(value))
 
 
-def is_node(
-    value: Any,
-    *,
-    is_long: bool = False,
-) -> bool:
-    """Returns whether a value is a thing that can be changed, and that a model's code may change.
+def is_node(value: Any, *, is_long: bool = False) -> bool:
+    """Returns whether a value is a node: a mutable object that a model's code may change.
 
-    Args:
-        value: Of any type.
-        is_long: Whether a container of any length is one.
+    Containers of more than `LONG` items are nodes only with `is_long`.
     """
     kind: Any = type(value)
     if kind is types.CellType:
@@ -167,18 +161,18 @@ def is_node(
 
 
 def _is_of_library(module: Any, but: Collection[str] = ()) -> bool:
-    """Returns whether a module of this name is no model's.
+    """Returns whether a module is Python's own, or of a library whose objects belong to no model.
 
     Args:
         module: As `__module__` says it, which may be no text.
-        but: Packages that do not count.
+        but: Packages for which the answer is False.
     """
     package = str(module).partition(".")[0]
     return package in _LIBRARIES and package not in but
 
 
 def _base(kind: Any) -> Any:
-    """Returns the class that makes a class's objects: one of Python's own that we know, or the first in C."""
+    """Returns the class whose `__new__` makes a class's objects: one of `_BASES`, or the first that is written in C."""
     return next(each for each in kind.__mro__ if each in _BASES or not each.__flags__ & _HEAP_TYPE)
 
 
@@ -189,7 +183,7 @@ def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
 
 
 def parts(thing: Any) -> dict[Part, Any]:
-    """Returns what a node has."""
+    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots."""
     found: dict[Part, Any] = {}
     if isinstance(thing, types.CellType):
         try:
@@ -222,7 +216,7 @@ def parts(thing: Any) -> dict[Part, Any]:
 
 
 def slots(thing: Any) -> dict[Part, Any]:
-    """Returns what the slots of a node have that something is bound to."""
+    """Returns the values of a mutable object's `__slots__`, without those that are not bound."""
     found: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -232,7 +226,7 @@ def slots(thing: Any) -> dict[Part, Any]:
 
 
 def fill(thing: Any, new: Mapping[Part, Any]) -> None:
-    """Gives a node other parts."""
+    """Replaces the parts of a node, a mutable object, in place: items or content, attributes, slots; see `parts`."""
     if isinstance(thing, types.CellType):
         del thing.cell_contents
         for value in new.values():
@@ -266,7 +260,7 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
-    """Gives a node other slots."""
+    """Replaces the values of a mutable object's `__slots__`; deletes those that `new` does not have."""
     bound = slots(thing)
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -277,6 +271,7 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
+    """Replaces the attributes of a mutable object, but for the internal ones of a `torch.nn.Module`."""
     attributes = vars(thing)
     hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
     for name in [name for name in attributes if name not in new and name not in hidden]:
@@ -285,14 +280,14 @@ def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
 
 
 class Blank(NamedTuple):
-    """How things are made that calls make."""
+    """How to make a new mutable object of a type; its items and attributes are filled in later."""
 
     type: type
     model: Any
 
     @classmethod
     def describe(cls, thing: Any) -> Blank:
-        """Returns how things are made that are like another, without its parts."""
+        """Returns how to make new objects of the same type as an object, without its items and attributes."""
         if isinstance(thing, (numpy.ndarray, *_BYTES)):
             return cls(type(thing), copy.copy(thing))
         if isinstance(thing, _VALUES):
@@ -301,6 +296,7 @@ class Blank(NamedTuple):
         return cls(type(thing), getattr(thing, "default_factory", maximum))
 
     def new(self) -> Any:
+        """Returns a new object of the type, without items and attributes."""
         if self.type is types.CellType:
             return types.CellType()
         if isinstance(self.model, (numpy.ndarray, *_BYTES)):
@@ -319,6 +315,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def walk(term: Any) -> Iterator[Any]:
+    """Yields a term, the description of a value, and all terms in it."""
     yield term
     if isinstance(term, Whole):
         for each in (*term.terms, *(value for _, value in term.attributes)):
@@ -326,16 +323,11 @@ def walk(term: Any) -> Iterator[Any]:
 
 
 def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
-    """Returns a term's value.
-
-    Args:
-        term: Of any kind.
-        values: What references stand for, by kind.
-    """
+    """Returns the value that a term describes; `values` has what its references stand for, by kind and number."""
     if isinstance(term, Reference):
         return values[term.kind][term.number]
     if isinstance(term, Whole):
-        whole = _whole(term.type, [make(each, values) for each in term.terms])
+        whole = _rebuilt(term.type, [make(each, values) for each in term.terms])
         if term.attributes:
             vars(whole).update((n, make(each, values)) for n, each in term.attributes)
         return whole
@@ -347,7 +339,8 @@ def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
     return complex(value) if kind is complex else value
 
 
-def _whole(kind: type, values: list[Any]) -> Any:
+def _rebuilt(kind: type, values: list[Any]) -> Any:
+    """Returns an immutable value of a type with these values in it: the reverse of `inner`."""
     if kind is functools.partial:
         function, arguments, keywords = values
         return functools.partial(function, *arguments, **dict(keywords))
@@ -361,14 +354,14 @@ def _whole(kind: type, values: list[Any]) -> Any:
 
 
 def holder_of_traced() -> str:
-    """Returns who holds a tensor of the last trace, in words; empty if nobody does.
+    """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does.
 
-    It is the global or the class of a model's, if one is found, or what holds the tensor itself.
+    It names a global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
     """
     if not engine.alive():
         return ""
     holders.thaw()
-    gc.collect()  # who is only waiting to be collected holds nothing
+    gc.collect()  # garbage that is not collected yet does not count
     things: list[Any] = engine.alive()
     if not things:
         return ""
@@ -384,7 +377,7 @@ def holder_of_traced() -> str:
                 return f"'{_name(referrer, things)}' of the module '{name}'"
             if isinstance(referrer, type) and not _is_of_library(referrer.__module__):
                 return f"the class '{referrer.__qualname__}'"
-        things = [r for r in referrers if id(r) not in modules and _carries(r)]
+        things = [r for r in referrers if id(r) not in modules and _is_followed(r)]
         first = first or next((f"a {type(each).__name__}" for each in things), "")
         things = things[:MOST]
         if not things:
@@ -392,14 +385,15 @@ def holder_of_traced() -> str:
     return first or "something"
 
 
-def _carries(thing: Any) -> bool:
-    """Returns whether what holds a thing holds what is in it, in a model's eyes."""
+def _is_followed(thing: Any) -> bool:
+    """Returns whether `holder_of_traced` goes on to what refers to a thing: not of frames, classes and libraries."""
     if isinstance(thing, types.FrameType | type):
         return False
     return engine.is_traced(thing) or not _is_of_library(type(thing).__module__, but=_CARRIERS)
 
 
 def _name(attributes: dict[str, Any], things: Sequence[Any]) -> str:
+    """Returns the name under which a module's globals have one of these objects; empty if they have none."""
     for name, value in attributes.items():
         if any(value is thing for thing in things):
             return name

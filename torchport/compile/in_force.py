@@ -23,11 +23,11 @@ from torchport.task import Task
 def in_force(
     task: Task, stages: Sequence[Stage], *, entries: Sequence[patch.Entry] | None = None, explained: bool = True
 ) -> Iterator[patch.Ledger]:
-    """Puts all in force that upstream's code needs: its checkout, the patches of some stages, silence, float32.
+    """Prepares the process for upstream's code: its checkout on `sys.path`, the stages' patches, few logs, float32.
 
     Args:
-        entries: Patches in place of the stages' own. A trace shows what stops upstream without them.
-        explained: Whether an exception of upstream becomes an error with its line. A trace notes the exception itself.
+        entries: These patches in place of the stages' own: `trace` passes fewer, to show where upstream fails.
+        explained: Whether upstream's exceptions become torchport's errors with a line; `trace` wants them as they are.
 
     Yields:
         The ledger of the patches.
@@ -44,14 +44,14 @@ def in_force(
 
 @contextlib.contextmanager
 def stage_in_force(task: Task, stage: Stage) -> Iterator[patch.Ledger]:
-    """Puts one stage's patches in force and registers its lowerings, inside `in_force`; gives its ledger."""
+    """Applies one stage's patches and registers their lowerings, inside `in_force`; yields the patches' ledger."""
     with patch.applied(task.patches([stage]), stage=stage.name) as ledger, lowerings(ledger):
         yield ledger
 
 
 @contextlib.contextmanager
 def hushed(hush: bool) -> Iterator[None]:
-    """Hides upstream's own progress bars and log lines while the context lasts, and imports no library for it."""
+    """Hides progress bars and logs of diffusers and transformers in the context, also if they are imported later."""
     with contextlib.ExitStack() as undos:
         for name in ("diffusers.utils.logging", "transformers.utils.logging") if hush else ():
             undos.callback(hook.arm(name, lambda module: _hush(module, undos)))
@@ -61,6 +61,7 @@ def hushed(hush: bool) -> Iterator[None]:
 
 
 def _hush(logs: Any, undos: contextlib.ExitStack) -> None:
+    """Switches off one library's logs and progress bars; `undos` gets the calls that switch them on again."""
     undos.callback(logs.set_verbosity, logs.get_verbosity())
     if logs.is_progress_bar_enabled():
         undos.callback(logs.enable_progress_bar)
@@ -69,5 +70,5 @@ def _hush(logs: Any, undos: contextlib.ExitStack) -> None:
 
 
 def lowerings(ledger: patch.Ledger) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that registers the lowerings among some patches, while a program may be traced."""
+    """Returns a context in which torchax uses the lowerings that are among the patches; programs are traced in it."""
     return engine.operators({op.target: op.function for op in ledger.ops()})

@@ -18,16 +18,16 @@ DELIVERED = "/jax/compilation_cache/cache_hits"
 
 
 def of_task(task: Task) -> contextlib.AbstractContextManager[None]:
-    """Returns what points JAX's cache into torchport's cache folder for a run, unless caching is off."""
+    """Returns a context that puts JAX's cache into torchport's cache folder, or does nothing where caching is off."""
     off = task.original or cache.is_off() or not task.request.cache
     return contextlib.nullcontext() if off else enabled()
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Points JAX's persistent compilation cache into torchport's cache folder, for every program however small.
+    """Puts JAX's compilation cache into torchport's cache folder while the context lasts, for programs of any size.
 
-    Where the user has named a folder to JAX (`JAX_COMPILATION_CACHE_DIR`), theirs stays, with their thresholds.
+    Where the user has set a folder for JAX (`JAX_COMPILATION_CACHE_DIR`), that folder and its thresholds stay.
     """
     if jax.config.jax_compilation_cache_dir:
         yield
@@ -41,7 +41,7 @@ def enabled() -> Iterator[None]:
     }
     before = {name: getattr(jax.config, name) for name in settings}
     try:
-        compilation_cache.reset_cache()  # JAX opens its folder once; what it has open by now is another one
+        compilation_cache.reset_cache()  # JAX opens a cache folder only once: this closes the open one
         for name, value in settings.items():
             jax.config.update(name, value)
         yield
@@ -53,7 +53,7 @@ def enabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deliveries() -> Iterator[list[str]]:
-    """Gives a list that grows whenever JAX's cache delivers an executable."""
+    """Yields a list that gets one item whenever JAX's cache delivers an executable, while the context lasts."""
     events: list[str] = []
 
     def listen(event: str, **_: Any) -> None:

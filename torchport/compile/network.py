@@ -61,7 +61,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         else:
             parts[name] = load.text_encoder(component, path, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
-        if name in parts:  # upstream's own loading may have brought it whole
+        if name in parts:  # upstream's own loading may have loaded it already
             continue
         parts[name] = _built(task, name, folder)
         if name != stage.network:
@@ -74,9 +74,9 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 
 
 def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a stage's parts for another run of it: weights are shared, and the state of the run before is gone.
+    """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew.
 
-    A loop changes its scheduler. So parts without weights are loaded again. Patches must be in place.
+    A loop changes its scheduler, and the next run must not see that. Patches must be in place.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     return {**parts, **{name: _light(task, name, task.component_folder(folder, name)) for name in light}}
@@ -91,7 +91,7 @@ def _light(task: Task, name: str, folder: Path) -> Any:
 
 
 def _prune(module: torch.nn.Module, stage: Stage) -> None:
-    """Removes the modules of a stage's network that the stage never calls."""
+    """Puts empty modules in the place of those that the stage never calls."""
     modules = dict(module.named_modules())
     for name in stage.without:
         if name in modules:
@@ -100,7 +100,7 @@ def _prune(module: torch.nn.Module, stage: Stage) -> None:
 
 
 def is_left_out(stage: Stage, name: str) -> bool:
-    """Whether a tensor of a stage's network is in a module that the stage never calls."""
+    """Returns whether a tensor of a stage's network is in a module that the stage never calls."""
     return name.startswith(tuple(f"{module}." for module in stage.without))
 
 
@@ -125,6 +125,7 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
 
 
 def maker(task: Task, component: str) -> load.Maker:
+    """Returns what builds a component: its class, or the family's function that the card names under `build`."""
     entry = task.card.components[component]
     if entry.build is None:
         return entry.class_
@@ -133,7 +134,7 @@ def maker(task: Task, component: str) -> load.Maker:
 
 
 def layout(task: Task, component: str, variant: str | None = None) -> load.Layout:
-    """Returns how a component's tensors lie in its folder, of the task's variant or of another."""
+    """Returns how a component's tensors are stored in its folder, for a variant of the checkpoint or the task's own."""
     entry, variant = task.card.components[component], variant or task.settings.variant
     places = [task.card_document.place(["components", component, "rename", n]) for n in range(len(entry.rename))]
     as_stored = load.layout_of(entry, task.card.file(component, variant), places)
@@ -147,7 +148,7 @@ def _loras(task: Task, component: str) -> load.Loras:
 
 
 def _layout_of_stage(task: Task, stage: Stage) -> load.Layout:
-    """Returns how the tensors of a stage's network lie in its folder, without those that the stage leaves out."""
+    """Returns how the tensors of a stage's network are stored, without those of modules that the stage never calls."""
     return dataclasses.replace(layout(task, str(stage.network)), without=stage.without)
 
 
@@ -164,21 +165,21 @@ def write_tiny(task: Task) -> Path:
 
 
 def account(task: Task, component: str, folder: Path) -> None:
-    """Refuses a component of a checkpoint that is not whole, or another model's."""
+    """Refuses a component of a checkpoint that lacks tensors, or that is another model's."""
     entry, path = task.card.components[component], task.component_folder(folder, component)
     in_card = load.is_built_here(entry) and not load.reads_config(entry)
     load.account_component(entry, path, layout(task, component), recipe(task, component, folder) if in_card else None)
 
 
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
-    """Returns the same parts as shapes alone, on meta: of the checkpoint if it is on this machine, else as published.
+    """Returns a stage's parts on meta, by name: of the checkpoint if it is on this machine, else as published.
 
     The network is the caller's own: it may be changed. Encoders that only upstream's own code can load are not among
     the parts.
     """
     network = str(stage.network)
     if stage.without:
-        task.shapes.pop(network, None)  # others may have it, whole
+        task.shapes.pop(network, None)  # another stage may have it, with all its modules
     parts = outlines(task, stage)
     del task.shapes[network]
     _prune(parts[network], stage)
@@ -188,7 +189,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
 
 
 def outlines(task: Task, stage: Stage) -> dict[str, Any]:
-    """Returns the same parts whole and unpatched, shared with other callers: none may be changed."""
+    """Returns a stage's parts on meta, with all modules and unprepared. They are shared: no caller may change them."""
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
@@ -234,9 +235,9 @@ def parameters(task: Task, component: str) -> int:
 
 
 def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> None:
-    """Gives a network as shapes the values of the tensors that are plain attributes, which no weights hold.
+    """Gives a network on meta the values of tensors that are neither parameters nor buffers, but plain attributes.
 
-    Upstream may bring them to its input's device, where a trace wants their values.
+    Upstream may move them to its input's device, where a trace needs their values.
     """
     parts = dict(module.named_modules())
     found = [(path, key) for path in parts for key, x in vars(parts[path]).items() if isinstance(x, torch.Tensor)]
@@ -248,7 +249,7 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
 
 
 def check_classes(task: Task) -> None:
-    """Refuses classes of a card that do not exist, and a network that is no module, all together.
+    """Refuses classes of a card that do not exist, and networks that are no torch modules, all in one error.
 
     Patches must be in place: the classes' modules are imported.
     """
@@ -271,7 +272,7 @@ def check_classes(task: Task) -> None:
 
 
 def check_heads(task: Task) -> None:
-    """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
+    """Refuses a mesh with an axis that does not divide what the card says it splits: mostly the number of heads.
 
     Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
     """
@@ -288,7 +289,7 @@ def check_heads(task: Task) -> None:
 
 
 def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
-    """Returns what is compiled of a stage's network: a submodule of it, where the stage names one."""
+    """Returns the module of a stage to be compiled: its network, or the submodule that the stage names."""
     module: torch.nn.Module = parts[str(stage.network)].get_submodule(stage.submodule)
     return module
 
@@ -300,7 +301,7 @@ def how(stage: Stage, task: Task) -> How:
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
     """Returns the rule of every parameter and buffer of a stage's prepared network, with the spec that fits.
 
-    A rule for modules that this stage never calls is another stage's, and no mistake.
+    A rule may be for modules that only other stages call: it matches nothing here, and is no mistake.
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
@@ -331,10 +332,10 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> E
 def placed(
     task: Task, stage: Stage, parts: Mapping[str, Any], mesh: jax.sharding.Mesh, folder: Path
 ) -> dict[str, jax.Array]:
-    """Returns the checkpoint's weights of a stage's network, each where its rule puts it.
+    """Returns the checkpoint's weights of a stage's network, each on the devices as its rule says.
 
-    The host has the network's buffers, too, which the stage may read. Where a submodule alone is compiled, it also has
-    the network's other weights.
+    The network's buffers are also set on the host, where the stage may read them. Where a submodule alone is compiled,
+    the network's other weights are set there, too.
     """
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, stage, module_of(stage, parts))
@@ -343,6 +344,7 @@ def placed(
     on_host: dict[str, torch.Tensor] = {}
 
     def selected() -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of the compiled module, and keeps those for the host in `on_host`."""
         for key, tensor in tensors:
             if key in buffers or not key.startswith(prefix):
                 on_host[key] = tensor
@@ -357,7 +359,7 @@ def placed(
 def shapes(
     task: Task, stage: Stage, module: torch.nn.Module, mesh: jax.sharding.Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the same as shapes, each where its rule would put it; nothing is read."""
+    """Returns shapes, dtypes and shardings of a stage's weights as `jax.ShapeDtypeStruct`s; no checkpoint is read."""
     rules = weight_rules(task, stage, module)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in tensors.items()}
@@ -387,7 +389,7 @@ def compiled(
     if cache is not None:
         stacks = step_cache.stacks(cache, stacks)
         call = step_cache.calling(call, cache, name, rules.program_place("stacks"))
-    network = _ruled(
+    network = _network_of(
         module,
         rules,
         weight_rules(task, stage, module),
@@ -434,12 +436,14 @@ def ported(
     bounds = _score_bounds(rules, weights)
     _release(module)
     more: dict[str, Any] = {"stacks": rules.own.stacks, "spare": rules.of_card, "strict": rules.strict}
-    network = _ruled(module, rules, chosen, how=how, outputs=("output",), **more)
+    network = _network_of(module, rules, chosen, how=how, outputs=("output",), **more)
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
 
 
-def _ruled(module: torch.nn.Module, rules: Rules, weights: Mapping[str, WeightRule], **fields: Any) -> program.Network:
-    """Returns a network under its rules, with what else is said of it."""
+def _network_of(
+    module: torch.nn.Module, rules: Rules, weights: Mapping[str, WeightRule], **fields: Any
+) -> program.Network:
+    """Returns a module and its rules as the `Network` to compile, with further fields."""
     return program.Network(
         module,
         rules.inputs,
@@ -456,7 +460,7 @@ def _ruled(module: torch.nn.Module, rules: Rules, weights: Mapping[str, WeightRu
 
 
 def _release(module: torch.nn.Module) -> None:
-    """Frees the host's memory of a module's parameters, which the devices have. What was tied stays tied."""
+    """Frees the host's memory of a module's parameters, which the devices have. Tied parameters stay tied."""
     shapes: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -466,7 +470,7 @@ def _release(module: torch.nn.Module) -> None:
 
 
 def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the bounds of a network's attention scores that its gains give.
+    """Returns upper bounds of a network's attention scores by name, from the gains of its norms.
 
     Weights that are shapes have no gains. We then assume that scores are within the card's bounds.
     """
@@ -487,7 +491,7 @@ def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def explained(call: Any) -> Iterator[None]:
-    """Adds to an error about NaN the module that computes it, where the network runs op by op."""
+    """Adds to a NotFiniteError the module that returned NaN first, where the network runs op by op."""
     try:
         yield
     except NotFiniteError as error:

@@ -30,23 +30,22 @@ CALL = "(call)"
 
 _lock = threading.RLock()  # a trace replaces parts of the module, and changes PyTorch for the process
 _found: contextvars.ContextVar[state.Snapshot] = contextvars.ContextVar("found")
-"""What the call finds that is traced now."""
+"""The snapshot of the call that is being traced."""
 
 
 class Ported(torch.nn.Module):
-    """A module whose forward is a program. Its other attributes are those of the module that it was.
+    """A module whose forward is a compiled program. Its other attributes are those of the original module.
 
     Args:
-        module: It is taken over.
-        written: What is said of it.
-        mesh: The devices.
+        module: The original; its weights move to the devices.
+        written: Its rules.
         ledger: The patches that are in force.
-        owners: Whose code the module runs.
-        attention: The implementation.
+        owners: Whose code the module runs, for errors.
+        attention: The implementation of attention; None: the platform's.
 
     Attributes:
         compiled: Its programs.
-        original: The module; its parameters have shapes, and no values.
+        original: The original module; its parameters are on meta.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class Ported(torch.nn.Module):
         owners: failure.Owners,
         attention: Implementation | None,
     ) -> None:
+        """Compiles the module by its rules, and keeps it for its other attributes."""
         super().__init__()
         self.ledger = ledger
         self.owners = owners
@@ -79,11 +79,11 @@ class Ported(torch.nn.Module):
         return torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the module that it was."""
+        """Returns an attribute of the original module."""
         return getattr(vars(self)["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the module that it was."""
+        """Sets an attribute of the original module; refuses weights, buffers and submodules: the devices have them."""
         original = vars(self).get("original")
         if original is None or name in vars(self):
             super().__setattr__(name, value)
@@ -103,11 +103,7 @@ class Ported(torch.nn.Module):
         return {name: shard.to_torch(weights[name]) for name in names or weights}
 
     def train(self, mode: bool = True) -> Ported:
-        """Refuses training.
-
-        Raises:
-            BadValueError: `mode` is True.
-        """
+        """Returns itself for evaluation mode, and refuses training mode with a BadValueError."""
         if mode:
             raise BadValueError(self.compiled.network.name, "A ported module has no gradients", "Train it before port")
         return self
@@ -126,16 +122,17 @@ class Ported(torch.nn.Module):
             return self._called(args, kwargs)
 
     def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls the program for these arguments, and changes on the host what the module's forward would change."""
         bound = self.signature.bind(*args, **kwargs).arguments
-        given = [*bound]
+        given_names = [*bound]
         for name, parameter in self.signature.parameters.items():
             if isinstance(parameter.default, list | dict):  # a call may leave something in it
                 bound.setdefault(name, parameter.default)
-        rest = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        found = self._state.before(bound, rest)
+        unnamed = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        found = self._state.before(bound, unnamed)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
-        # What it is beside its tensors, which are the program's inputs. Hooks see which arguments are keywords.
-        call = self._state.number(found), tuple(regions), (*kwargs,), (*given,)
+        # What determines the program beside its inputs, the tensors. Hooks see which arguments are keywords.
+        call = self._state.number(found), tuple(regions), (*kwargs,), (*given_names,)
         is_new = call not in self._effects
         token = _found.set(found)
         try:
@@ -144,7 +141,7 @@ class Ported(torch.nn.Module):
         except HostTensorError as error:
             if not self._state.add_input(getattr(error, "tensor", None), found):
                 raise
-            return self._called(args, kwargs)  # what it writes to is an input now
+            return self._called(args, kwargs)  # the tensor that it writes to is an input now
         finally:
             _found.reset(token)
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
@@ -167,7 +164,7 @@ class Ported(torch.nn.Module):
         return self._state.leave(effects, found, outputs)
 
     def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
-        """Writes to a tensor of the caller's what a call has written to it."""
+        """Copies an input's new value from the program into the caller's tensor, as the module's forward would."""
         tensor = [*found.inputs.values()][number]
         if found.overlaps(number):
             fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
@@ -176,13 +173,13 @@ class Ported(torch.nn.Module):
             tensor.copy_(value)
 
     def _inputs(self, found: state.Snapshot) -> dict[str, Any]:
-        """Returns a call's tensors. What the module has kept is no argument: it is on every device."""
+        """Returns a call's tensors by name. Those that the module keeps between calls are replicated on all devices."""
         where = NamedSharding(self.compiled.mesh, PartitionSpec())
         named = found.inputs.items()
         return {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
 
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
-        """Calls the module while it is traced, and notes what the call returns and changes."""
+        """Runs the module's forward under a trace, notes its effects, and returns the tensors that are the outputs."""
         call, found = inputs.pop(CALL), _found.get()
         given = list(found.inputs.values())
         tensors = [
@@ -196,12 +193,12 @@ class Ported(torch.nn.Module):
         traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
         with self._state.entered(found, tensors) as arguments:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
-            # A write to one of these is no loss: it is an output.
+            # These may be written to: the program returns their new values.
             writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
             shared = found.memory()
             alone = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
             engine.freeze((writable, alone), "")
-            args, kwargs = self._as_given(arguments, *call[2:])
+            args, kwargs = self._as_passed(arguments, *call[2:])
             returned = module(*args, **kwargs)
             for number, (tensor, form) in enumerate(zip(tensors, forms, strict=True)):
                 if (tensor.shape, tensor.stride()) != form:
@@ -215,8 +212,8 @@ class Ported(torch.nn.Module):
         outputs = (output for number, output in enumerate(left.outputs) if number not in views)
         return ((*outputs, *(tensors[n] for n in effects.written), *rebound.values()),)
 
-    def _as_given(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
-        """Returns arguments by position and by keyword, as a call has given them."""
+    def _as_passed(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
+        """Returns the positional arguments and the keyword arguments, as the caller has passed them."""
         args, kwargs = [], {name: arguments[name] for name in keywords if name in given}
         for name in given:
             kind = self.signature.parameters[name].kind
@@ -229,11 +226,11 @@ class Ported(torch.nn.Module):
         return args, kwargs
 
     def _is_alone(self, name: str) -> bool:
-        """Returns whether no other buffer lies in the memory of one."""
+        """Returns whether no other buffer shares the memory of a buffer."""
         return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
 
     def _rebound(self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the buffers that a call has written to, or bound to other tensors, and binds them as before."""
+        """Returns new values of buffers that a call has written to or replaced, and puts the old tensors back."""
         found = {}
         for name, buffer in before.items():
             prefix, _, attribute = name.rpartition(".")
@@ -251,7 +248,7 @@ class Ported(torch.nn.Module):
 
 
 def encoders(task: Task, stage: Stage, parts: Mapping[str, Any], ledger: patch.Ledger) -> dict[str, Ported]:
-    """Returns the parts of a stage that encode the prompt, each as programs on all devices of the job's mesh."""
+    """Returns a stage's text encoders by name, each ported to all devices of the job's mesh."""
     owners, mesh = failure.Owners.of_task(task), encoder_mesh(task, devices(task.machine))
     return {
         name: Ported(parts[name].eval(), rules.of_shared(name, STRATEGY), mesh, ledger, owners, ATTENTION)
@@ -260,5 +257,5 @@ def encoders(task: Task, stage: Stage, parts: Mapping[str, Any], ledger: patch.L
 
 
 def encoder_mesh(task: Task, on: Any) -> jax.sharding.Mesh:
-    """Returns the mesh of encoders: all devices of the job's lie along `tp`."""
+    """Returns the mesh for text encoders: as many devices as the job's mesh has, all along `tp`."""
     return shard.make_mesh({axis: task.job.devices if axis == "tp" else 1 for axis in shard.AXES}, on)

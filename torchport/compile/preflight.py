@@ -40,7 +40,7 @@ far smaller."""
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """A stage's network whose rules all fit."""
+    """What is known of a stage's network from shapes alone, once all its rules fit."""
 
     module: torch.nn.Module
     weights: dict[str, WeightRule]  #: The rule of every parameter and buffer, with the spec that fits.
@@ -73,14 +73,14 @@ def check(task: Task) -> None:
 
 
 def _check_guider(task: Task) -> None:
-    """Refuses a job's guider that does more than to combine predictions, before the prompts are encoded."""
+    """Refuses a guider that does more than combine predictions, or whose number of them `dp` does not divide."""
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
     guider = guiding.guider(None, task.settings, place)
-    few = [count for count in guiding.counts(guider, task.settings.steps, place) if count % ways]
-    if few and not task.original:
-        fact = f"dp={ways} splits the conditions, and '{task.settings.guider['class']}' has {few[0]} in some steps"
+    bad = [count for count in guiding.counts(guider, task.settings.steps, place) if count % ways]
+    if bad and not task.original:
+        fact = f"dp={ways} splits the conditions, and '{task.settings.guider['class']}' has {bad[0]} in some steps"
         raise MeshError(task.job_document.place(["mesh", "dp"]), fact, "Choose a mesh without dp, or no start and stop")
 
 
@@ -104,13 +104,14 @@ class _Memory:
 
 
 def _memory(task: Task) -> _Memory:
+    """Returns the bytes that a task's stages hold, on each device and on the host."""
     device_bytes: dict[str, int] = {}
     host_bytes = []
     for stage in task.stages:
-        whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
+        on_host = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
         if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
-            whole += [name for name, component in task.card.components.items() if component.dtype is None]
-        weights = sum(_host_bytes(task, name) for name in whole)
+            on_host += [name for name, component in task.card.components.items() if component.dtype is None]
+        weights = sum(_host_bytes(task, name) for name in on_host)
         host_bytes.append((weights, _tensor_bytes(task, stage), str(stage.network)))
         if stage.network and not task.original:
             device_bytes[stage.network] = _device_bytes(task, stage, stage.network)
@@ -118,13 +119,13 @@ def _memory(task: Task) -> _Memory:
 
 
 def host_bytes(task: Task) -> int:
-    """Returns the bytes that a stage of the whole job holds in the host's memory, of the stage that holds most."""
+    """Returns the bytes of host memory that the job's largest stage takes."""
     whole = dataclasses.replace(task, request=dataclasses.replace(task.request, stage="all"))
     return max(weights + tensors for weights, tensors, _ in _memory(whole).host_bytes)
 
 
 def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -> None:
-    """Refuses a task that does not fit this machine.
+    """Refuses a task that needs more devices or memory than this machine has.
 
     Args:
         activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A
@@ -146,7 +147,7 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
 
 
 def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
+    """Returns the bytes of a component's weights: by its files if they are here, else by the card; 0 if it is tiny."""
     if task.is_tiny:
         return 0
     dtype, root = task.settings.dtypes.get(component), checkpoint.described(task.checkpoint, task.card)
@@ -158,7 +159,7 @@ def _host_bytes(task: Task, component: str) -> int:
 
 
 def _tensor_bytes(task: Task, stage: family.Stage) -> int:
-    """Returns the bytes of latents or frames that a stage holds in the host's memory at once.
+    """Returns the bytes of latents or frames that a stage holds in the host's memory at once; 0 for other stages.
 
     A denoising step holds the latents, the prediction and the new latents. Decoding holds the VAE's output beside the
     frames made from it. The bytes of the video are made one frame at a time.
@@ -195,7 +196,7 @@ def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
 
 
 def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
-    """Returns a stage's network with the rules of all its tensors; patches must be in place."""
+    """Runs a stage on shapes alone, and returns its network with the rules of all tensors; patches must be in place."""
     name = str(stage.network)
     rules, mesh = of_task(task, name), shard.abstract_mesh(task.job.mesh, task.machine)
     with without_values(), jax.sharding.use_abstract_mesh(mesh):
@@ -226,9 +227,9 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
 
 
 def _fitting_rules(task: Task, component: str, rules: Rules, call: recorder.NetworkCall) -> dict[str, Rule]:
-    """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole.
+    """Returns the rule of every input of a call, with the spec that fits; refuses one that does not split the batch.
 
-    Outputs that become inputs of later calls must have such a rule, too.
+    Outputs that become inputs of later calls are checked, too, and not returned.
     """
     mesh, place = task.job.mesh, rules.place("inputs")
     shapes = shard.named_shapes({**call.tensors, **call.kept})
@@ -249,7 +250,7 @@ def _fitting_rules(task: Task, component: str, rules: Rules, call: recorder.Netw
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
-    """Returns the least bytes that a call takes on each device beside weights: its inputs, and a share of an output."""
+    """Returns the least bytes of a call on each device beside weights: its inputs, a share of the largest output."""
     output: int = sum(leaf.numel() * leaf.dtype.itemsize for leaf in outputs.leaves({"": call.output}).values())
     inputs = 0
     for name, tensor in call.tensors.items():
@@ -260,7 +261,7 @@ def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], tas
 
 @contextlib.contextmanager
 def _largest_output(module: torch.nn.Module, largest: list[int]) -> Iterator[None]:
-    """Notes the bytes of the largest output of a layer with a matrix; no compiler can remove that output."""
+    """Keeps in `largest[0]` the bytes of the largest output of a layer with a matrix, which no compiler can remove."""
 
     def note(_: Any, __: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -281,6 +282,7 @@ class _Attention(TorchFunctionMode):
         self.calls: dict[str, dict[str, Any]] = {}
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of PyTorch; if it is attention, notes its arguments, with shapes in place of tensors."""
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
             positional = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))
@@ -293,7 +295,7 @@ class _Attention(TorchFunctionMode):
 
 
 def check_attention(task: Task, rehearsal: Rehearsal) -> None:
-    """Refuses attention that the implementation does not compute, or whose tile does not fit the chip."""
+    """Refuses calls of attention that the job's implementation cannot compute, or for which no tile fits the chip."""
     if task.job.attention == "splash_int8" and not task.card.score_bounds:
         raise AttentionError(
             task.job_document.place(["attention"]),
@@ -328,7 +330,7 @@ class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carries out an operator, without values if a tensor that it takes, or is to make, is large."""
+        """Calls an operator, in a fake mode without values if a tensor that it takes, or is to make, is large."""
         kwargs = kwargs or {}
         values = [item for value in args for item in (value if isinstance(value, list | tuple) else (value,))]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]

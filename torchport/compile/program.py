@@ -41,7 +41,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 class TraceGuard(Protocol):
     def check(self) -> None:
-        """Raises StaleTraceError if it is about to be traced without that set."""
+        """Raises StaleTraceError if the patches for the trace are no longer in force."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Network:
     strict: bool = False  #: Whether an operator of which that is not known is refused.
 
     def operators(self) -> engine.Operators:
-        """Returns a place for the operators that it calls while it is traced."""
+        """Returns an empty record for the operators that the network calls while it is traced."""
         return engine.Operators(self.differing, self.strict)
 
 
@@ -88,6 +88,8 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class _Executable:
+    """A compiled program with its large constants, which it takes before its other arguments."""
+
     compiled: Any
     tables: tuple[list[jax.Array], ...]
 
@@ -132,6 +134,7 @@ class Compiled:
         attention: dispatch.Context = dispatch.NONE,
         jit: bool = True,
     ) -> None:
+        """Stacks the network's blocks and their weights; nothing is traced yet."""
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
         counts = self.counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
@@ -143,7 +146,7 @@ class Compiled:
         for prefix in self.blocks:
             stacked = module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}."))
             assert isinstance(stacked, stack.Stacked)
-            stacked.gather = functools.partial(self._whole, prefix)
+            stacked.gather = functools.partial(self._gathered, prefix)
         self.weights = stack.weights(dict(weights), stacks, counts)
         self.mesh = mesh
         self.precision = network.precision
@@ -176,7 +179,7 @@ class Compiled:
         return [{"jax_cache": origin.jax_cache, "operators": origin.operators.row()} for origin in self._used.values()]
 
     def called(self) -> str:
-        """Returns how many operators the programs that this run has called have, by what is known of them."""
+        """Says in one line how many operators this run's programs have, and how many are the same as PyTorch's."""
         operators = self.network.operators()
         for origin in self._used.values():
             operators.found |= origin.operators.found
@@ -205,7 +208,7 @@ class Compiled:
         Returns:
             The first output, or a tuple of all if they have names.
         """
-        arrays, static = self._sorted(inputs)
+        arrays, static = self._arrays_and_static(inputs)
         with _memory(self.network.name):
             program = self._program(arrays, static) if self.jit else self._tracing()(self._function(static, []))
             output = program(*self._arguments(arrays))
@@ -222,12 +225,12 @@ class Compiled:
         Args:
             **inputs: As of a call; in place of arrays there may be `jax.ShapeDtypeStruct`s with shardings.
         """
-        arrays, static = self._sorted(inputs)
+        arrays, static = self._arrays_and_static(inputs)
         with _memory(self.network.name):
             return self._program(arrays, static).out_info
 
-    def _sorted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
-        """Returns the arrays among the inputs, where their rules put them, and the static arguments."""
+    def _arrays_and_static(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
+        """Parts inputs into arrays, which it shards by their rules, and static arguments."""
         arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
         return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
@@ -246,7 +249,7 @@ class Compiled:
         return lowered
 
     def _with_tables(self, traced: Any, arguments: Any) -> tuple[Any, list[Any]]:
-        """Returns a traced program whose large constants are its first argument, and these constants.
+        """Returns a traced program that takes its large constants as first argument, and these; none if none is large.
 
         XLA compiles constants slowly.
         """
@@ -268,7 +271,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Sets what the network's operators read while they are called: the mesh, the precision, the patches."""
+        """Sets what a trace of the network depends on, while the context lasts: mesh, precision, kind of attention."""
         if self.trace is not None:
             self.trace.check()
         engine.begin_trace()
@@ -285,21 +288,22 @@ class Compiled:
             yield
 
     def _function(self, static: Static, names: list[str]) -> Callable[..., Any]:
-        """Returns the network as a function of arrays: weights, inputs, and caches whose memory may be used again.
+        """Returns the network as a function of arrays: weights, inputs, and caches, whose memory is donated.
 
         Args:
-            names: Gets the paths of the outputs that become inputs of a later call.
+            names: The trace appends to it the paths of the outputs that become inputs of a later call.
         """
 
         def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
+            """Calls the network in PyTorch, with `weights` in place of its parameters."""
             engine.freeze(weights, "a weight or a buffer of the network")
             arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
             engine.freeze(arguments, "an argument of the network")
-            parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
+            parameters = {f"module.{name}": self._gathered("", name, weight) for name, weight in weights.items()}
             before = dict(parameters)
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
-            # PyTorch's call puts there what is bound anew.
+            # `functional_call` puts into `parameters` what the network has assigned anew.
             rebound = [name.removeprefix("module.") for name in before if parameters[name] is not before[name]]
             if rebound:
                 fact = f"'{rebound[0]}' is bound to another tensor, and a later call would not see that"
@@ -308,6 +312,7 @@ class Compiled:
             return converted(output, engine.constant)
 
         def program(weights: dict[str, jax.Array], inputs: dict[str, Any], caches: dict[str, Any]) -> Any:
+            """Calls `forward` on JAX arrays; shards outputs as the inputs that they become."""
             output = engine.call_torch(forward, weights, {**inputs, **caches})
             if not self.network.keeps:
                 return output
@@ -320,12 +325,12 @@ class Compiled:
         return program
 
     def _check_alive(self, names: list[str]) -> None:
-        """Refuses a rule for inputs that matches none of these: the inputs, and the outputs that become inputs."""
+        """Refuses a rule for inputs that matches none of these paths, unless the network may lack inputs."""
         if not self.network.spare:
             shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
 
     def _constrained(self, path: str, array: jax.Array) -> jax.Array:
-        """Returns an output where the rule for the input that it becomes puts it."""
+        """Returns an output, sharded as the input of a later call that it becomes."""
         constrained: jax.Array = jax.lax.with_sharding_constraint(array, self._sharding(path, array))
         return constrained
 
@@ -334,8 +339,8 @@ class Compiled:
         caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
         return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 
-    def _whole(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a weight as it is used: gathered if its rule says so, those of stacked blocks block by block."""
+    def _gathered(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a weight for use: gathered on each device if its rule says so; stacked ones, block by block."""
         key = prefix + name
         if key not in self.gathered or (not prefix and key.startswith(self.blocks)):
             return weight
@@ -344,6 +349,7 @@ class Compiled:
         return whole
 
     def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
+        """Returns the compiled program for these inputs, compiled at the first call with such shapes."""
         flat, tree = jax.tree_util.tree_flatten(arrays)
         # 1, 1.0 and True are equal, and make different programs: their words differ.
         key = (static, repr(static), tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
@@ -363,6 +369,7 @@ class Compiled:
         return self.programs[key]
 
     def _compiled(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, Origin]:
+        """Compiles the program for these inputs, and returns it with its origin."""
         before = None if self.ledger is None else self.ledger.trace()
         with waiting(f"compile {self.network.name}"):
             self.operators = self.network.operators()
@@ -384,6 +391,7 @@ class Compiled:
         return each(self._to_device, name, plain(name, value, self.network.name))
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
+        """Returns a host tensor as an array that its rule shards; refuses tensors on meta, and deleted arrays."""
         if isinstance(leaf, torch.Tensor):
             if leaf.is_meta:
                 fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"
@@ -396,7 +404,7 @@ class Compiled:
         return leaf
 
     def _sharding(self, path: str, tensor: torch.Tensor | jax.Array) -> jax.sharding.NamedSharding:
-        """Returns where the input's rule puts it; the rule is looked up once for each shape."""
+        """Returns the sharding of an input by its rule, which is looked up once for each shape."""
         key = path, tuple(tensor.shape)
         if key not in self.shardings:
             mesh, place = dict(self.mesh.shape), self.network.place
@@ -427,7 +435,7 @@ def _memory(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
-    """Puts the name of each module that is called into the operations that are traced in the call.
+    """Names the operations of a trace after the modules that compute them, while the context lasts.
 
     An operation of XLA then has a name such as `jit(program)/transformer/blocks.0-53/while/body/block/attn/to_q/dot`.
     Names are no part of what XLA compiles: a program's key and its numbers stay as they are.
@@ -450,7 +458,7 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 def _scope_names(module: torch.nn.Module, name: str) -> Mapping[torch.nn.Module, str]:
-    """Returns what each module of a network is called inside the one that calls it; that of a stack has its numbers."""
+    """Returns each module's name inside the module that calls it; a stack's has its blocks' numbers, such as `0-53`."""
     modules = dict(module.named_modules())
     result: dict[torch.nn.Module, str] = {module: name}
     for path, part in modules.items():

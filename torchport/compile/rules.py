@@ -1,4 +1,4 @@
-"""What a card, or whoever ports a module of his own, says of one network: where its tensors lie, how it is stacked."""
+"""The rules of one network, from a card or from a caller of `port`: how its tensors are sharded, its blocks stacked."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ MESH = "port(mesh=...)"
 
 
 class _OwnRules(Frozen):
+    """The rules as they are written: by a card for one component, or by a caller of `port`."""
+
     weights: list[WeightRule]
     """The rules for its parameters and buffers."""
     inputs: list[Rule]
@@ -36,24 +38,24 @@ class _OwnRules(Frozen):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is said of one network."""
+    """The rules of one network, and where they are written, for errors."""
 
     name: str
     own: _OwnRules
     document: Document
-    strategy: Sequence[str | int] = ()  #: The path of the strategy in there; none of a caller's own rules.
-    written: str = ""
+    strategy: Sequence[str | int] = ()  #: Path of the card's strategy; empty for other rules.
+    written: str = ""  #: The name that the card's file has for the component.
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
     #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()
-    #: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
+    #: Whether an operator is refused that no sample has compared with PyTorch's.
     strict: bool = False
-    base: str | None = None  #: The strategy of the card that has what this one does not say.
+    base: str | None = None  #: The strategy that this one is `like`, for rules that it leaves out.
 
     @property
     def of_card(self) -> bool:
-        """Whether they are a card's, which has rules for inputs that its own family passes, and a caller may not."""
+        """Whether the rules are a card's. Some of these are for inputs that a caller may leave out."""
         return bool(self.strategy)
 
     @property
@@ -80,6 +82,7 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
+    """Returns a component's rules under a card's strategy, after `extra` rules for inputs; refuses unknown names."""
     if strategy not in card.strategies:
         fact = f"'{card.model}' has no strategy '{strategy}'"
         raise UnknownNameError("port", fact, nearest(strategy, card.strategies), name=strategy)
@@ -98,7 +101,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
-    return Rules(component, own, document, at, card.written(component), bounds, divides, extra, base=chosen.like)
+    return Rules(component, own, document, at, card.written(component), bounds, divides, extra=extra, base=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:
@@ -106,10 +109,9 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the shared rules for a module that no card knows.
+    """Returns the rules of a shared strategy, for a module that has no model card.
 
     Args:
-        name: What the module is called.
         strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.
     """
     known = shared_strategies()
@@ -122,10 +124,10 @@ def of_shared(name: str, strategy: str) -> Rules:
 
 
 def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
-    """Returns the rules of a caller for a module of his own.
+    """Returns the rules that a caller of `port` has written for a module.
 
     Args:
-        rules: In a card's words, `{"weights": [...], "inputs": [...]}`; or the same as YAML.
+        rules: With a card's keys, `{"weights": [...], "inputs": [...]}`; or the same as text of YAML.
     """
     if isinstance(rules, str):
         document = parse_document(rules, PLACE)
@@ -135,7 +137,7 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
 
 
 def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
-    """Returns where each rule of a mapping is, which has no lines."""
+    """Returns the place of each key and each rule of a dict, for errors: a dict has no line numbers."""
     places: dict[tuple[str | int, ...], str] = {}
     for key, value in rules.items():
         places[(key,)] = f"{PLACE} {key}"

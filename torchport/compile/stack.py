@@ -31,11 +31,10 @@ BLOCK = "block"
 After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 """What is done after each block: `after(index, outputs)` returns the outputs that the next block gets."""
 
-
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 
 Run = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
-"""Runs all blocks: what enters the first, by `carries`, becomes what leaves the last."""
+"""Runs all blocks: called with the first block's inputs named in `carries`, it returns the last block's outputs."""
 
 
 def through(carry: tuple[torch.Tensor, ...], run: Run) -> tuple[torch.Tensor, ...]:
@@ -48,7 +47,7 @@ class Stacked(torch.nn.Module):
     Args:
         block: The first of them; its weights are exchanged for stacked ones before it is called.
         carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
-        first: How many blocks of the list are before them.
+        first: How many blocks of the list come before the stacked ones.
         after: Called after each block, within the scan.
     """
 
@@ -70,14 +69,13 @@ class Stacked(torch.nn.Module):
         self.place = place
         self.first = first
         self.after = after
-        #: Called for each of a block's weights, by name, before the block is: what makes them whole, one block at a
-        #: time.
+        #: Called with each weight of a block before the block runs: it gathers sharded weights, a block at a time.
         self.gather: Gather = lambda name, weight: weight
-        #: What is called in place of the blocks, with what enters them and what runs them.
+        #: Called in place of the blocks, with their inputs and with the function that runs them.
         self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the outputs of the last block; weights are [count, ...] while this is called."""
+        """Returns the last block's outputs, from one `lax.scan` over the weights, which are [count, ...] meanwhile."""
         signature = inspect.signature(self.block.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)
         for parameter in signature.parameters.values():
@@ -92,21 +90,22 @@ class Stacked(torch.nn.Module):
                 name=self.name,
             )
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        beside = {key: value for key, value in given.items() if key not in self.carries}
-        tensors = {key: value for key, value in beside.items() if _has_tensor(value)}
-        static = {key: value for key, value in beside.items() if key not in tensors}
-        before = _state(self.block)
+        others = {key: value for key, value in given.items() if key not in self.carries}
+        tensors = {key: value for key, value in others.items() if _has_tensor(value)}
+        static = {key: value for key, value in others.items() if key not in tensors}
+        state = _attributes(self.block)
 
         written: set[int] = set()
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
+            """Runs one block in PyTorch with its layer of the weights, and returns the next block's inputs."""
             arguments = {**fixed, **static} | dict(zip(self.carries, carry, strict=True))
             engine.freeze((layer, fixed), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
             unchanged = dict(whole)
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
                 outputs = torch.func.functional_call(self.block, whole, (), arguments)
-            self._check_state(unchanged, whole)  # PyTorch's call puts there what is bound anew
+            self._check_state(unchanged, whole)  # `functional_call` puts there what is assigned anew
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
@@ -114,6 +113,8 @@ class Stacked(torch.nn.Module):
             return self._next_carry(carry, outputs)
 
         def scan(carry: Any, layers: Any, fixed: Any) -> Any:
+            """Calls `step` for one block after the other, in JAX."""
+
             def run_block(carry: Any, item: Any) -> Any:
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
@@ -127,13 +128,13 @@ class Stacked(torch.nn.Module):
 
         before_blocks = tuple(given[name] for name in self.carries)
         outputs = self.around(before_blocks, run)
-        self._check_state(before, _state(self.block))
+        self._check_state(state, _attributes(self.block))
         for number in written:
             engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
         return outputs if len(self.carries) > 1 else outputs[0]
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns a block's outputs, which the next block can take."""
+        """Returns a block's outputs as the next block's inputs; refuses another number, dtype or shape of them."""
         takes, gives = ([f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in ts] for ts in (carry, outputs))
         if takes == gives:
             return tuple(outputs)
@@ -154,7 +155,7 @@ class Stacked(torch.nn.Module):
         )
 
     def _check_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Refuses a block that kept something of its call: under a scan there is one call for all blocks."""
+        """Refuses a block that sets its own attributes when it is called: a scan traces one call for all blocks."""
         changed = [key for key in after if key not in before or after[key] is not before[key]]
         if changed:
             raise StackError(
@@ -167,7 +168,7 @@ class Stacked(torch.nn.Module):
 
 
 class _StackedList(torch.nn.ModuleList):
-    """A list of which some blocks are one: it can be walked through, and not be taken apart."""
+    """A `ModuleList` with one item for all stacked blocks: it can be iterated over, but not indexed."""
 
     def __init__(self, items: Sequence[torch.nn.Module], name: str, place: str) -> None:
         super().__init__(items)
@@ -182,7 +183,7 @@ class _StackedList(torch.nn.ModuleList):
 
 
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
-    """Puts stacked blocks in the place of the `ModuleList`s that are declared, and returns how many each has."""
+    """Stacks blocks of each declared `ModuleList`, in the network itself; returns how many blocks each stack has."""
     counts: dict[str, int] = {}
     for name, entry in stacks.items():
         where = place(name)
@@ -210,7 +211,7 @@ def prefix(name: str, entry: Stack) -> str:
 
 
 def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Returns the weights that make up each weight of a stacked network: one, or one of each stacked block in order."""
+    """Returns, for each weight of the stacked network, the original weights in it: one, or one for each block."""
     parts_by_name: dict[str, list[str]] = {}
     for key in keys:
         new = key
@@ -228,11 +229,11 @@ def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str,
 
 
 def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a network's weights with those of stacked blocks stacked; what was stacked is taken out of `arrays`.
+    """Returns a network's weights with those of stacked blocks stacked, and empties `arrays`.
 
     Args:
-        arrays: By name: placed arrays, or `jax.ShapeDtypeStruct`s with shardings. Emptied, so that at no time more than
-            one weight of all blocks is held twice.
+        arrays: Arrays on a mesh, or `jax.ShapeDtypeStruct`s with shardings, by name. They are taken out one by one, so
+            that no more than one weight of all blocks is in memory twice.
     """
     stacked: dict[str, Any] = {}
     prefixes = tuple(prefix(name, entry) for name, entry in stacks.items())
@@ -244,6 +245,7 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
 
 
 def _stacked(parts: Sequence[Any]) -> Any:
+    """Stacks one weight of all blocks along a new first dim, which is not sharded; of shapes it returns a shape."""
     spec = parts[0].sharding.spec
     where = NamedSharding(parts[0].sharding.mesh, PartitionSpec(None, *spec))
     if isinstance(parts[0], jax.ShapeDtypeStruct):
@@ -270,7 +272,7 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
 
 
 def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
-    """Returns in what two modules of one class differ, their own weights and settings only."""
+    """Says how two modules of one class differ in shapes of weights or in settings, not in submodules; else None."""
     for kind in ("_parameters", "_buffers"):
         tensors = [
             {key: (tuple(t.shape), t.dtype) for key, t in getattr(module, kind).items() if t is not None}
@@ -284,7 +286,7 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's plain attributes, and the methods that it has in place of its class's."""
+    """Returns a module's attributes of plain types, such as numbers, and the methods that the instance overrides."""
     plain = (bool, int, float, str, torch.dtype, tuple, type(None))
     attributes = vars(module)
     settings = {key: value for key, value in attributes.items() if isinstance(value, plain)}
@@ -292,8 +294,8 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
     return settings | methods
 
 
-def _state(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns what a block and its parts keep: attributes beside weights, modules and hooks."""
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the public attributes of a block and its submodules, by path: all but weights, submodules and hooks."""
     return {
         f"{name}.{key}".lstrip("."): value
         for name, part in module.named_modules()

@@ -32,18 +32,18 @@ _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 
 @dataclasses.dataclass
 class Snapshot:
-    """What a call finds or leaves.
+    """What a call of a ported module can reach before or after it: mutable objects, as nodes of a graph, and tensors.
 
     Attributes:
-        root: The terms of the arguments, by parameter; after a call, of what it returns.
+        root: The terms of the arguments, by parameter; after a call, the term of its return value.
         things: The nodes, by number.
-        parts: What each of them has; `terms` has the same as terms.
-        paths: The names that lead to each from the arguments; None: from the module, or through a function.
+        parts: The parts of each node; `terms` has them as terms.
+        paths: The names that lead from the arguments to each node; None: it is reached otherwise.
         inputs: The tensors that are inputs, with their names.
         firsts: Of each input, the number of the first one that is the same tensor.
         views: The inputs that lie in another one: its number, and the size, the strides and the offset of the part.
         tables: The tensors of the host whose values are in the program.
-        marks: What is known of the values of each.
+        marks: What each table's values are recognised by.
         outputs: The traced tensors that are no inputs.
     """
 
@@ -60,11 +60,7 @@ class Snapshot:
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def key(self, submodules: Collection[int]) -> Any:
-        """Returns what a program depends on of what a call finds.
-
-        Args:
-            submodules: The identities of the module's.
-        """
+        """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
         kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
         inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
         terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
@@ -72,12 +68,12 @@ class Snapshot:
         return self.root, kinds, terms, inputs, firsts, self.marks
 
     def memory(self) -> set[int]:
-        """Returns where tensors lie in the host's memory."""
+        """Returns the addresses of the storages of all inputs and tables, in the host's memory."""
         tensors = (*self.inputs.values(), *self.tables)
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
     def overlaps(self, number: int) -> bool:
-        """Returns whether another tensor lies over an input, beside those that lie in it."""
+        """Returns whether another tensor overlaps an input in memory; views of that input do not count."""
         inputs = [*self.inputs.values()]
         others = [t for n, t in enumerate(inputs) if number not in (n, self.views.get(n, [n])[0])]
         first, last = _bytes_of(inputs[number])
@@ -86,12 +82,12 @@ class Snapshot:
 
 
 def _types(key: Any) -> Any:
-    """Returns what a key is made of: 1, 1.0 and True are equal."""
+    """Returns the type of a dict's key, or the types in it: 1, 1.0 and True are equal keys."""
     return type(key) if not isinstance(key, tuple | frozenset) else tuple(map(_types, key))
 
 
 def _kind(thing: Any, is_submodule: bool) -> Any:
-    """Returns what a program depends on of a node itself: two functions of one code are alike."""
+    """Returns what a program depends on of a mutable object: a function's code, a submodule itself, or the type."""
     if isinstance(thing, types.FunctionType):
         return Opaque(thing.__code__), Opaque(thing.__globals__)
     is_itself = isinstance(thing, torch.nn.Module) and (
@@ -101,7 +97,7 @@ def _kind(thing: Any, is_submodule: bool) -> Any:
 
 
 class Effects(NamedTuple):
-    """What each call of a program leaves, in terms.
+    """What each call of a program returns and changes, described as terms (`graph`).
 
     Attributes:
         returned: What it returns.
@@ -130,18 +126,10 @@ class Effects(NamedTuple):
 
 
 class State:
-    """What a module keeps from call to call.
+    """What a ported module keeps from call to call. Errors name the module by `place`."""
 
-    Args:
-        module: It stays as it is.
-        place: Its name, for errors.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        place: str,
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, place: str) -> None:
+        """Notes the module's weights and buffers as they are at the time of `port`."""
         self.module = module
         self.place = place
         self._owned = {
@@ -156,18 +144,14 @@ class State:
         self._submodules: frozenset[int] = frozenset()
 
     def number(self, snapshot: Snapshot) -> int:
-        """Returns a number for what a call finds: two of one number make the same program."""
+        """Returns a number for a snapshot: calls whose snapshots have the same number share a program."""
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
-    def before(
-        self,
-        arguments: Mapping[str, Any],
-        unnamed: Sequence[str],
-    ) -> Snapshot:
-        """Returns what a call finds.
+    def before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
+        """Returns the snapshot of what a call finds; refuses a weight or a buffer that was changed since `port`.
 
         Args:
-            unnamed: Those parameters whose names are no part of a tensor's name: `kwargs`.
+            unnamed: The parameters whose names are no part of their tensors' names, such as `kwargs`.
         """
         submodules = [*self.module.modules()]
         for part in submodules:
@@ -182,16 +166,12 @@ class State:
         return survey.finish(tuple(zip(arguments, root, strict=True)))
 
     def refuse(self, name: str) -> None:
-        """Refuses a new value of a weight, a buffer or a submodule.
-
-        Raises:
-            BadValueError: Always.
-        """
+        """Raises a BadValueError for a new value of a weight, a buffer or a submodule: the devices have the old one."""
         remedy = "Set it before port, or port the module anew"
         raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
 
     def write_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Writes to the buffer of the host what the devices have, for those who read it there."""
+        """Writes a buffer's new value from the devices into the module on the host, where it may be read."""
         prefix, _, attribute = name.rpartition(".")
         owner = self.module.get_submodule(prefix)
         buffer = owner._buffers[attribute]
@@ -200,10 +180,11 @@ class State:
         self._owned[id(owner), attribute] = buffer, buffer._version
 
     def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
-        """Makes the tables that lie in a tensor's memory inputs of later calls; returns whether there are any.
+        """Makes host tensors that lie in a tensor's memory inputs of later calls; returns whether there are any.
 
-        Their likes become inputs, too: what has the same form in the same list, or under the same name elsewhere, as
-        the caches of layers. Each alone would cost a trace.
+        Until then their values are in the program, as tables. Tables of the same form in the same list, or under the
+        same name in an object of the same type, become inputs, too, such as the caches of layers: each alone would cost
+        a trace.
         """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
         plain = [each for each in found.tables if each.layout == torch.strided]
@@ -223,31 +204,14 @@ class State:
         self._made.update((each, True) for each in [*tables, *likes])
         return bool(tables)
 
-    def after(
-        self,
-        before: Snapshot,
-        traced: Mapping[int, Reference],
-        returned: Any,
-    ) -> Snapshot:
-        """Returns what a call leaves that found `before`.
-
-        Args:
-            traced: What stands for its inputs, by identity.
-        """
+    def after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
+        """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
         survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
-    def entered(
-        self,
-        before: Snapshot,
-        traced: Sequence[Any],
-    ) -> Iterator[dict[str, Any]]:
-        """Puts traced tensors in the place of the inputs; takes back what changes in the context.
-
-        Returns:
-            The arguments.
-        """
+    def entered(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end."""
         values = {"thing": before.things, "input": traced, "table": before.tables}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
@@ -268,13 +232,8 @@ class State:
             for table, value in tables:
                 _write(table, value)
 
-    def effects(
-        self,
-        before: Snapshot,
-        after: Snapshot,
-        traced: Sequence[Any],
-    ) -> Effects:
-        """Returns what a call does, of what it found and left."""
+    def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
+        """Returns what a call does: the difference between what it found and what it left."""
         changed = {}
         for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
             if [*old.items()] != [*new.items()]:
@@ -292,13 +251,8 @@ class State:
         tables = {n: t.clone() for n, t in tables.items()}
         return Effects(after.root, changed, [*created], written, tables, len(after.outputs), parts=parts)
 
-    def leave(
-        self,
-        effects: Effects,
-        found: Snapshot,
-        outputs: Sequence[Any],
-    ) -> Any:
-        """Leaves what a call does in the things that it found; returns what it returns."""
+    def leave(self, effects: Effects, found: Snapshot, outputs: Sequence[Any]) -> Any:
+        """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value."""
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
         tables = dict(enumerate(found.tables))
@@ -331,6 +285,7 @@ class State:
         return make(effects.returned, values)
 
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
+        """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
         for part, term in terms.items():
             tensors = [make(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
             self._made.update((tensor, True) for tensor in tensors)
@@ -338,11 +293,11 @@ class State:
                 self._kept.add((Opaque(thing), part))
 
     def is_kept(self, tensor: torch.Tensor, thing: Any, part: Part) -> bool:
-        """Returns whether a tensor depends on inputs of earlier calls."""
+        """Returns whether a tensor depends on the inputs of an earlier call."""
         return tensor in self._made or (Opaque(thing), part) in self._kept
 
     def parts(self, thing: Any) -> dict[Part, Any]:
-        """Returns what a node has. Weights, and buffers that were there from the start, are the program's."""
+        """Returns an object's items or attributes, without a submodule's weights and the buffers it had at first."""
         if not self._is_submodule(thing):
             return graph.parts(thing)
         found: dict[Part, Any] = {
@@ -362,12 +317,8 @@ class State:
             found[_HOOKS] = hooks
         return found
 
-    def fill(
-        self,
-        thing: Any,
-        new: Mapping[Part, Any],
-    ) -> None:
-        """Gives a node other parts."""
+    def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
+        """Replaces an object's items or attributes in place; see `parts`."""
         if not self._is_submodule(thing):
             graph.fill(thing, new)
             return
@@ -386,20 +337,16 @@ class State:
 
 
 class _Survey:
-    """One walk through the graph.
+    """Walks once through all mutable objects that a call can reach, and fills a snapshot with them.
 
     Args:
         state: Of the module.
-        snapshot: With the things that are known from the start, which come last.
-        traced: What stands for inputs, by identity; None: a call is about to begin.
+        snapshot: The snapshot to fill; the nodes that it has at first are read last.
+        traced: The references to traced inputs, by the tensors' ids; None: nothing is traced yet.
     """
 
-    def __init__(
-        self,
-        state: State,
-        snapshot: Snapshot,
-        traced: Mapping[int, Reference] | None,
-    ) -> None:
+    def __init__(self, state: State, snapshot: Snapshot, traced: Mapping[int, Reference] | None) -> None:
+        """Numbers the objects and tensors that are known from the start."""
         self.state = state
         self.snapshot = snapshot
         self.traced = traced
@@ -413,7 +360,7 @@ class _Survey:
         snapshot.paths = [None] * count
 
     def finish(self, root: Any) -> Snapshot:
-        """Walks through all that waits, and then through what was known from the start."""
+        """Reads the objects that wait, then those known from the start; returns the snapshot with `root` in it."""
         snapshot, known = self.snapshot, [number for number in self.numbers.values() if number not in self.waiting]
         while self.waiting or known:
             if not self.waiting:
@@ -429,20 +376,12 @@ class _Survey:
         snapshot.views = _views([*snapshot.inputs.values()])
         return snapshot
 
-    def term(
-        self,
-        value: Any,
-        path: tuple[str, ...] | None,
-        thing: Any = None,
-        part: Part = ("", ""),
-    ) -> Any:
-        """Returns a value as a term.
+    def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
+        """Returns the term that describes a value: a constant, a reference, or a container of terms.
 
         Args:
-            value: Of any type.
             path: The names that lead to it from the arguments.
-            thing: The node that has it.
-            part: As what.
+            thing: The node that has it as its `part`.
         """
         if id(value) in self.numbers:
             return Reference("thing", self.numbers[id(value)])
@@ -472,11 +411,8 @@ class _Survey:
             raise BadValueError(self.state.place, fact, "Keep a list and a number")
         return Opaque(value)
 
-    def _node(
-        self,
-        thing: Any,
-        path: tuple[str, ...] | None,
-    ) -> Reference:
+    def _node(self, thing: Any, path: tuple[str, ...] | None) -> Reference:
+        """Adds a mutable object to the snapshot, to be read later, and returns its reference."""
         snapshot = self.snapshot
         number = self.numbers[id(thing)] = len(snapshot.things)
         snapshot.things.append(thing)
@@ -486,13 +422,8 @@ class _Survey:
         self.waiting.append(number)
         return Reference("thing", number)
 
-    def _tensor(
-        self,
-        tensor: torch.Tensor,
-        path: tuple[str, ...] | None,
-        thing: Any,
-        part: Part,
-    ) -> Any:
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
+        """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
         snapshot = self.snapshot
         if self.traced is not None:
             tensor = tensor if id(tensor) in self.tensors else engine.on_host(tensor)
@@ -508,11 +439,8 @@ class _Survey:
             snapshot.tables.append(tensor)
         return self.tensors[id(tensor)]
 
-    def _argument(
-        self,
-        tensor: torch.Tensor,
-        name: str,
-    ) -> Reference:
+    def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
+        """Adds a tensor to the inputs, under a name that no other input has, and returns its reference."""
         snapshot = self.snapshot
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"
@@ -533,6 +461,7 @@ _HOOKS = ("hooks", "")
 
 
 def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
+    """Returns a path with a part's name at its end; None if one of the two has no name."""
     kind, name = part
     if path is None or kind not in _NAMES:
         return None
@@ -544,13 +473,13 @@ def _references(term: Any, kind: str) -> list[Reference]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns shape, dtype and strides; None in place of strides that a new tensor would have."""
+    """Returns shape, dtype and strides; None in place of strides that are a new tensor's."""
     is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
 def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) -> Any:
-    """Returns new values of tables, with the whole memory of new ones that share one; and their parts of it."""
+    """Returns new values of host tensors that a call leaves, and which of them are views of another's memory."""
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
     plain = {n: t for n, t in {**dict(enumerate(found)), **tables}.items() if t.layout == torch.strided}
@@ -575,14 +504,14 @@ def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) ->
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns where a tensor begins and ends in the host's memory."""
+    """Returns the addresses at which a tensor begins and ends in the host's memory."""
     memory, size = tensor.untyped_storage().data_ptr(), tensor.itemsize
     start, end = engine.extent(tensor)
     return memory + start * size, memory + end * size
 
 
 def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:
-    """Returns the tensors that lie in another one; see `Snapshot.views`."""
+    """Returns, for each input inside another input, the other's number, and its size, strides and offset there."""
     found = {}
     by_memory: dict[Any, list[int]] = {}
     for number, tensor in enumerate(inputs):
@@ -598,11 +527,12 @@ def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ..
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:
-    """Returns whether PyTorch does not write to a tensor element by element: it is expanded, or of inference."""
+    """Returns whether PyTorch refuses to write to a tensor in place: it is expanded, or an inference tensor."""
     return tensor.is_inference() or (tensor.layout == torch.strided and 0 in tensor.stride())
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
+    """Returns whether a host tensor is known by its values: plain, on the CPU, and of `SMALL` bytes at most."""
     if tensor.is_conj() or tensor.is_neg():
         return False
     is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
@@ -610,7 +540,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Returns what is known of a table's values."""
+    """Returns what tells whether a host tensor's values have changed: small values, or PyTorch's count of writes."""
     if engine.is_traced(tensor):
         return Opaque(tensor)
     if _is_small(tensor):

@@ -1,4 +1,4 @@
-"""Step caches: two programs of a network, one that computes all blocks and one that takes them from before.
+"""Step caches: two programs of a network, one that computes all blocks and one that reuses an earlier step's.
 
 What is kept is what leaves the stacked blocks (`deepcache`: the blocks after them are computed in every step), or what
 they added to what entered them. It stays on the devices. Which step does what is known before the first one
@@ -30,46 +30,47 @@ from torchport.stages.outputs import TENSORS, leaves, of_call
 MODE, KEPT = "step_cache", "step_cache_kept"
 """Inputs of a network beside its own: `full` or `reuse`, and what an earlier step kept."""
 STATE = "step_cache."
-"""Begins the names of tensors of a saved step that are this module's."""
+"""The prefix of this module's tensors among those of a saved step."""
 CURVE = "curve"
 
 
 def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
-    """Returns a network's stacks, the blocks left apart that every step computes."""
+    """Returns a card's stacks without the last blocks that every step computes: those stay unstacked."""
     return {name: entry.model_copy(update={"last": max(entry.last, cache.apart)}) for name, entry in card.items()}
 
 
 def calling(how: How, cache: StepCache, name: str, place: str) -> How:
-    """Returns how a network is called under a cache: it returns its first output, and what is kept."""
+    """Wraps `how` for a step cache: returns a function that calls the network and returns output and kept tensors."""
     is_state = isinstance(cache, DeepCache)
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:
-        mode, before = inputs.pop(MODE, "full"), inputs.pop(KEPT, ())
+        """Calls the network; its inputs `MODE` and `KEPT` say whether it reuses blocks, and the kept values."""
+        mode, old = inputs.pop(MODE, "full"), inputs.pop(KEPT, ())
         blocks = [part for part in module.modules() if isinstance(part, stack.Stacked)]
         if not blocks:
             fact = f"A step cache reuses what stacked blocks compute, and '{name}' has none"
             raise StackError(place, fact, "Leave `cache` out, or name its blocks in the card's `stacks`", name=name)
         kept: list[tuple[torch.Tensor, ...]] = []
-        for number, one in enumerate(blocks):
-            one.around = functools.partial(_around, kept, before[number] if mode == "reuse" else None, is_state)
+        for number, block in enumerate(blocks):
+            block.around = functools.partial(_run_or_reuse, kept, old[number] if mode == "reuse" else None, is_state)
         try:
             output = how(module, **inputs)
         finally:
-            for one in blocks:
-                one.around = stack.through
+            for block in blocks:
+                block.around = stack.through
         return of_call(output, (), name), tuple(kept)
 
     return call
 
 
-def _around(
+def _run_or_reuse(
     kept: list[tuple[torch.Tensor, ...]],
     before: Sequence[torch.Tensor] | None,
     is_state: bool,
     carry: tuple[torch.Tensor, ...],
     run: stack.Run,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns what leaves stacked blocks, computed or from before, and notes what is kept of it."""
+    """Returns stacked blocks' outputs, computed or taken from `before`; appends to `kept` what later steps reuse."""
     if before is not None:
         kept.append(tuple(before))
         return tuple(before) if is_state else tuple(one + added for one, added in zip(carry, before, strict=True))
@@ -80,25 +81,26 @@ def _around(
 
 @dataclasses.dataclass
 class _Slot:
-    """What one call of a step has kept for the same call of later steps."""
+    """What one call of the network has kept for later steps. A step may call it several times, as guidance does."""
 
     shapes: dict[str, tuple[int, ...]]
-    #: What was kept in the last whole step, and its differences to those before, one for each order.
+    #: What the last step in full kept, and its finite differences to the steps before, one for each order.
     differences: list[Any] = dataclasses.field(default_factory=list)
     step: int = -1
 
 
 class StepCached:
-    """A network's two programs and the loop's steps: the `Call` of a stage under a cache.
+    """Calls a network under a step cache: in some steps in full, in the others with an earlier step's blocks.
 
     Args:
-        steps: The loop's; what a saved step kept is among its state.
+        steps: The denoising loop's; a saved step's state includes what the cache kept.
     """
 
     batches = True
     drops = True
 
     def __init__(self, compiled: Compiled, cache: StepCache, steps: family.Steps, total: int) -> None:
+        """Takes over the step and the kept tensors of a stopped run, if there was one."""
         self.compiled = compiled
         self.cache = cache
         self.total = total
@@ -129,10 +131,11 @@ class StepCached:
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:
+        """Returns the network's output, computed in full or with the blocks of earlier steps."""
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves(inputs).items() if isinstance(leaf, TENSORS)}
         if self.calls == len(self.slots):
             self.slots.append(self._slot(inputs, shapes))
-        if self.slots[self.calls].shapes != shapes:  # guidance that ends: what was kept is of another batch
+        if self.slots[self.calls].shapes != shapes:  # guidance has ended: what was kept is for another batch size
             self.slots[self.calls] = self._slot(inputs, shapes)
         slot = self.slots[self.calls]
         self.calls += 1
@@ -145,9 +148,10 @@ class StepCached:
         return output
 
     def _computed(self, slot: _Slot, inputs: Mapping[str, Any]) -> Any:
+        """Calls the program that computes all blocks, and keeps in the slot what later steps reuse."""
         before = slot.differences
         if not self.cache.differences and not isinstance(self.cache, Calibrate):
-            slot.differences = before = []  # its memory is free for what comes
+            slot.differences = before = []  # frees its memory before the call
         output, kept = self.compiled(**inputs, **{MODE: "full"})
         if isinstance(self.cache, Calibrate):
             self._ratios.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
@@ -159,7 +163,7 @@ class StepCached:
     def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
         """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes.
 
-        Both programs are compiled here: none in the steps that follow.
+        It compiles both programs, so that later steps need not.
         """
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:
@@ -182,6 +186,7 @@ class StepCached:
     def _finished(
         self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: family.Kept | None = None
     ) -> None:
+        """Ends a step: passes its state on to the loop, with the tensors to save if a resumed run needs them."""
         self.step, self.calls = number, 0
         if self._ratios:
             self.curve.append(sum(self._ratios) / len(self._ratios))
@@ -190,6 +195,7 @@ class StepCached:
         self.finished(number, state, timestep, self._kept if is_needed else kept)
 
     def _kept(self) -> dict[str, torch.Tensor]:
+        """Returns all that the slots keep, as host tensors by their names in a saved step."""
         tensors = {
             f"{STATE}{number}.{order}.{path}": shard.to_torch(array)
             for number, slot in enumerate(self.slots)
@@ -199,11 +205,12 @@ class StepCached:
         return {**tensors, **self.measured()}
 
     def measured(self) -> dict[str, torch.Tensor]:
-        """Returns the curve by its name in a saved step; nothing where there is none."""
+        """Returns the curve by its name in a saved step; an empty dict where nothing was measured."""
         return {STATE + CURVE: torch.tensor(self.curve)} if self.curve else {}
 
 
 def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
+    """Returns the finite differences of what is kept to what was kept before, one for each order, for `_series`."""
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, one: ((new - one) / interval).astype(one.dtype), rows[-1], old))
@@ -211,6 +218,7 @@ def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
 
 
 def _series(differences: list[Any], distance: Any) -> Any:
+    """Extrapolates kept values over a distance in steps: a Taylor series with finite differences."""
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
 
     def total(*terms: Any) -> Any:
@@ -221,7 +229,7 @@ def _series(differences: list[Any], distance: Any) -> Any:
 
 
 def _ratio(kept: jax.Array, before: jax.Array) -> jax.Array:
-    """Returns the mean over tokens of the norm of what is kept over that of what was."""
+    """Returns the norm of what is kept over the norm of what was kept before, as the mean over tokens."""
     new, old = (jnp.linalg.norm(one.astype(jnp.float32), axis=-1) for one in (kept, before))
     return (new / jnp.maximum(old, 1e-12)).mean()
 

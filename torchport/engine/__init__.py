@@ -51,7 +51,7 @@ __all__ = [
 
 
 def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a JAX function with PyTorch tensors of the engine, and returns what it returns as such tensors."""
+    """Calls a JAX function with torchax tensors, and returns its results as torchax tensors."""
     from torchax import interop
 
     return interop.call_jax(function, *args, **kwargs)
@@ -70,6 +70,7 @@ def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _narrow(value: Any) -> Any:
+    """Returns a 64-bit array as an array of 32 bits, and anything else as it is."""
     import jax
 
     if not isinstance(value, jax.Array) or value.dtype.name not in _NARROW:
@@ -81,7 +82,7 @@ _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex1
 
 
 def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a PyTorch function with JAX arrays, and returns what it returns as arrays; `jax.jit` may trace it."""
+    """Calls a PyTorch function with JAX arrays, and returns its results as arrays; `jax.jit` may trace it."""
     from torchax import interop
 
     with wide():
@@ -97,13 +98,13 @@ def wide() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_traced(value: object) -> bool:
-    """Returns whether a value is a tensor of the engine; before the engine is imported there is none."""
+    """Returns whether a value is a torchax tensor; False as long as torchax is not imported."""
     module = sys.modules.get("torchax.tensor")
     return module is not None and isinstance(value, module.Tensor)
 
 
 def constant(tensor: Any) -> Any:
-    """Returns a tensor of the host as one of the engine's, with its values in the program."""
+    """Returns a host tensor as a torchax tensor whose values are constants of the program."""
     import torchax
 
     environment = torchax.default_env()
@@ -117,7 +118,7 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the operator that the engine cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
+    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
 
     None for any other exception.
     """
@@ -129,20 +130,20 @@ def missing_operator(error: BaseException) -> str | None:
 
 
 def difference(error: BaseException) -> tuple[str, str] | None:
-    """Returns the operator that would compute something else than PyTorch's, and how; and what helps.
+    """Returns the operator that differs from PyTorch's, with how it differs, and what to do instead.
 
-    None for another exception.
+    None for any other exception than a `DiffersError`.
     """
     return (str(error), error.cure) if isinstance(error, DiffersError) else None
 
 
 def is_host_tensor(error: BaseException) -> bool:
-    """Returns whether an exception says that a tensor of the host meets one of the engine, or one on meta."""
+    """Returns whether an exception says that a host tensor meets a torchax tensor, or a tensor on meta."""
     return isinstance(error, AssertionError | RuntimeError) and _HOST_TENSOR.search(str(error)) is not None
 
 
 def is_traced_value(error: BaseException) -> bool:
-    """Returns whether an exception says that a value is asked for of a tensor that is traced, or is on meta."""
+    """Returns whether an exception says that code asks for the value of a tensor that is traced, or on meta."""
     import jax
 
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
@@ -164,7 +165,7 @@ def table_versions() -> Mapping[str, str]:
 
 
 def begin_trace() -> None:
-    """Prepares the engine for a trace: each operator is asked of PyTorch, too."""
+    """Prepares torchax for a trace, in which PyTorch is asked about each operator, too (`tracked`)."""
     import torchax
 
     torchax.default_env().config.force_materialize_views = True  # torchport/engine/tracked.py knows what is a view
@@ -173,7 +174,7 @@ def begin_trace() -> None:
 
 @contextlib.contextmanager
 def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Registers lowerings of torch functions and ATen overloads, and takes them out again.
+    """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts.
 
     Args:
         replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or

@@ -25,26 +25,22 @@ class View:
 
 
 class Storage:
-    """The memory of a tensor that is no view.
-
-    Args:
-        value: The array that lies in it.
-    """
+    """The memory of a traced tensor that is no view, with its array as `value`; views of the tensor share it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.whose = ""  # of what the network must not write to: `an argument of the network`
+        self.whose = ""  # what it is, if the network must not write to it: `an argument of the network`
         self.written = False
         self.stale = ""  # why its value is not what PyTorch would have
-        self.size = 0  # elements of its first tensor; beyond count where these do not lie in their order
+        self.size = 0  # elements of its first tensor; sys.maxsize if that is not contiguous
         self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
 
     def add(self, tensor: Any, path: tuple[View, ...]) -> None:
-        """Notes a tensor that lies in it, and the views that lead from the whole memory to the tensor."""
+        """Notes a tensor of this memory, and the views that lead from the whole memory to the tensor."""
         self.tensors.append((weakref.ref(tensor), path))
 
     def write(self, path: tuple[View, ...], value: Any) -> None:
-        """Writes a value to the part that views lead to."""
+        """Writes a value to the part of the memory to which a path of views leads, back through each view's base."""
         self.written = True
         bases = [self.value]
         for view in path[:-1]:
@@ -54,21 +50,21 @@ class Storage:
         self.value = value
 
     def read(self, path: tuple[View, ...]) -> Any:
-        """Returns the value of the part that views lead to."""
+        """Returns the value of the part of the memory to which a path of views leads."""
         value = self.value
         for view in path:
             value = view.forward(value)
         return value
 
     def alive(self) -> list[tuple[Any, tuple[View, ...]]]:
-        """Returns the tensors that lie in it and that somebody still holds, each with its views."""
+        """Returns the tensors of this memory that something still refers to, each with its views."""
         self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
         found = [(ref(), path) for ref, path in self.tensors]
         return [(tensor, path) for tensor, path in found if tensor is not None]
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first and one more than the last place of a tensor in its memory, in elements."""
+    """Returns where a tensor begins and where it ends in its storage, in elements; the end is exclusive."""
     start = int(tensor.storage_offset())
     if not tensor.numel():
         return start, start
@@ -76,7 +72,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Returns whether a tensor is a part of another one of its memory."""
+    """Returns whether a tensor lies within another tensor of the same storage."""
     (start, end), (first, last) = extent(part), extent(whole)
     is_plain = part.dtype == whole.dtype and not (part.is_conj() or part.is_neg())
     return is_plain and first <= start and end <= last
@@ -90,12 +86,13 @@ _PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", 
 def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
     """Returns how a view's new value enters its base: a function of the base's value and the view's.
 
+    None if the view has one element of the base several times.
+
     Args:
         name: The operator's, such as `slice`.
         args: Its arguments; the first is the base.
-        kwargs: Its arguments by keyword.
         item: Which of its outputs the view is.
-        shapes: Of its outputs.
+        shapes: The shapes of its outputs.
         of_index: Returns the same view of a tensor of the host: for a view that has no short inverse.
     """
     import jax
@@ -106,7 +103,7 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
 
     base = args[0]
     dims = len(base.shape)
-    write = _between
+    write = _with_part
     if name in _SAME:
         return lambda whole, part: part
     if name in _RESHAPE:
@@ -148,8 +145,8 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
     return lambda whole, part: whole.ravel().at[chosen].set(part.ravel()).reshape(whole.shape)
 
 
-def _between(whole: Any, part: Any, start: int, dim: int) -> Any:
-    """Returns an array with another value from `start` on, as a concatenation.
+def _with_part(whole: Any, part: Any, start: int, dim: int) -> Any:
+    """Returns an array whose part from `start` on along `dim` is replaced, as a concatenation.
 
     XLA for CPU (jaxlib 0.10.2) reads a tensor before a `dynamic_update_slice` into it where a product of matrices takes
     the result, in some layouts: tests/engine/test_tracked.py.
@@ -165,6 +162,7 @@ def _between(whole: Any, part: Any, start: int, dim: int) -> Any:
 
 
 def _order(name: str, dims: int, argument: Callable[[int, str, Any], Any]) -> list[int]:
+    """Returns the order in which `permute`, `transpose` or `t` puts a tensor's dims."""
     if name == "permute":
         return [dim % dims for dim in argument(1, "dims", ())]
     order = list(range(dims))

@@ -24,7 +24,7 @@ PLACES = frozenset({"device", "generator", "layout", "memory_format", "non_block
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A call as the table knows it.
+    """The form of an operator's call, as the table `conformance.yaml` knows it.
 
     Attributes:
         operator: `aten.avg_pool2d.default`, `torch.nn.functional.linear`.
@@ -41,8 +41,8 @@ class Row(NamedTuple):
     """Forms of one operator that differ from PyTorch.
 
     Attributes:
-        options: A call of these forms has all of them.
-        dtypes: And a tensor of one of these; none where no tensor is an argument.
+        options: A call of these forms has all of these options.
+        dtypes: And a tensor of one of these dtypes; empty where no argument is a tensor.
         what: How they differ.
         patch: The id of the patch that mends them; empty if none does.
     """
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """What the samples of one operator say: the dtypes and options that were the same in a sample, and the others."""
+    """The table's entry of one operator: the dtypes and options with which a sample agreed, and forms that differ."""
 
     dtypes: frozenset[str]
     options: frozenset[str]
@@ -78,6 +78,7 @@ def read() -> _Table:
 
 
 def _entry(data: Mapping[str, Any]) -> _Samples:
+    """Returns one operator's entry of `conformance.yaml`."""
     rows = [
         Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", ""))
         for kind in ("differs", "mended")
@@ -87,7 +88,7 @@ def _entry(data: Mapping[str, Any]) -> _Samples:
 
 
 def state_of(form: Form) -> tuple[str, str]:
-    """Returns what the table says of a form, and why.
+    """Returns whether a call of this form agrees with PyTorch, by the table `conformance.yaml`, and why.
 
     Returns:
         `same`; `mended`, with the patch; `differs`, with how; `unknown`, with what was never sampled.
@@ -106,7 +107,7 @@ def state_of(form: Form) -> tuple[str, str]:
 
 
 def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
-    """Returns the form of a call of a torch function or of an ATen overload."""
+    """Returns the form (operator, dtypes, options) of a call of a torch function or of an ATen overload."""
     import torch
 
     tensors = list(_tensors([args, kwargs]))
@@ -123,7 +124,7 @@ def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _traits(tensors: Sequence[Any]) -> Iterator[str]:
-    """Yields the traits of inputs that lowerings get wrong."""
+    """Yields the traits of input tensors that lowerings get wrong, such as `empty` or `0-dim`."""
     import torch
 
     if any(tensor.numel() == 0 for tensor in tensors):
@@ -139,7 +140,7 @@ def _traits(tensors: Sequence[Any]) -> Iterator[str]:
 
 
 def _widens(point: Any, others: Sequence[Any]) -> bool:
-    """Returns whether a dtype is wider than that of the other tensors, but of no higher kind: PyTorch keeps theirs."""
+    """Returns whether a 0-dim tensor's dtype is wider than the others', and of no higher kind: PyTorch keeps theirs."""
     import torch
 
     kept = functools.reduce(torch.promote_types, others)
@@ -162,6 +163,7 @@ def operator_name(func: Callable[..., Any]) -> str:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
+    """Yields all tensors in a value, which may be one, or a list, tuple or mapping of such values."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -187,7 +189,7 @@ def _dtypes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is chosen by the arguments of a call: values that are no defaults, and words where there is none."""
+    """Yields the options of a call: arguments that differ from their defaults; without a default, bools and words."""
     parameters = _parameters(func, len(args), frozenset(kwargs))
     if parameters is None:
         # A builtin whose overload is not known: what stands at a place has no name.
@@ -202,7 +204,7 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield f"{parameter.name} by keyword"
         if parameter.nullable and value is not None:
             yield parameter.name
-        elif _is_word(value) if parameter.required else not _equal(value, parameter.default):
+        elif _is_word(value) if parameter.required else not _is_default(value, parameter.default):
             yield _option(parameter.name, value)
 
 
@@ -219,7 +221,8 @@ def _option(name: str, value: Any) -> str:
     return f"{name}=0" if isinstance(value, int | float) and value == 0 else name
 
 
-def _equal(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
+    """Returns whether an argument has its default value."""
     if isinstance(default, list | tuple):  # one number stands for as many as there are dimensions
         return list(value) == list(default) if isinstance(value, list | tuple) else {value} == set(default)
     if isinstance(value, bool | str) or value is None:
@@ -228,6 +231,8 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 class _Parameter(NamedTuple):
+    """A parameter of an operator, from its schema or its signature."""
+
     name: str
     required: bool
     by_name: bool
@@ -273,7 +278,7 @@ def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> lis
 
 
 def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
-    """Yields the kinds of Python numbers that stand where a tensor or a scalar does."""
+    """Yields an option for each Python number that is passed as a tensor or a scalar, such as `int number`."""
     if hasattr(func, "_schema"):
         for parameter, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, bool | int | float | complex) and re.match("Tensor|number", str(parameter.type)):
@@ -281,7 +286,7 @@ def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
 
 
 def _equation_kinds(equation: str) -> Iterator[str]:
-    """Yields what an equation of `einsum` has beside labels that are multiplied or summed."""
+    """Yields what is special in an equation of `einsum`: an ellipsis, a diagonal, other than two tensors."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow:
@@ -295,7 +300,7 @@ def _equation_kinds(equation: str) -> Iterator[str]:
 
 
 def _index_kinds(index: Any) -> Iterator[str]:
-    """Yields the kinds of the parts of an index."""
+    """Yields the kinds of the parts of an index, such as `mask`, `slice` or `int`."""
     import torch
 
     for part in index if isinstance(index, tuple) else (index,):
@@ -320,7 +325,7 @@ class DiffersError(Exception):
 
 
 class _RefusedError(DiffersError):
-    """The table of operators says so, or does not know: a card or a caller may accept the operator."""
+    """The table says that an operator differs, or has no sample of it: a card or a caller may accept the operator."""
 
     def __init__(self, operator: str, how: str) -> None:
         cure = "Compute it with other operators, or accept it under `operators` in the card, with the reason"
@@ -328,11 +333,11 @@ class _RefusedError(DiffersError):
 
 
 class Operators:
-    """What a network calls, by what the table says of it.
+    """A record of the operators that a network calls, and whether each agrees with PyTorch.
 
     Args:
         accepted: The reason by name of each operator that may differ.
-        strict: Whether one of which nobody knows whether it differs is refused, too.
+        strict: Whether an operator is refused, too, that no sample has compared with PyTorch's.
     """
 
     def __init__(self, accepted: Mapping[str, str] = {}, strict: bool = False) -> None:
@@ -341,7 +346,7 @@ class Operators:
         self.found: dict[Form, tuple[str, str]] = {}
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Notes a call; returns whether it has a form that no sample has tried."""
+        """Notes a call and returns whether no sample has its form; refuses an operator that differs from PyTorch's."""
         form = form_of(function, args, kwargs)
         if form in self.found:
             return self.found[form][0] == "unknown"
@@ -350,7 +355,7 @@ class Operators:
         if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
             state, what = state_of(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
         stops = state == "differs" and _STOPS.match(what) is not None
-        if stops:  # its own exception says more, if it does stop
+        if stops:  # it raises an exception of its own, which says more
             state = "unknown"
         if form.operator not in self.accepted:
             if state == "differs":
@@ -361,19 +366,19 @@ class Operators:
         return state == "unknown"
 
     def states(self) -> dict[str, str]:
-        """Returns the state of each operator: the worst one of its forms."""
+        """Returns each operator's state, `same`, `mended`, `unknown` or `differs`: the worst one of its calls."""
         states: dict[str, str] = {}
         for form, (state, _) in self.found.items():
             states[form.operator] = min(states.get(form.operator, "same"), state, key=_WORST.index)
         return states
 
     def unknown(self) -> str:
-        """Returns the operators of which no sample has shown what they compute, each with what is unknown."""
+        """Returns the operators without a sample in one line, each with what was not sampled; empty if all have one."""
         lines = {form.operator: what for form, (state, what) in self.found.items() if state == "unknown"}
         return "; ".join(f"{name} ({what})" for name, what in sorted(lines.items()))
 
     def row(self) -> dict[str, Any]:
-        """Returns what a manifest says: how many are the same, and the names of all others, with what differs."""
+        """Returns the operators' part of a manifest: how many agree with PyTorch, and by name those that do not."""
         states = self.states()
         others: dict[str, Any] = {state: [] for state in _WORST if state != "same"}
         for form, (state, what) in sorted(self.found.items(), key=lambda found: found[0].operator):
@@ -413,5 +418,5 @@ def watching(operators: Operators | None) -> Iterator[None]:
 
 
 def watched() -> Operators | None:
-    """Returns where operators are noted; None where they are not."""
+    """Returns the record in which `watching` notes operators; None outside of `watching`."""
     return _WATCHING.get()

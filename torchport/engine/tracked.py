@@ -53,7 +53,7 @@ _trace = 0
 
 
 def prepare(environment: Any) -> None:
-    """Prepares for a trace. It makes the engine ask PyTorch, once for a process."""
+    """Begins a new trace. The first time in a process, it also puts `Dispatch` in the place of torchax's dispatch."""
     global _trace
     from torchax.tensor import Tensor
 
@@ -70,7 +70,7 @@ def prepare(environment: Any) -> None:
 
 
 def _value(tensor: Any) -> Any:
-    """Returns the array of a tensor; of one with a shadow on the host it is made at the first call of a trace.
+    """Returns the JAX array of a traced tensor; if PyTorch has its values, each trace makes an array of its own.
 
     Upstream may keep tables from one call to the next, in a cache of a function's results.
     """
@@ -97,7 +97,7 @@ def _copy(tensor: Any, known: dict[int, Any]) -> Any:
 
 
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
-    """Gives a tensor the memory of another one."""
+    """Assigns to `tensor.data`: gives the tensor the memory of a value of the same shape, dtype and strides."""
     dispatch = tensor._env.dispatch
     value, whose = dispatch._known(value), dispatch._memory(tensor).whose
     if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
@@ -108,11 +108,12 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
 
 
 def _array(host: torch.Tensor) -> Any:
+    """Returns a host tensor as an array of its dtype; of a small tensor, as a copy."""
     import jax
     import jax.numpy as jnp
     from torchax.ops import mappings
 
-    with _plain(), jax.enable_x64(True):  # upstream may print it after the trace
+    with _plain(), jax.enable_x64(True):  # also after the trace: upstream may print the tensor
         dtype = mappings.t2j_dtype(host.dtype)
         host = host.detach().resolve_conj().resolve_neg()
         if host.nbytes <= COPIED:
@@ -124,18 +125,13 @@ def _array(host: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """PyTorch without the engine's modes."""
+    """Runs PyTorch without torchax's modes while the context lasts."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
 
 class Dispatch:
-    """Stands in the place of the engine's `dispatch`, through which every operator goes.
-
-    Args:
-        environment: The engine's.
-        lower: Its own `dispatch`.
-    """
+    """Takes the place of torchax's `dispatch`, its argument `lower`: every operator of a traced network comes here."""
 
     def __init__(self, environment: Any, lower: Callable[..., Any]) -> None:
         from torchax.tensor import TENSOR_CONSTRUCTORS, OperatorNotFound, Tensor
@@ -149,7 +145,7 @@ class Dispatch:
         self.made: list[weakref.ref[Any]] = []  # all tensors of the trace
 
     def __call__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator."""
+        """Calls an operator: in PyTorch on the host if it depends on no input of the network, else by its lowering."""
         kwargs = kwargs or {}
         traced = self._traced((args, kwargs))
         makes = self._makes(function, args, kwargs)
@@ -160,7 +156,7 @@ class Dispatch:
             except self.not_found:
                 if not is_aten:
                     raise
-                # A table of the host's, as it has no device.
+                # A host tensor, as no device is named.
                 with _plain():
                     return function(*args, **kwargs)
             is_moved = isinstance(output, self.type)  # a tensor of the host to the devices
@@ -173,7 +169,7 @@ class Dispatch:
             return function(args[0], index, *args[2:])
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
         is_through = not is_lowered or function in _THROUGH
-        # torchax's may take `out`, and write nothing.
+        # torchax's lowering may take `out`, and not write to it.
         if kwargs.get("out") is not None:
             is_through = True
         if not is_aten and is_through and not makes:
@@ -199,7 +195,7 @@ class Dispatch:
         return self._on_devices(function, types, args, kwargs, traced)
 
     def _makes(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a function makes a tensor on the devices of nothing but numbers, as `torch.hann_window` does."""
+        """Returns whether a function makes a tensor on the devices from numbers alone, as `torch.hann_window` does."""
         device = kwargs.get("device")
         if function in self.constructors:
             return bool(self.environment._should_use_torchax_tensor(device))
@@ -209,7 +205,7 @@ class Dispatch:
         return not any(isinstance(leaf, torch.Tensor) for leaf in given)
 
     def _is_composite(self, function: Any) -> bool:
-        """Whether PyTorch makes an operator of others, and it has no lowering."""
+        """Returns whether an operator has no lowering, and PyTorch can decompose it into others."""
         try:
             self.environment._get_op_or_decomp(function)
         except self.not_found:
@@ -222,7 +218,7 @@ class Dispatch:
         return [leaf for leaf in leaves if isinstance(leaf, self.type)]
 
     def _index(self, index: Any) -> Any:
-        """Returns an index with tensors in place of lists, whose numbers PyTorch would put on meta, and lose."""
+        """Returns an index with tensors of known values in place of lists, whose values PyTorch would lose on meta."""
         if isinstance(index, tuple):
             return tuple(place for item in index for place in self._places(self._index(item)))
         if isinstance(index, list | range | numpy.ndarray):
@@ -233,7 +229,7 @@ class Dispatch:
         return index
 
     def _places(self, index: Any) -> tuple[Any, ...]:
-        """Returns in place of a mask with known values where it is true: then the result's size is known, too."""
+        """Returns a mask with known values as its indices, so that the result's size is known; all else as it is."""
         if not isinstance(index, self.type) or index.dtype != torch.bool or not index.ndim or not is_known(index):
             return (index,)
         with _plain():
@@ -241,7 +237,7 @@ class Dispatch:
         return tuple(map(self._known, places))
 
     def shadow(self, tensor: Any) -> torch.Tensor:
-        """Returns what PyTorch has in the place of a traced tensor."""
+        """Returns a traced tensor's shadow, PyTorch's tensor of its dtype, shape and strides; makes a missing one."""
         shadow: torch.Tensor | None = tensor.__dict__.get("_shadow")
         if shadow is None:  # of an input or a weight
             shadow = tensor._shadow = _empty(tensor._elem)
@@ -249,7 +245,7 @@ class Dispatch:
         return shadow
 
     def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the host computes an operator of known values: it is not random, and its result is small enough."""
+        """Returns whether the host computes an operator of known values: no random one, and none of a large result."""
         if function in _DRAWS or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             return False
         if function in (torch.tensor, torch.as_tensor):
@@ -263,9 +259,10 @@ class Dispatch:
         return all(leaf.untyped_storage().nbytes() <= LARGEST for leaf in leaves)
 
     def _answer(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
-        """Returns what PyTorch's operator returns of the shadows, on meta or on the host; unknown if it cannot."""
+        """Returns what PyTorch's operator returns for meta or host tensors in place of traced ones; or `_UNKNOWN`."""
 
         def shadow(leaf: Any) -> Any:
+            """Returns a leaf as PyTorch gets it: of a traced tensor the shadow, on the device."""
             if isinstance(leaf, self.type):
                 leaf = leaf._shadow
             if isinstance(leaf, torch.Tensor) and device == "cpu" and leaf.is_meta:
@@ -309,7 +306,7 @@ class Dispatch:
         return pytree.tree_unflatten(outputs, tree)
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
-        """Calls an operator by its lowering, and makes its result what PyTorch says that it is."""
+        """Calls an operator's lowering, and gives the results the dtypes, strides and memory that PyTorch says."""
         if (seen := watched()) is not None:
             with _plain():
                 is_new = seen.see(function, args, kwargs)
@@ -365,7 +362,7 @@ class Dispatch:
         return pytree.tree_unflatten(leaves, tree)
 
     def _in_floats(self, function: Any, answer: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        """Returns arguments in floats, if all are whole numbers and PyTorch computes in floats."""
+        """Returns arguments as floats if all are integers and PyTorch's result is a float; otherwise as they are."""
         traced = self._traced((args, kwargs))
         if not answer.is_floating_point() or any(x.dtype.is_floating_point or x.dtype.is_complex for x in traced):
             return args, kwargs
@@ -375,7 +372,7 @@ class Dispatch:
             )
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Refuses what the host refuses of these dtypes, by a call with zeros."""
+        """Raises what PyTorch raises for these dtypes on the host: calls the operator there with zeros."""
         try:
             self._answer(function, args, kwargs, "cpu")
         except _REFUSALS as error:
@@ -383,7 +380,7 @@ class Dispatch:
                 raise
 
     def _into(self, function: Any, other: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator with `out`: copies into these tensors what the other one returns, which is without them."""
+        """Calls an operator with `out`: calls `other`, its overload without `out`, and copies the results there."""
         given, outs = dict(kwargs), {}
         for name in _names(function):
             if name not in _names(other):
@@ -408,7 +405,7 @@ class Dispatch:
         return (first, *others) if others else first
 
     def _resize(self, function: Any, tensor: Any, value: Any) -> None:
-        """Gives a tensor the size of a value that is written to it next, as PyTorch does."""
+        """Gives an `out` tensor the size of the value that is written to it next; refuses memory that others share."""
         memory = self._memory(tensor)
         whose = memory.whose
         if len(memory.alive()) > 1:
@@ -424,7 +421,7 @@ class Dispatch:
         del tensor._memory
 
     def _lowered(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a lowering; that of the functional operator, where one in place has none."""
+        """Calls an operator's lowering; for an in-place operator without one, that of its functional form."""
         try:
             return self.lower(function, types, args, kwargs)
         except self.not_found:
@@ -435,11 +432,11 @@ class Dispatch:
         return args[0]
 
     def _known(self, leaf: Any) -> Any:
-        """Returns a tensor of the host as one of the engine's, with known values."""
+        """Returns a host tensor as a traced tensor with known values; traced tensors and those on meta as they are."""
         return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
 
     def _as_pytorch(self, function: Any, leaf: Any, shadow: torch.Tensor) -> Any:
-        """Returns a result with PyTorch's dtype and strides."""
+        """Returns a lowering's result with PyTorch's dtype and strides; refuses another shape than PyTorch's."""
         from torchax.ops import mappings
 
         value, dtype = leaf._elem, mappings.t2j_dtype(shadow.dtype)
@@ -462,6 +459,7 @@ class Dispatch:
         return tensor
 
     def _memory(self, tensor: Any) -> Storage:
+        """Returns the `Storage` of a traced tensor, which its views share; makes one if it has none."""
         self.shadow(tensor)
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
@@ -472,14 +470,14 @@ class Dispatch:
         return memory
 
     def root(self, tensor: Any) -> Any:
-        """Returns the whole memory of a tensor, as the tensor whose memory it was at first."""
+        """Returns the whole memory of a tensor as a tensor of one dim."""
         memory = self._memory(tensor)
         shape = (memory.size,)
         with _plain():
             return self.tensor(memory.value.reshape(shape), torch.empty(shape, dtype=tensor.dtype, device="meta"))
 
     def _share(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
-        """Notes of a result that it lies in the memory of an argument, if PyTorch says so."""
+        """Notes that a result is a view of an argument, if PyTorch says that they share memory."""
         memory_of = tensor._shadow.untyped_storage()._cdata
         for base in self._traced((args, kwargs)):
             if base._shadow.untyped_storage()._cdata == memory_of:
@@ -492,10 +490,10 @@ class Dispatch:
         memory.add(tensor, tensor._path)
 
     def _view(self, base: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> View:
-        """Returns an operator as a view of one of its arguments.
+        """Returns the `View` that an operator makes of its argument `base`: how values go forward and back.
 
-        It does not hold that tensor, whose memory holds the view: PyTorch holds the base of some views, too, and Python
-        cannot collect such a circle.
+        It has no reference to `base`, whose memory refers to the view: PyTorch refers to the bases of some views, too,
+        and Python cannot collect such a cycle.
         """
         shadow = base._shadow
         args, kwargs = pytree.tree_map(lambda leaf: shadow if leaf is base else leaf, (args, kwargs))
@@ -522,7 +520,7 @@ class Dispatch:
         return View(forward, backward)
 
     def _write(self, function: Any, tensor: Any, value: Any) -> None:
-        """Writes a value to a tensor, and to all that shares its memory."""
+        """Writes a value to a tensor, and updates all tensors that share its memory; refuses memory of a caller's."""
         from torchax.ops import mappings
 
         if is_known(tensor):
@@ -549,7 +547,7 @@ class Dispatch:
                 each._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
-        """Makes all that shares a tensor's memory a value of the program: a value of the network is written into it."""
+        """Makes the values of a tensor, and of all that share its memory, unknown to the host, before a write."""
         memory = self._memory(tensor)
         with _plain():
             storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
@@ -567,7 +565,7 @@ class Dispatch:
             other._array = value
 
     def _changed_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls `unsqueeze_` and its like: the tensor becomes another view of its memory."""
+        """Calls an operator such as `unsqueeze_`, which makes its tensor another view of the same memory."""
         tensor, other = args[0], functional(function)
         if other is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
@@ -592,7 +590,7 @@ class Dispatch:
 
 
 def _empty(array: Any) -> torch.Tensor:
-    """Returns the shadow of an array."""
+    """Returns an empty tensor on meta with an array's dtype and shape: its shadow."""
     from torchax.ops import mappings
 
     with _plain():
@@ -606,15 +604,15 @@ def is_known(tensor: Any) -> bool:
 
 
 def on_host(value: Any) -> Any:
-    """Returns the tensor of the host that PyTorch has in the place of one with known values; all else as it is."""
+    """Returns PyTorch's host tensor in place of a traced tensor with known values; anything else as it is."""
     has_values = isinstance(value, torch.Tensor) and is_known(value)
     return vars(value)["_shadow"] if has_values else value
 
 
 def alive() -> list[Any]:
-    """Returns those tensors of the last trace that somebody still holds, and that depend on inputs of the network.
+    """Returns those tensors of the last trace that something still refers to, and that depend on the network's inputs.
 
-    The trace must be over: they do not know any more what shares their memory, which holds tensors, too.
+    Call it after the trace: the tensors lose what they know of shared memory, which refers to tensors, too.
     """
     from torchax import default_env
 
@@ -632,7 +630,7 @@ def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int,
     """Returns which tensors of a trace lie in the memory of another one, and where.
 
     Args:
-        tensors: Outputs. Where some lie over one another and in none of them, their whole memory becomes one, too.
+        tensors: Outputs. Where some overlap and none has all others in it, their whole memory is appended.
         bases: Inputs, each of which is the whole of its memory.
 
     Returns:
@@ -648,7 +646,7 @@ def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int,
         if memory in inputs:
             kind, whole, base = "input", inputs[memory], bases[inputs[memory]]
         elif len(numbers) > 1:
-            kind, whole = "output", _whole([tensors[number] for number in numbers])
+            kind, whole = "output", _container([tensors[number] for number in numbers])
             whole = numbers[whole] if whole < len(numbers) else len(tensors)
             if whole == len(tensors):
                 tensors.append(tensors[numbers[0]]._env.dispatch.root(tensors[numbers[0]]))
@@ -667,8 +665,11 @@ def _memory_of(tensor: Any) -> int:
     return int(tensor._env.dispatch.shadow(tensor).untyped_storage()._cdata)
 
 
-def _whole(tensors: Sequence[Any]) -> int:
-    """Returns the number of the tensor in which all others of its memory lie; one more than the last: in their root."""
+def _container(tensors: Sequence[Any]) -> int:
+    """Returns the number of the tensor in which all others of its memory lie; `len(tensors)` if there is none.
+
+    The largest one counts as it if no two overlap, or if the memory is much larger than all of them.
+    """
     shadows = [tensor._shadow for tensor in tensors]
     largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].numel()))
     ends = sorted(map(extent, shadows))
@@ -679,7 +680,7 @@ def _whole(tensors: Sequence[Any]) -> int:
 
 
 def narrow(tensor: Any) -> Any:
-    """Returns the tensor of 16 bits that one of float32 was widened from; one that was not is returned itself."""
+    """Returns the 16-bit tensor from which a float32 tensor was cast; any other tensor itself."""
     source, value = tensor.__dict__.get("_cast", (None, None))
     if value is None or value is not tensor._elem or source.dtype.name not in ("bfloat16", "float16"):
         return tensor
@@ -687,7 +688,7 @@ def narrow(tensor: Any) -> Any:
 
 
 def laid(tensor: Any, strides: Sequence[int]) -> Any:
-    """Returns an argument of the network with the strides of the caller's tensor, which upstream may ask for."""
+    """Returns an argument of the network with the strides of the caller's tensor: upstream may ask for them."""
     dispatch = tensor._env.dispatch
     with _plain():
         shadow = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
@@ -700,8 +701,7 @@ def freeze(tree: Any, whose: str) -> None:
     """Makes the engine refuse writes to tensors of a tree: the caller of the network would not see them.
 
     Args:
-        tree: Of tensors.
-        whose: What they are, such as `an argument of the network`; empty: writes are no loss any more.
+        whose: What the tensors are, such as `an argument of the network`; empty: writes are no loss any more.
     """
     from torchax import default_env
 
@@ -711,7 +711,7 @@ def freeze(tree: Any, whose: str) -> None:
 
 
 def spoil(tensor: Any, why: str) -> None:
-    """Makes the engine refuse reads of a tensor that a loop wrote to: PyTorch's would have another value."""
+    """Makes the engine refuse reads of a tensor that a loop has written to, as its value is not PyTorch's."""
     tensor._env.dispatch._memory(tensor).stale = why
 
 
@@ -728,21 +728,21 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     found: list[Any] = []
     for argument in function._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
+            if argument.name.startswith("running_") and not _argument(function, args, kwargs, "training"):
                 continue
-            found.append(_of_schema(function, args, kwargs, argument.name))
+            found.append(_argument(function, args, kwargs, argument.name))
     return found
 
 
-def _of_schema(function: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Returns an argument by its name."""
+def _argument(function: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Returns the argument of a call that has a name in the operator's schema; None if it is not passed."""
     names = _names(function)
     number = names.index(name) if name in names else len(args)
     return args[number] if number < len(args) else kwargs.get(name)
 
 
 def functional(function: Any) -> Any:
-    """Returns the operator that computes what one in place does, and writes nothing; None if there is none."""
+    """Returns the functional form of an in-place operator, such as `add` for `add_`; None if there is none."""
     if not isinstance(function, torch._ops.OpOverload) or not _name(function).endswith("_"):
         return None
     packet = getattr(torch.ops.aten, _name(function).rstrip("_"), None)
@@ -755,18 +755,18 @@ def functional(function: Any) -> Any:
 
 @functools.cache
 def _without_out(function: Any) -> Any:
-    """Returns the operator that returns what one with `out` writes there; None if it has no `out`, or there is none."""
+    """Returns an operator's overload without `out`, which returns what this one writes there; None if there is none."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
     arguments = function._schema.arguments
-    given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-    if len(given) == len(arguments):
+    inputs = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+    if len(inputs) == len(arguments):
         return None
     packet = function.overloadpacket
     for overload in packet.overloads():
         other = getattr(packet, overload)
-        wanted = other._schema.arguments
-        if [(argument.name, str(argument.type)) for argument in wanted] == given:
+        parameters = other._schema.arguments
+        if [(argument.name, str(argument.type)) for argument in parameters] == inputs:
             return other
     return None
 

@@ -90,7 +90,7 @@ class Session:
         return self.ledger.rows()
 
     def nothing(self) -> NothingAppliedError | None:
-        """Returns the refusal of a set that changed nothing; None where a module of it was imported.
+        """Returns an error if no patch was applied, as nobody imported the modules that they change; None otherwise.
 
         Patches of torch and of the engine are no sign: they are in force around any code.
         """
@@ -167,7 +167,7 @@ def applied(
 def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: str) -> list[Entry]:
     """Returns the patches of all stages of a card, those of its scripts, and further ones.
 
-    For the original these are plumbing, and those that the card names.
+    For the backend `original`, only plumbing, and the patches that the card names for it.
     """
     names = dict.fromkeys(BESIDE if backend == "torchax" else ())
     names |= {name: None for _, stage in (card.patch_sets() if card is not None else ()) for name in stage}
@@ -182,7 +182,7 @@ def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: s
 
 @contextlib.contextmanager
 def _on_path(folder: Path | None) -> Iterator[None]:
-    """Puts a checkout first on the path. The environment stays the caller's, whatever upstream writes into it."""
+    """Puts a checkout first on `sys.path`. Environment variables that upstream sets stay, unlike in a run."""
     entry = str(folder)
     if folder is not None:
         sys.path.insert(0, entry)
@@ -195,7 +195,7 @@ def _on_path(folder: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Tells children what is in force."""
+    """Sets the variable from which `arm` reads, in child processes, what `applied` was called with."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = json.dumps(arguments)
     try:
@@ -240,6 +240,6 @@ def arm(*_: object) -> None:
 
 
 def _disarm() -> None:
-    """Takes the patches back as the process ends. What there is to say of them, the parent's process says."""
+    """Takes the patches back as the process ends. It prints nothing: the parent process reports."""
     with contextlib.suppress(TorchportError):
         _armed.close()

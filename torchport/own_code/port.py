@@ -85,7 +85,7 @@ def _rules(
     component: str | None,
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
-    """Returns what is said of a module: by the card, or by its caller."""
+    """Returns a module's rules: its caller's own, those of a shared strategy, or the card's."""
     is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
     if not is_name:
         if inputs:
@@ -112,11 +112,7 @@ class _Inputs(Frozen):
 
 
 def _component(module: torch.nn.Module, card: Card) -> str:
-    """Returns the network of a card whose class a module is of.
-
-    Raises:
-        UnknownNameError: There is none, or there are two.
-    """
+    """Returns the name of the card's network that has a module's class; refuses a card with none, or with several."""
     path = f"{type(module).__module__}:{type(module).__qualname__}"
     networks = [name for name in card.components if any(name in each.weights for each in card.strategies.values())]
     names = [name for name in networks if card.components[name].class_.rpartition(":")[2] == type(module).__name__]
@@ -128,7 +124,7 @@ def _component(module: torch.nn.Module, card: Card) -> str:
 
 
 def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
-    """Returns a mesh with all axes named, of the first devices of the process or of those that are given.
+    """Returns a mesh with all of torchport's axes, on the given mesh's devices or the first of the process.
 
     Raises:
         UnknownNameError: An axis of another name.
@@ -153,7 +149,7 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
 
 
 def _owners(module: torch.nn.Module, session: Session) -> failure.Owners:
-    """Returns whose code the module runs. The packages of its parts are upstream also where no card names them."""
+    """Returns whose code the module runs, for errors. Packages of its submodules are upstream's, in any case."""
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return failure.Owners(
         session.pack,

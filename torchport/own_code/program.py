@@ -56,7 +56,7 @@ class Flags:
 
 
 def run(flags: Flags) -> None:
-    """Becomes the script, under the patches; does not return."""
+    """Checks the flags, and replaces this process by the script's, under the patches; does not return."""
     script.check(flags.words)
     axes_of(flags.mesh)
     if flags.machine is not None:
@@ -72,7 +72,7 @@ def run(flags: Flags) -> None:
 
 
 def _check_names(flags: Flags) -> None:
-    """Refuses names that are read where a network is compiled, which a script may do late, or never."""
+    """Refuses unknown names at once: a script would compile a network, and read them, only late, or never."""
     if flags.strategy is not None:
         card, _ = find_pack(flags.paths).card(flags.model)
         _check_name("--strategy", flags.strategy, f"The card of '{flags.model}' has no such strategy", card.strategies)
@@ -86,7 +86,7 @@ def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
-    """Returns the mesh of a flag, `dp=2,tp=4`."""
+    """Returns the axes of the flag `--mesh`, such as `dp=2,tp=4`, with their sizes; None without the flag."""
     if text is None:
         return None
     mesh: dict[Any, int] = {}
@@ -106,7 +106,7 @@ def begin(**arguments: Any) -> None:
     log.addHandler(handler)  # to this logger alone: all others are the script's to set up
     log.setLevel(logging.INFO)
     log.propagate = False
-    choice = PortDefaults(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine, flags.strict)
+    choice = PortDefaults(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine, strict=flags.strict)
     choice.prepare()
     session = _entered.enter_context(
         applied(
@@ -122,7 +122,7 @@ def begin(**arguments: Any) -> None:
 
 
 def _report(session: Session) -> None:
-    """Says what a script must hear of its patches when it has ended; its exit code stays its own."""
+    """Prints what was wrong with a script's patches once it has ended, and leaves its exit code as it is."""
     errors, nothing = unreached(), session.nothing()
     is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
     # A script prints its own help before it imports anything. `-h` may be a flag with a value, unless it is the last.
@@ -132,5 +132,5 @@ def _report(session: Session) -> None:
     for error in [*errors, *([nothing] if nothing is not None else [])]:
         sys.stderr.write(f"{error.report()}\n")
     sys.stderr.flush()
-    with contextlib.suppress(TorchportError):  # they are what was written
+    with contextlib.suppress(TorchportError):  # these errors are written already
         _entered.close()

@@ -23,7 +23,7 @@ def explained(owners: Owners) -> Explained:
 
 
 def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
-    """Returns the error of an exception of foreign code. None for one of torchport's own."""
+    """Returns the error for an exception of foreign code; None for torchport's own exceptions and a lack of memory."""
     causes = [exception]  # upstream wraps errors in errors that say less
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)

@@ -49,6 +49,8 @@ def reason(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
+    """An exception of foreign code, the frame that is at fault, and all frames."""
+
     owners: Owners
     error: BaseException
     frame: Frame
@@ -60,10 +62,11 @@ class Failure:
 
     @property
     def home(self) -> str:
-        """The module whose upstream an entry is for; of a family or a patch, the folder that it stands in."""
+        """The module under whose name a patch entry is written; for a family or a patch, its path in `patches/`."""
         return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
+        """Returns the class of torchport's error for the exception."""
         if is_absence(self.error):
             return AbsentPackageError
         if is_cuda(self.error):
@@ -77,7 +80,7 @@ class Failure:
         return TracedValueError if engine.is_traced_value(self.error) else ForeignError
 
     def rewritten(self, why: str) -> Proposal | None:
-        """Returns the entry that rewrites its statement. None outside upstream and outside functions."""
+        """Returns a patch entry that rewrites the statement at fault; None outside upstream and outside functions."""
         if self.frame.owner in EDITED or not self.frame.file.endswith(".py"):
             return None
         text = "".join(linecache.getlines(self.frame.file))
@@ -88,7 +91,7 @@ class Failure:
             return None
 
     def remedy(self, cure: str, entry: Proposal | None) -> str:
-        """Returns the remedy: the entry to paste, or whose code is to be mended."""
+        """Says what to do: paste the patch entry, or mend the code by hand."""
         if entry is not None:
             return f"{cure}: {_small(entry.remedy(self.owners.listed))}" if cure else entry.remedy(self.owners.listed)
         place = EDITED.get(self.frame.owner, "It runs outside all functions, where no statement can be rewritten")
@@ -100,6 +103,7 @@ def _small(text: str) -> str:
 
 
 def _host_tensor(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for a host tensor that meets a traced one."""
     entry = failure.rewritten("Computes with a tensor of the host while it is traced.")
     fact = f"{failure.frame.caller} computes with a traced tensor and with one that was made beside it, on the host"
     cure = (
@@ -110,6 +114,7 @@ def _host_tensor(failure: Failure) -> Cure:
 
 
 def _operator(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for an operator that computes something else than PyTorch's."""
     entry = failure.rewritten("Calls an operator that computes something else than in PyTorch.")
     found = engine.difference(failure.error)
     assert found is not None
@@ -118,6 +123,7 @@ def _operator(failure: Failure) -> Cure:
 
 
 def _traced_value(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for code that asks for the value of a traced tensor."""
     entry = failure.rewritten("Asks for the value of a tensor while it is traced.")
     fact = f"{failure.frame.caller} asks for the value of a tensor, and while it is traced a tensor has none"
     cure = "Compute it from shapes, from settings, or with torch.where"
@@ -125,6 +131,7 @@ def _traced_value(failure: Failure) -> Cure:
 
 
 def _no_lowering(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for an operator that torchax cannot lower."""
     target = engine.missing_operator(failure.error)
     fact = f"{failure.frame.caller} calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
@@ -135,6 +142,7 @@ def _no_lowering(failure: Failure) -> Cure:
 
 
 def _cuda(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for code that asks for CUDA: a shipped patch, or a new entry."""
     owners, target = failure.owners, _torch_cuda(failure)
     fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
     why = "Asks for CUDA, also where there is none."
@@ -154,7 +162,10 @@ def _cuda(failure: Failure) -> Cure:
 
 
 def _torch_maker(frame: Frame) -> str | None:
-    """Returns what moves a tensor to CUDA, or makes it there, where a module of upstream is imported, as a target."""
+    """Returns the torch function that moves or makes a tensor on CUDA in upstream's statement, as a patch's target.
+
+    None outside upstream, and for other statements.
+    """
     if frame.owner != "upstream":
         return None
     method = re.search(r"\.(cuda|to)\(", frame.statement)
@@ -163,7 +174,7 @@ def _torch_maker(frame: Frame) -> str | None:
 
 
 def _torch_cuda(failure: Failure) -> str | None:
-    """Returns the public function or class of torch.cuda that raised, as a target. None if the frame itself raised."""
+    """Returns the public name of torch.cuda that raised, as a patch's target; None if upstream's own frame raised."""
     import torch
 
     if failure.frame == failure.every[-1]:
@@ -185,7 +196,7 @@ def _parameters(target: str) -> str:
 
 
 def _shipped(owners: Owners, target: str) -> str | None:
-    """Returns the patch file that answers for a target of torch, as a card lists it."""
+    """Returns the shipped patch file for a target in torch, as a card lists it; None if there is none."""
     folders = owners.pack.folders
     home = None if owners.card is None else owners.pack.home(owners.card.model).patches
     if "torch" not in patch.upstreams(folders if home is None else folders[folders.index(home) :]):
@@ -197,6 +208,7 @@ def _shipped(owners: Owners, target: str) -> str | None:
 
 
 def _absent_package(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for a failed import: to install the package, or a stub for it."""
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:
@@ -223,7 +235,8 @@ def _absent_package(failure: Failure) -> Cure:
     return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
 
 
-def _any(failure: Failure) -> Cure:
+def _other(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for an exception of any other kind."""
     fact = f"{failure.frame.caller} raises {failure.reason}"
     if failure.frame.owner == "upstream":
         where = "" if failure.owners.is_script else " in the family"
@@ -238,5 +251,5 @@ CURES: dict[type[ForeignError], Callable[[Failure], Cure]] = {
     OperatorError: _operator,
     CudaError: _cuda,
     AbsentPackageError: _absent_package,
-    ForeignError: _any,
+    ForeignError: _other,
 }

@@ -34,7 +34,7 @@ MOST_FRAMES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """Says whose code a module is."""
+    """Tells whose code a module is: upstream's, a family's, a patch's, a script's, or a library's."""
 
     pack: Pack
     card: Card | None  #: The model card; None where only patches were named.
@@ -56,10 +56,10 @@ class Owners:
 
     @property
     def listed(self) -> str:
-        """Where an entry is listed: in the card, or by the caller."""
+        """Says where a patch entry is to be listed: in the card, or in the call of `torchport.applied`."""
         if self.document is None:
             return "'patches' of torchport.applied(...)"
-        if self.card is not None and self.card.model.startswith(DERIVED):  # that card is made anew when it is edited
+        if self.card is not None and self.card.model.startswith(DERIVED):  # a generated card: edits of it are lost
             command = f"torchport new model NAME --pipeline {self.card.model} --out DIR"
             return f"'patches' of a card of your own ({command})"
         return f"'patches' in {self.document.place(['patches'])}"
@@ -96,7 +96,7 @@ class Frame:
 
     @property
     def caller(self) -> str:
-        """What the code is, for a sentence."""
+        """The frame's function, or what runs at module level, as the subject of a sentence."""
         if self.function == "<module>":
             return "The script" if self.owner == "script" else f"The import of {self.module}"
         return self.function
@@ -108,13 +108,13 @@ class Frame:
 
 
 def frames(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
-    """Returns the frames of an exception's causes, the innermost last."""
+    """Returns the frames of an exception and its causes, the innermost last."""
     return [_frame(*at, owners) for cause in causes for at in traceback.walk_tb(cause.__traceback__)]
 
 
 def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
-    """Returns the frame whose code is at fault. None if it is torchport's own."""
-    if is_absence(error):  # whoever imports, of whatever package
+    """Returns the frame whose code is at fault; None if that is torchport's own code, or a library's."""
+    if is_absence(error):  # whoever imports the absent package is at fault, a library, too
         every = [frame for frame in every if not frame.module.startswith("torchport.patch.live")]
         frame = next((one for one in reversed(every) if one.owner != "engine"), None)
     else:
@@ -125,7 +125,7 @@ def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
 
 
 def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
-    """Returns the frame that a script's author can change, where none of it raised: the innermost one on the way."""
+    """Returns the innermost frame that a script's author can change, where a library's code is at fault; or None."""
     inner = next((one for one in reversed(every) if one.owner in OURS), None)
     outer = next((one for one in reversed(live(owners)) if one.owner in (*OURS, "library")), None)
     if inner is not None or outer is None:
@@ -134,16 +134,16 @@ def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
 
 
 def to_list(every: Sequence[Frame], frame: Frame) -> list[Frame]:
-    """Returns the frames that a person is shown, the innermost last: our own, and the one at fault.
+    """Returns the frames to show to a person, the innermost last: code that a port can change, and the code at fault.
 
-    A comprehension has a frame of its own, on its function's line.
+    The frame of a comprehension has its function's name and line, and is not shown twice.
     """
     ours = [other for other in every if other.owner in OURS or other == frame]
     return [other for other, inner in zip(ours, [*ours[1:], None], strict=True) if other != inner][-MOST_FRAMES:]
 
 
 def of_syntax(error: BaseException) -> Frame | None:
-    """Returns the line of an upstream's file that is not Python; its own frame never ran. None for other exceptions."""
+    """Returns a frame for the line of a SyntaxError, as the file itself never ran; None for other exceptions."""
     if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
         return None
     text = (error.text or "").strip()
@@ -151,15 +151,16 @@ def of_syntax(error: BaseException) -> Frame | None:
 
 
 def live(owners: Owners) -> list[Frame]:
-    """Returns the frames of whoever calls, the innermost last; see `frames`."""
+    """Returns the frames of the running calls, the innermost last."""
     return [_frame(*at, owners) for at in traceback.walk_stack(sys._getframe(1))][::-1]
 
 
 def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
+    """Returns one of Python's frames as a `Frame`, with its owner and its statement."""
     code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
-    if counted.CALLS in code.co_freevars:  # a stand-in has upstream's names
+    if counted.CALLS in code.co_freevars:  # a patched function's wrapper has upstream's names
         module = counted.__name__
-    linecache.checkcache(code.co_filename)  # a porter edits all day
+    linecache.checkcache(code.co_filename)  # the file may have changed since it was read
     statement = linecache.getline(code.co_filename, line, frame.f_globals).strip()
     file = code.co_filename
     if file.startswith("<torchport: "):  # rewritten code has upstream's lines
@@ -171,7 +172,7 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
 
 
 def _is_passage(module: str, name: str, statement: str) -> bool:
-    """Returns whether a frame of a patch of the engine only passes a call on: its caller is at fault for what it asks.
+    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault.
 
     A mode of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
     """
@@ -180,6 +181,7 @@ def _is_passage(module: str, name: str, statement: str) -> bool:
 
 
 def _owner(module: str, file: str, owners: Owners) -> Owner:
+    """Returns whose code a module is, by its name, its file and what the port calls upstream."""
     if module.startswith(("torchport.engine", "torchport_patches.torchax")):  # they call what upstream's line asks for
         return "engine"
     package = module.partition(".")[0]

@@ -52,12 +52,12 @@ def norm_bound(
     query_offsets: Sequence[numpy.ndarray] = (),
     key_offsets: Sequence[numpy.ndarray] = (),
 ) -> float:
-    """Returns an upper bound of |q . k| for queries and keys that leave a norm over each head's features.
+    """Returns an upper bound of |q . k| for queries and keys that are the outputs of norms over each head's features.
 
     Args:
-        query_gains: Gains [D] of every norm that queries leave, one for each kind of token. A norm over all heads
-            together has H * D of them, and its bound is sqrt(H) times as large.
-        key_gains: Gains [D] of every norm that keys leave.
+        query_gains: Gains [D] of every norm of queries, one for each kind of token. A norm over all heads together has
+            H * D of them, and its bound is sqrt(H) times as large.
+        key_gains: Gains [D] of every norm of keys.
         query_offsets: LayerNorm's offsets, where it has them.
 
     Returns:
@@ -76,11 +76,11 @@ def norm_bound(
 def of_weights(
     weights: Mapping[str, Any], queries: Sequence[str], keys: Sequence[str], what: str, place: str
 ) -> float | None:
-    """Returns the bound of all blocks' attention, from the gains among a network's weights.
+    """Returns an upper bound of |q . k| over all blocks, from a network's weights; None if these are shapes alone.
 
     Args:
-        weights: Every weight by name, as arrays; shapes alone, of a network that is not loaded, give None.
-        queries: Regular expressions of the gains of every norm that queries leave. Those of one block have the same
+        weights: Every weight by name: arrays, or shapes alone of a network that is not loaded.
+        queries: Regular expressions for the gains of every norm of queries. Those of one block have the same
             first number in their names, and an offset `bias` beside a gain `weight` is counted in.
     """
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
@@ -106,6 +106,7 @@ def of_weights(
 
 
 def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> list[str]:
+    """Returns the names of the gains that a pattern matches; refuses a pattern that misses some, or matches others."""
     names = [name for name in weights if re.fullmatch(pattern, name)]
     if not names:
         fact = f"'{pattern}' of the bound '{what}' matches no weight"

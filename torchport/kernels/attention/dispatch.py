@@ -42,7 +42,7 @@ from torchport.kernels.attention.plain import Window
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, checked; everything that is known before tracing."""
+    """A call of attention after its checks: everything that is known before tracing."""
 
     platform: str  #: `tpu`, `gpu` or `cpu`, where the program will run.
     chip: str | None  #: The TPU's kind, `v6e`; None elsewhere.
@@ -68,15 +68,13 @@ class Problem:
 
     @property
     def int8(self) -> bool:
-        """Whether `splash_int8` multiplies queries and keys in eight bits: where that is faster, and scores stay within
-        the bound.
-        """
+        """Whether `splash_int8` may multiply in eight bits: that is faster, and the scores stay within the bound."""
         fills = tiles.LANES // 2 < self.head_size <= tiles.LANES
         return fills and self.dtype == jnp.bfloat16 and self.bound is not None and bounds.holds(GROWTH * self.bound)
 
 
 def platform() -> tuple[str, str | None]:
-    """Returns the platform that the program is traced for, and its TPU chip: the mesh's if there is one."""
+    """Returns platform and TPU chip (None elsewhere) of the current mesh, or of JAX's first device without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         first = jax.devices()[0]
@@ -88,7 +86,7 @@ def platform() -> tuple[str, str | None]:
 
 
 def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
-    """Returns lengths as int32 [B]; numbers that are known here must lie within the tokens, others are cut to them."""
+    """Returns lengths as int32 [B]. Known numbers must be 0 to `tokens`; those of a trace are clipped to that."""
     traced = isinstance(lengths, jax.core.Tracer)
     values = lengths if traced else numpy.asarray(lengths)
     if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
@@ -101,7 +99,7 @@ def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Arra
 
 
 def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
-    """Refuses tensors that do not belong together, and a window that is none."""
+    """Refuses tensors whose shapes or dtypes do not fit together, and a window that is not (left, right)."""
     sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
     if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
         remedy = "It must be (left, right), each a whole number of keys or None"
@@ -147,7 +145,7 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves."""
+    """One call of a kernel that is no attention, on one device: how to compile it alone, and what it moves."""
 
     kernel: str
     build: str
@@ -161,7 +159,7 @@ class Pass:
 class Context:
     """Settings of all attention calls in a program, which hold while it is traced."""
 
-    #: The one that every call without a mask of pairs uses; None: chosen call by call.
+    #: The implementation of every call without a mask of pairs; None: chosen call by call.
     implementation: Implementation | None = None
     #: Upper bounds of |q . k| by name, which calls refer to.
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -178,6 +176,7 @@ _CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("attention", 
 
 @contextlib.contextmanager
 def context(value: Context) -> Iterator[None]:
+    """Sets the settings for all calls of attention while the context lasts."""
     token = _CONTEXT.set(value)
     try:
         yield
@@ -222,7 +221,7 @@ def attention(
         causal: Whether query s sees keys up to s only.
         window: (left, right): query s sees keys s - left to s + right; None on a side: no limit there.
         mask: bool (true takes part) or float (added to scaled scores), [B or 1, H or 1, S, T]; held in memory whole.
-        bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Settings.bounds` (an unknown name
+        bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Context.bounds` (an unknown name
             is no bound). Small enough once scaled, it spares the running maximum (`bound.holds`).
         smooth_keys: Subtract the mean valid key, which softmax does not see: for float32 keys that share a strong one.
         implementation: One of `NAMES`: that one, or an error.
@@ -244,14 +243,15 @@ def attention(
     factor = size**-0.5 if scale is None else float(scale)
     limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    tile_and_mode = (tile, interpret or current().interpret)
-    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *tile_and_mode)
+    kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)
+    interpret = interpret or current().interpret
+    problem = Problem(*kind, masked=mask is not None, bound=limit, tile=tile, interpret=interpret)
     output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
     return output if query_lengths is None else _zero_from_length(output, query_lengths)
 
 
 def score_bound(bound: float | str | None, factor: float) -> float | None:
-    """Returns the bound of scores: `factor` times the bound of |q . k|, which may be a name in the context."""
+    """Returns a bound of the scores: `factor` times that of |q . k|, a number or a name in the context; or None."""
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise AttentionError("attention", f"bound is {limit!r}", "It must be a positive number, or the name of one")
@@ -259,6 +259,7 @@ def score_bound(bound: float | str | None, factor: float) -> float | None:
 
 
 def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
+    """Returns outputs [B, H, S, D] that are 0 from each sample's number of queries on."""
     batch, _, queries, _ = o_BHSD.shape
     valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
     return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
@@ -268,7 +269,10 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T."""
+    """Returns the implementation of a call, as a function of q, k, v, lengths and mask; notes the call for a plan.
+
+    The queries have the shape [B, H, S].
+    """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
     name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
@@ -312,6 +316,7 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
 
 
 def _by_platform(problem: Problem) -> str:
+    """Returns the implementation for a call that names none: by platform, dtype, head size, mask and window."""
     if problem.masked:
         return "plain"
     if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
@@ -324,7 +329,7 @@ def _by_platform(problem: Problem) -> str:
 
 
 def _check_kernel(name: str, problem: Problem) -> None:
-    """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
+    """Refuses a call of a TPU kernel on another platform, or with a chip, tile or dtype that it does not take."""
     if problem.platform == "tpu" and problem.chip is None:
         chips = ", ".join(TPU_CHIPS)
         raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {chips}; or use 'plain'")
@@ -349,6 +354,7 @@ def _check_kernel(name: str, problem: Problem) -> None:
 
 
 def _check_int8(chip: str | None) -> None:
+    """Refuses chips that multiply int8 no faster than bfloat16."""
     if chip is not None and chip not in EXPONENT:
         fact = f"{chip} multiplies int8 no faster than bfloat16"
         raise AttentionError(
@@ -369,6 +375,7 @@ def _rules(problem: Problem) -> dict[str, Any]:
 
 
 def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    """Calls JAX's Splash Attention with a call's tile, or the best one of the chip."""
     # A further feature hides padding for free where the matrix unit is deeper than the head size.
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
     options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
@@ -376,7 +383,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
         compute = min(problem.tile.block_kv, 1024)
         options |= {"block_q": problem.tile.block_q, "block_kv": problem.tile.block_kv, "block_kv_compute": compute}
     elif problem.chip is not None:
-        best = tiles.best(problem.chip, "splash", problem.head_size, False)
+        best = tiles.best(problem.chip, "splash", problem.head_size, bounded=False)
         options |= dataclasses.asdict(best)
     if current().rehearse:
         return q
@@ -384,6 +391,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 
 
 def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    """Calls `splash_transposed`, or `splash_int8`; a rehearsal returns the queries after the checks."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:
@@ -394,11 +402,7 @@ def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B:
 def transposed_options(
     problem: Problem, queries: int, keys: int, heads: int, head_size: int, *, int8: bool
 ) -> dict[str, Any]:
-    """Returns the keywords with which `transposed` computes a request.
-
-    Args:
-        int8: Whether queries and keys are multiplied in eight bits.
-    """
+    """Returns the keywords for a call of `transposed`; with `int8`, for one that multiplies in eight bits."""
     if int8:
         _check_int8(problem.chip)
     chip = problem.chip or "v6e"  # interpreted: any tile will do
@@ -418,10 +422,11 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
     them compute the same.
 
     Args:
-        windowed: Whether it matters where a query stands.
+        windowed: Whether a query's index matters: then queries are not split.
     """
 
     def split(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None, _: None) -> jax.Array:
+        """Calls `run` on each device's shard: of samples, heads, or queries."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
             return run(q, k, v, lengths_B)
@@ -441,17 +446,17 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
 
 
 def _splitting(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
-    """Returns the axes that split the queries rather than the heads: tokens stay where they are in cross-attention.
+    """Returns the axes that split the queries rather than the heads, in cross-attention to few keys; else ().
 
     To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
-    These are a text's few, which every device has.
+    A text's keys are few, and every device has them.
     """
     ways = math.prod(sizes.get(axis, 1) for axis in QUERY_AXES)
     return QUERY_AXES if ways > 1 and keys * ways < queries and queries % ways == 0 else ()
 
 
 def _check_axes(mesh: Any) -> None:
-    """Refuses a mesh on which every device would compute all of it, and one whose shardings are types."""
+    """Refuses a mesh none of whose axes splits the batch or the heads, and one with explicit axes."""
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         remedy = "Make it with axis_types=(jax.sharding.AxisType.Auto, ...)"
         raise AttentionError("attention", f"The mesh {dict(mesh.shape)} has explicit axes", remedy)
@@ -464,7 +469,7 @@ def _check_axes(mesh: Any) -> None:
 
 
 def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
-    """Returns the axes, from the first on, whose product divides what they split."""
+    """Returns axes whose sizes multiply to a divisor of `count`; an axis that would not divide it is left out."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:

@@ -93,7 +93,7 @@ def self_attention(
     lengths: torch.Tensor | None = None,
     bound: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns attention of tokens and further tokens over both, the tokens' projected, as fits the platform.
+    """Returns attention of tokens and further tokens over both, the tokens' outputs projected; by a kernel if one fits.
 
     Args:
         tokens: First those that have positions, such as the pictures'; then padding that takes no part.
@@ -110,10 +110,10 @@ def self_attention(
     size = rotary[0].shape[1]
     heads = tokens.q.shape[2] // size
     if engine.is_traced(tokens.q):
-        from torchport.kernels.attention import self_attention as form
+        from torchport.kernels.attention import self_attention as in_jax
 
-        if form.fits(tokens.q.shape[0], heads, size):
-            return _by_kernel(tokens, further, rotary, lengths, project, heads, bound)
+        if in_jax.fits(tokens.q.shape[0], heads, size):
+            return _by_kernel(tokens, further, rotary, lengths, project, heads=heads, bound=bound)
     valid, missing = rotary[0].shape[0], tokens.q.shape[1] - rotary[0].shape[0]
     q, k, v = (x[:, :valid] for x in _by_head(tokens, heads))
     streams = [(rotate(q), rotate(k), v)]
@@ -137,7 +137,8 @@ def _by_kernel(
     heads: int,
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    from torchport.kernels.attention import self_attention as form
+    """Computes `self_attention` by the kernel, in JAX: norms go into it as arrays of gains."""
+    from torchport.kernels.attention import self_attention as in_jax
     from torchport.kernels.attention.rotary import Norm
 
     def kinds(stream: Stream) -> list[dict[str, Any] | None]:
@@ -148,17 +149,18 @@ def _by_kernel(
         gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
         return [stream.q, stream.k, stream.v, gains]
 
-    def arrays(given: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
-        q, k, v, gains = given
+    def as_tokens(stream_arrays: Any, kinds: list[dict[str, Any] | None]) -> in_jax.Tokens:
+        q, k, v, gains = stream_arrays
         norms = [None if kind is None else Norm(*gain, **kind) for gain, kind in zip(gains, kinds, strict=True)]
-        return form.Tokens(q, k, v, *norms)
+        return in_jax.Tokens(q, k, v, *norms)
 
     def run(stream: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        first = arrays(stream, kinds(tokens))
-        second = None if further is None else arrays(others, kinds(further))
+        """Calls the kernel and the projection on arrays; the kinds of norms are those of the modules."""
+        first = as_tokens(stream, kinds(tokens))
+        second = None if further is None else as_tokens(others, kinds(further))
         cos, sin = tables
-        out, rest = form.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
-        return form.linear_of_parts(out, weight, bias), rest
+        out, rest = in_jax.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
+        return in_jax.linear_of_parts(out, weight, bias), rest
 
     both = [None if stream is None else tensors(stream) for stream in (tokens, further)]
     output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_kernel(
@@ -168,7 +170,7 @@ def _by_kernel(
 
 
 def norm_kind(norm: Any) -> dict[str, Any]:
-    """Returns what a module's norm adds to the mean square, whether it is centred, and whether it rounds twice.
+    """Returns what kind of norm a module is: `eps`, whether it is `centred`, and whether it rounds `twice`.
 
     PyTorch's own norms round their result once. The RMSNorm of a model rounds to its gains' dtype before it multiplies.
     """
@@ -181,9 +183,10 @@ def norm_kind(norm: Any) -> dict[str, Any]:
 
 
 def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns queries, keys and values [B, S, H, D], the first two normalised."""
+    """Returns normalised queries, normalised keys, and values, each as [B, S, H, D]."""
 
     def parted(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        """Returns [B, S, H * D] as [B, S, H, D], normalised: before it is split, if the norm is over all heads."""
         is_over_all = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[2]
         x = norm(x).to(x.dtype) if is_over_all else x
         by_head = x.reshape(*x.shape[:2], heads, -1)

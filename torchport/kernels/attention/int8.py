@@ -41,8 +41,8 @@ def quantised(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns queries and keys in eight bits.
 
-    Heads are told apart by slices of features and by selecting among them. A dim of their own would lay the array out
-    anew, and XLA would write it in float32; so it reads queries and keys twice, and writes int8 alone.
+    Heads stay slices of the features. With a dim of their own the array's layout would change, and XLA would write it
+    out in float32. This way XLA reads queries and keys twice, and writes int8 alone.
 
     Args:
         arrays: Keys [B, T, F], and the number of valid ones, int32 [B]; those from there on may hold anything.
@@ -87,7 +87,7 @@ def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.A
 
 
 def _over_features(factors: Sequence[jax.Array], head_size: int) -> jax.Array:
-    """Returns the heads' factors [B, S], each for all features of its head, as [B, S, F]."""
+    """Repeats each head's factors [B, S] for all features of the head, as [B, S, F]."""
     head = lax.broadcasted_iota(jnp.int32, (1, 1, len(factors) * head_size), 2) // head_size
     result = factors[0][..., None]
     for number, factor in enumerate(factors):
@@ -96,7 +96,7 @@ def _over_features(factors: Sequence[jax.Array], head_size: int) -> jax.Array:
 
 
 def _step(peak: jax.Array) -> jax.Array:
-    """Returns what a step of int8 stands for; 1 where there is nothing to round, or no key."""
+    """Returns what one step of int8 stands for, by the largest value; 1 where there is nothing to round, or no key."""
     return jnp.where(peak > 0, peak / STEPS, 1.0)
 
 
@@ -112,16 +112,16 @@ class Int8Softmax(Softmax):
         self.rows = rows
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Leaves a cell's probabilities for the next step; in pairs, where their exponents are bfloat16."""
+        """Stores the probabilities of a cell (some queries of a head) for `second`; bfloat16 ones in pairs."""
         if not self.plan.packed:
             super().first(keys, cell)
             return
         # int32 has the layout in which the exponentials come: as bfloat16, each register would be put together anew.
         p = jnp.exp2(self._scores(keys, cell).astype(jnp.bfloat16))
-        self._leave(cell, pltpu.bitcast(p, jnp.int32))
+        self._store(cell, pltpu.bitcast(p, jnp.int32))
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
-        """Adds the values weighted with p [C, queries]; and p itself, where it waited in pairs."""
+        """Adds the values weighted with p [C, queries] to the outputs; and p to the sums, if it comes in pairs."""
         if p.dtype != jnp.int32:
             super()._add(values, cell, p, shrink)
             return

@@ -32,7 +32,7 @@ def without_padding(x_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array
 
 
 def limits(causal: bool, window: Window | None) -> Window:
-    """Returns (left, right) of what a query sees around its own index, None where there is no limit."""
+    """Returns how many keys a query sees to the left and to the right of its own index; None: no limit there."""
     left, right = window if window is not None else (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
@@ -42,7 +42,7 @@ def limits(causal: bool, window: Window | None) -> Window:
 def visible(
     rows_S: jax.Array, columns_T: jax.Array, lengths_B: jax.Array | None, causal: bool, window: Window | None
 ) -> jax.Array:
-    """Returns which keys each query sees, without mask and bias.
+    """Returns which keys each query sees by lengths, causality and window; a mask comes on top.
 
     Args:
         rows_S: int32 [S], indices of queries.
@@ -78,7 +78,7 @@ def sees_a_key(queries: int, keys: int, lengths_B: jax.Array | None, causal: boo
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """What every block needs; all but the arrays is known before tracing."""
+    """The arguments of `attention`, for each block; all but the arrays are known before tracing."""
 
     q: jax.Array  # [B, H, S, D]
     k: jax.Array  # [B, H, T, D]
@@ -92,7 +92,7 @@ class _Inputs:
     block_kv: int
 
     def key_blocks(self, first_row: Any) -> tuple[Any, Any]:
-        """Returns the first block of keys that some query of a block sees, and one after the last."""
+        """Returns which blocks of keys the queries of a block see: the first, and one after the last."""
         left, right = limits(self.causal, self.window)
         keys = self.k.shape[2]
         if keys <= self.block_kv:
@@ -107,7 +107,6 @@ class _Inputs:
         """Returns the scores of a block, float32 [B, H, Q, C], with -inf for what takes no part.
 
         Args:
-            q_BHQD: The block's queries.
             unseen: Index of the first key that no block before this one held.
         """
         k_BHCD = lax.dynamic_slice_in_dim(self.k, first_column, self.block_kv, axis=2)
@@ -141,6 +140,7 @@ def _block(inputs: _Inputs, first_row: Any) -> jax.Array:
     keys, size = inputs.v.shape[2:]
 
     def step(j: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Adds a block of keys by online softmax: to the running maximum, the sums and the outputs."""
         peak_BHQ1, sum_BHQ1, o_BHQD = carry
         unseen = j * inputs.block_kv
         first_column = jnp.minimum(unseen, keys - inputs.block_kv)

@@ -46,14 +46,7 @@ class Norm:
         return int(self.weight.shape[0]) != size
 
     def scaled(self, normal: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-        """Returns float32 features of mean square 1 with gains and offsets, rounded to a dtype as PyTorch rounds.
-
-        Args:
-            normal: Features, float32.
-            weight: Their gains, in any dtype that holds them.
-            bias: Their offsets, or None.
-            dtype: Of the result.
-        """
+        """Returns float32 features of mean square 1 with gains and offsets, rounded to a dtype as PyTorch rounds."""
         if self.twice:
             rounded = normal.astype(self.weight.dtype).astype(jnp.float32) * weight.astype(jnp.float32)
             normal = rounded.astype(self.weight.dtype).astype(jnp.float32)
@@ -68,8 +61,7 @@ def normalised(x_BSF: jax.Array, norm: Norm | None, axis: str | None = None) -> 
     """Returns projections after a norm, of their own dtype.
 
     Args:
-        x_BSF: Projections [B, S, F].
-        norm: None: they are returned as they are.
+        norm: None: the projections are returned as they are.
         axis: The mesh's axis that parts F, where the norm is of all heads together and devices have parts of it.
     """
     if norm is None:
@@ -98,7 +90,7 @@ class Heads:
     groups: int = 1  #: N, into which the heads are parted.
 
     def lanes(self, x: jax.Array) -> jax.Array:
-        """Returns features [..., D] of one head as registers have them, [..., 128]: padded, and once for each head."""
+        """Returns features [..., D] of one head as a register has them, [..., 128]: padded, and once per head in it."""
         padding = [(0, 0)] * (x.ndim - 1) + [(0, self.padded - self.size)]
         padded = jnp.pad(x, padding) if self.padded > self.size else x
         return padded if self.padded == LANES else jnp.concatenate([padded] * (LANES // self.padded), axis=-1)
@@ -184,7 +176,7 @@ def alone(
     centred: int,
     bias: int,
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns `norm_rotary` of bfloat16 projections and its tensors' shapes, for `bundles.compile_kernel`."""
+    """Returns `norm_rotary` as a function of arrays, and their shapes, for `bundles.compile_kernel`."""
 
     def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
         norm = Norm(gains[0], gains[1] if bias else None, 1e-6, bool(centred), not centred) if gains else None
@@ -205,7 +197,7 @@ def _gains(norm: Norm | None, heads: Heads) -> list[jax.Array]:
 
 
 def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
-    """A block of tokens: x [rows, F], gains, offsets [1, 128 or F], cos and sin [rows, 128], out [N, rows, F / N]."""
+    """Computes a block: x [rows, F], gains, offsets [1, 128 or F], cos and sin [rows, 128], out [N, rows, F / N]."""
     *gains, cos, sin, out = others
     groups, _, part = out.shape
     per_group = part // LANES
@@ -239,16 +231,16 @@ def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the mean, if it is subtracted, and the reciprocal deviation, of each head or of all: [rows, 1 or 128].
+    """Returns mean and reciprocal deviation [rows, 1 or 128], of each head or of all; None as mean of an RMSNorm.
 
     Args:
         columns: Features [rows, 128] that are normalised together: those of all heads, or a register of them.
-        norm: Of all heads or of each.
     """
     count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
 
     def total(parts: list[jax.Array]) -> jax.Array:
+        """Returns the sum of features: of all, or of each head in the register."""
         whole = functools.reduce(jnp.add, parts)
         if over_all or heads.padded == LANES:
             return whole.sum(-1, keepdims=True)

@@ -28,7 +28,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """Returns what `torch.nn.functional.scaled_dot_product_attention` does, through the one door.
+    """Computes `torch.nn.functional.scaled_dot_product_attention` in JAX, by `dispatch.attention`.
 
     A bool mask over keys alone ([B, H or 1, 1, T], or fewer dims) becomes lengths: valid keys move to the front. The
     order of keys does not change the result. Any other mask is applied as it is, if it fits into `MASK_LIMIT` bytes.
@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
     elif attn_mask.dtype == jnp.bool_ and (attn_mask.ndim < 2 or attn_mask.shape[-2] == 1):
         output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
-        output = attention(q, k, v, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
+        output = attention(q, k, v, scale=scale, mask=_full_mask(attn_mask, q.shape, k.shape[2]))
     return output[..., :size].reshape(*output.shape[4 - dims : 3], size)
 
 
@@ -94,7 +94,7 @@ def _four(x: jax.Array) -> jax.Array:
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
     """Returns attention under a mask over keys: valid keys are moved to the front, and their number is a length.
 
-    A mask that may differ by head makes samples of the heads.
+    If the mask differs by head, each head becomes a sample.
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -109,8 +109,8 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
     return output.reshape(batch, heads, *output.shape[2:])
 
 
-def _whole(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
-    """Returns a mask as [B or 1, H or 1, S, T]."""
+def _full_mask(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
+    """Returns a mask as [B or 1, H or 1, S, T]; refuses one of more than `MASK_LIMIT` bytes."""
     mask = _four(mask)
     shape = (*mask.shape[:2], query[2], keys)
     size = math.prod(shape) * mask.dtype.itemsize

@@ -84,7 +84,7 @@ def attention(
         cos_SD: Cosines of the tokens' positions, float32, each twice, one row for each valid token: tokens beyond them
             are padding, and no keys.
         lengths_B: How many further tokens of each sample are valid, integers; None: all of them.
-        bound: Name of the bound of |q . k| in `Settings.bounds`.
+        bound: Name of the bound of |q . k| in `Context.bounds`.
 
     Returns:
         The tokens' outputs [B, K, N, S, F / (K * N)], features parted as heads are over devices, which
@@ -98,23 +98,24 @@ def attention(
         fact = f"There are {count} tokens, {valid} of them valid"
         raise AttentionError("self_attention", fact, f"Pad them to a multiple of {need}", multiple=need)
     limit, interpret = score_bound(bound, size**-0.5), current().interpret
-    problem = Problem(*platform(), tokens.q.dtype, size, size**-0.5, False, None, False, limit, None, interpret)
+    kind = (*platform(), tokens.q.dtype, size, size**-0.5)
+    problem = Problem(*kind, causal=False, window=None, masked=False, bound=limit, tile=None, interpret=interpret)
     note = current().note
     if note is not None:
         keys, arrays = valid + longest, 1 if further is None else 2
         dtype = tokens.q.dtype.name
         name = "splash_int8" if _int8(problem) else "splash_transposed"
-        note(Traced(name, batch, heads, keys, keys, size, problem.bounded, arrays, dtype))
+        note(Traced(name, batch, heads, keys, keys, size, problem.bounded, arrays=arrays, dtype=dtype))
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
     run = functools.partial(_local, problem, heads // math.prod(sizes()), valid)
     if further is None:
-        return _on_shards(run, tokens, None, cos, sin, None, size)
+        return _on_shards(run, tokens, None, cos, sin, None, size=size)
     padding = -longest % TAIL
     further = dataclasses.replace(
         further, **{key: jnp.pad(getattr(further, key), ((0, 0), (0, padding), (0, 0))) for key in "qkv"}
     )
     lengths_B = jnp.full((batch,), longest) if lengths_B is None else jnp.clip(lengths_B, 0, longest)
-    out, out_further = _on_shards(run, tokens, further, cos, sin, lengths_B.astype(jnp.int32), size)
+    out, out_further = _on_shards(run, tokens, further, cos, sin, lengths_B.astype(jnp.int32), size=size)
     assert out_further is not None
     return out, out_further[:, :longest]
 
@@ -137,12 +138,14 @@ def _on_shards(
     lengths: jax.Array | None,
     size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
+    """Calls `run` on each device's tokens and heads by `shard_map`; on everything, if there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return run(tokens, further, cos, sin, lengths)
     dp, sp, tp = (axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp"))
 
     def specs(parts: Tokens | None, spec: PartitionSpec) -> Tokens | None:
+        """Returns `spec` for q, k and v, and specs that fit it for the gains of norms, as `Tokens`."""
         if parts is None:
             return None
         # Gains of all heads together lie as the features do.
@@ -173,24 +176,24 @@ def _local(
     sin_SD: jax.Array,
     lengths_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the outputs [B, 1, N, S, F / N] and [B, T, F] of a device's own tokens and `heads` heads."""
+    """Computes one device's part: outputs [B, 1, N, S, F / N] of its tokens, and [B, T, F] of the further tokens."""
     (ways, groups), size, interpret = sizes(), problem.head_size, problem.interpret
     group, padded = transposed.grouping(heads, size)
-    lie = Heads(size, padded, groups)
+    layout = Heads(size, padded, groups)
     if ways > 1:
         tokens = _normalised(tokens, size, only_over_all=True)
-    q, k, v = (lie.spread(x) for x in (tokens.q, tokens.k, tokens.v))
-    others = None
+    q, k, v = (layout.spread(x) for x in (tokens.q, tokens.k, tokens.v))
+    further_qkv = None
     if further is not None:
         further = _normalised(further, size)
-        others = [_local_heads(lie.spread(x), groups) for x in (further.q, further.k, further.v)]
+        further_qkv = [_local_heads(layout.spread(x), groups) for x in (further.q, further.k, further.v)]
 
     def attend(samples: range) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the outputs [B, N, S, F / N] and [B, T, F / N] of some samples."""
+        """Computes attention of some samples: outputs [B, N, S, F / N], and [B, T, F / N] of the further tokens."""
         here = slice(samples.start, samples.stop)
 
         def placed(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:
-            x = norm_rotary(x_BSF, norm, cos_SD, sin_SD, lie, interpret, samples)
+            x = norm_rotary(x_BSF, norm, cos_SD, sin_SD, layout, interpret=interpret, samples=samples)
             x_BNSF = _all_to_all(x, groups)  # the tokens that came from each device, which become one sequence
             return x_BNSF.reshape(x_BNSF.shape[0], -1, x_BNSF.shape[3])
 
@@ -198,8 +201,8 @@ def _local(
         batch, local, features = v[here].shape
         values = jnp.swapaxes(v[here], 1, 2).reshape(batch, groups, features // groups, local)
         arrays = [transposed.Keys(keys, _all_to_all(values, groups), jnp.full((batch,), valid, jnp.int32))]
-        if others is not None and lengths_B is not None:
-            _, k_BTF, v_BTF = (x[here] for x in others)
+        if further_qkv is not None and lengths_B is not None:
+            _, k_BTF, v_BTF = (x[here] for x in further_qkv)
             arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[here]))
 
         def over_all_keys(x_BSF: jax.Array) -> jax.Array:
@@ -207,8 +210,8 @@ def _local(
             return transposed.side_by_side(x_BSF, arrays, heads=group, head_size=padded, **options)
 
         out = over_all_keys(queries).reshape(batch, groups, local, features // groups)
-        out = _all_to_all(lie.gathered(out), groups)
-        return out, None if others is None else lie.gathered(over_all_keys(others[0][here]))
+        out = _all_to_all(layout.gathered(out), groups)
+        return out, None if further_qkv is None else layout.gathered(over_all_keys(further_qkv[0][here]))
 
     # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
     batch = q.shape[0]
@@ -234,7 +237,7 @@ def _joined(parts: list[jax.Array]) -> jax.Array:
 
 
 def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> Tokens:
-    """Returns tokens after their norms, or after those alone that are of all heads together."""
+    """Returns tokens after their norms; with `only_over_all`, after those that are of all heads together."""
     axis = "tp" if sizes()[0] > 1 else None
 
     def after(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, Norm | None]:
@@ -248,7 +251,7 @@ def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> To
 
 
 def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
-    """Returns part n of every device of `sp` on device n, in the devices' order."""
+    """Returns, on device n of `sp`, part n of every device, in the devices' order."""
     return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
 
 

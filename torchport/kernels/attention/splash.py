@@ -30,7 +30,7 @@ FEATURES = 8
 
 
 def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
-    """Returns the keys less the mean of each sample's and head's valid keys, which softmax does not see.
+    """Returns the keys less the mean of each sample's and head's valid keys: softmax stays the same.
 
     All scores of a query move by the same amount. In float32 this gains precision where keys have a strong common part.
     It costs one rounding of the difference to k's dtype. In bfloat16 that rounding is as large as the rounding of the
@@ -42,6 +42,7 @@ def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
 
 
 def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
+    """Returns the kernel's mask for a window of keys around each query: none, causal, or local."""
     if (left, right) == (None, None):
         return splash_attention_mask.FullMask((queries, keys))
     if (left, right) == (None, 0):
@@ -50,7 +51,7 @@ def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
 
 
 def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compute: int) -> Any:
-    """Returns JAX's tile sizes, none larger than the sequence needs."""
+    """Returns JAX's tile sizes, none larger than the sequence needs; refuses sizes that are no multiples."""
     for name, block in (("block_q", block_q), ("block_kv", block_kv), ("block_kv_compute", block_kv_compute)):
         if block <= 0 or block % LANES:
             raise AttentionError(
@@ -70,10 +71,9 @@ def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compu
 
 
 def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
-    """Returns [B * H, tokens, D], with zeros for the tokens that are added.
+    """Returns queries, keys or values as [B * H, tokens, D], padded with zeros; with `first_BT`, with more features.
 
     Args:
-        x_BHTD: Queries, keys or values.
         first_BT: First of `FEATURES` further features, [B, tokens]; the others are 0. None: none is added.
     """
     batch, heads, have, size = x_BHTD.shape
@@ -87,7 +87,7 @@ def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -
 
 
 def _valid(batch: int, keys: int, all_keys: int, lengths_B: jax.Array | None) -> jax.Array | None:
-    """Returns which keys are no padding, the tiles' included, bool [B, all_keys]; None: all of them."""
+    """Returns which keys are valid, not padding of samples or of tiles: bool [B, all_keys]; None: all are."""
     if lengths_B is None and all_keys == keys:
         return None
     ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B
@@ -137,7 +137,7 @@ def attention(
     q_NSD = _padded(q_BHSD, all_queries, one_BS)
     k_NTD = _padded(without_padding(k_BHTD, lengths_B), all_keys, hidden_BT)
     v_NTD = _padded(without_padding(v_BHTD, lengths_B), all_keys)
-    o_NSD = _run(mask, blocks, q_NSD, k_NTD, v_NTD, valid_BT, interpret)
+    o_NSD = _run(mask, blocks, q_NSD, k_NTD, v_NTD, valid_BT, interpret=interpret)
     o_BHSD = o_NSD.reshape(batch, heads, all_queries, size)[:, :, :queries]
     seen = sees_a_key(queries, keys, lengths_B, causal, window)
     return jnp.where(seen, o_BHSD, jnp.zeros_like(o_BHSD))

@@ -71,7 +71,7 @@ def attention(
 
 
 def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None:
-    """Refuses what cuDNN cannot do; the machine comes last, so that the rest is known without a GPU."""
+    """Refuses a call that cuDNN cannot compute. The GPU is checked last, so that the rest is known without one."""
     size, dtype = q_BHSD.shape[3], str(q_BHSD.dtype)
     if dtype not in CUDNN_DTYPES:
         raise AttentionError(
@@ -99,6 +99,7 @@ def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None
 
 
 def _check_gpu(size: int) -> None:
+    """Refuses a machine without an NVIDIA GPU, or with one that does not take this head size."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:

@@ -37,7 +37,7 @@ def up(number: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut."""
+    """How an attention kernel cuts queries and keys into blocks."""
 
     #: Queries of a tile, at most; a multiple of 128. Tiles are made equally large.
     block_q: int
@@ -108,11 +108,7 @@ KernelName = Literal["splash_transposed", "splash_int8", "splash"]
 
 
 def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
-    """Returns the tile if it fits into VMEM.
-
-    Args:
-        vmem: Bytes of VMEM that a core has.
-    """
+    """Returns the tile if it fits into so many bytes of VMEM, and refuses it otherwise."""
     needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
     limit = vmem - RESERVED
     if needed <= limit:
@@ -131,6 +127,8 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
 
 
 def _multiple_of(number: int) -> pydantic.AfterValidator:
+    """Returns a validator for a field that must be a positive multiple of a number."""
+
     def check(value: int) -> int:
         if value <= 0 or value % number:
             raise ValueError(f"It must be a positive multiple of {number}")
@@ -158,6 +156,8 @@ class _SplashTile(Frozen):
 
 
 class _Row(Frozen):
+    """What every row of the table of tiles has."""
+
     chip: Annotated[str, pydantic.AfterValidator(_chip)]
     head_size: pydantic.PositiveInt
     """D, as the kernel pads it."""
@@ -211,6 +211,7 @@ def table() -> TileTable:
 
 
 def read_table(file: Path) -> TileTable:
+    """Returns a file's table of tiles; refuses two rows with the same key."""
     document = read_document(file, file.name)
     contents = validated(TileTable, document)
     lists: dict[str, Sequence[Row]] = {
@@ -241,7 +242,7 @@ def best(chip: str, implementation: Literal["splash"], head_size: int, bounded: 
 
 
 def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = False) -> Tile | SplashTile:
-    """Returns the best tile that the table has.
+    """Returns the best tile in the table for a chip and a head size.
 
     Args:
         chip: v5e, v5p, v6e or tpu7x.

@@ -109,7 +109,16 @@ def side_by_side(
     fitted, groups = tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]), features // (heads * head_size)
     scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
     plan = Plan(
-        fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays), scores=scores, packed=packed
+        fitted,
+        heads,
+        head_size,
+        groups,
+        scale=scale * LOG2E,
+        bounded=bounded,
+        precision=precision,
+        arrays=len(arrays),
+        scores=scores,
+        packed=packed,
     )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
     call = _pallas_call(plan, q_BSF, vmem_bytes, interpret)
@@ -167,7 +176,7 @@ def grouping(heads: int, size: int) -> tuple[int, int]:
 
 
 def _side_by_side(x_BHTD: jax.Array, head_size: int, tokens: int) -> jax.Array:
-    """Returns tokens as [B, tokens, F], padded with zeros."""
+    """Returns [B, H, T, D] as [B, tokens, F], heads side by side, padded with zeros."""
     batch, heads, have, size = x_BHTD.shape
     if (have, size) != (tokens, head_size):
         x_BHTD = jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, tokens - have), (0, head_size - size)))

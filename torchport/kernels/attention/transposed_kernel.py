@@ -31,7 +31,7 @@ Cell = tuple[int, Any, int]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known before tracing."""
+    """Everything about one call of the kernel that is known before tracing."""
 
     tile: Tile
     heads: int  #: g.
@@ -63,6 +63,8 @@ class Plan:
 
 @dataclasses.dataclass
 class Refs:
+    """The kernel's references: its inputs and outputs, and its scratch memory."""
+
     lengths: Any  # int32 [arrays, B], scalar memory
     q: Any  # [block_q, W]
     k_hbm: Any  # of each array [B, T, F], in HBM
@@ -119,6 +121,7 @@ class Chunks:
         _, parts, _, keys = self.v_hbm.shape
 
         def copy(i: int) -> Any:
+            """Returns the i-th copy: of 128 keys' values, from the part that has them."""
             part, column = 0, first + i
             if parts > 1:
                 part, column = lax.div(column, keys // LANES), lax.rem(column, keys // LANES)
@@ -133,6 +136,7 @@ class Chunks:
         self.values(0, 0).start()
 
     def fetch_tail(self, start: Any) -> None:
+        """Copies keys and values of a piece of the tail from HBM, and waits for them."""
         refs, here = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
         source = self.k_hbm.at[self.sample, here, self.features]
         keys = pltpu.make_async_copy(source, refs.tail_keys, refs.tail_done.at[0])
@@ -144,6 +148,8 @@ class Chunks:
 
 
 class _Copies:
+    """The copies of a chunk's values: they are started some at a time, and awaited together."""
+
     def __init__(self, copy: Callable[[int], Any], target: Any, done: Any) -> None:
         self.copy = copy
         self.target, self.done = target, done
@@ -161,6 +167,7 @@ class _Copies:
 
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:
+    """Returns the shapes of the kernel's scratch buffers, in the order of the fields of `Refs`, from `acc` on."""
     block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
     width = g * plan.head_size
     # A bound leaves the maximum unused; a reference has to be there.
@@ -188,11 +195,14 @@ PLAIN = (((1,), (0,)), ((), ()))
 
 
 class Softmax:
+    """The products and the softmax of a tile of queries, cell by cell: some queries of a head at a time."""
+
     def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan = plan
         self.refs = refs
 
     def clear(self) -> None:
+        """Resets sums and maximum for a new tile of queries, and separates the queries of its heads."""
         refs, plan = self.refs, self.plan
         refs.acc[...] = jnp.zeros_like(refs.acc)
         refs.sums[...] = jnp.zeros_like(refs.sums)
@@ -206,24 +216,19 @@ class Softmax:
                 refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Leaves a cell's probabilities, or its scores, for the next step.
-
-        Args:
-            keys: [C, W].
-            cell: Which head and queries.
-        """
+        """Multiplies keys [C, W] with a cell's queries; stores probabilities for `second`, without a bound scores."""
         g, a, n = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:
             p = jnp.exp2(s)
             self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
-            self._leave(cell, p.astype(self.refs.waiting.dtype))
+            self._store(cell, p.astype(self.refs.waiting.dtype))
         else:
             self.refs.peaks[g, :, pl.ds(a, n)] = _by_sublane(s).max(0)
-            self._leave(cell, s)
+            self._store(cell, s)
 
     def second(self, values: Any, cell: Cell) -> None:
-        """Adds the values [C / 128, W, 128] of the chunk whose first half was left here."""
+        """Adds the values [C / 128, W, 128] of a chunk, weighted with the probabilities that `first` has stored."""
         g, a, n = cell
         columns = range(n // LANES)
         left = jnp.concatenate([self.refs.waiting[g, lax.div(a, LANES) + i] for i in columns], axis=1)
@@ -233,7 +238,7 @@ class Softmax:
             self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
 
     def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
-        """Adds a piece of the tail in one step; `valid` [TAIL, 1] says which keys count."""
+        """Computes a piece of the tail: `first` and `second` in one; `valid` [TAIL, 1] says which keys count."""
         # All scores first: while some are exponentiated, others are multiplied.
         scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
@@ -247,12 +252,13 @@ class Softmax:
                 s = jnp.where(valid, score, -jnp.inf)
                 self._online(values, cell, s, _by_sublane(s).max(0))
 
-    def _leave(self, cell: Cell, x: jax.Array) -> None:
+    def _store(self, cell: Cell, x: jax.Array) -> None:
         g, a, n = cell
         for i in range(n // LANES):
             self.refs.waiting[g, lax.div(a, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
 
     def _online(self, values: Any, cell: Cell, s: jax.Array, peaks: jax.Array) -> None:
+        """Adds values to the outputs by online softmax: earlier outputs and sums shrink where the maximum grows."""
         g, a, n = cell
         here = (g, slice(None), pl.ds(a, n))
         before = self.refs.maximum[here]
@@ -264,7 +270,7 @@ class Softmax:
         self._add(values, cell, p, shrink[:1])
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
-        """Adds the values weighted with p [C, queries], after shrinking what is there."""
+        """Adds the values weighted with p [C, queries] to the outputs, which `shrink` multiplies first."""
         g, a, n = cell
         here = (self.plan.rows(g), pl.ds(a, n))
         head_values = self._head_values(values, g)
@@ -297,6 +303,7 @@ def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
 
 
 def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
+    """Computes one tile of queries against all keys of its sample: whole chunks first, then the tail."""
     lengths = refs.lengths
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
@@ -313,13 +320,14 @@ def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
 
 
 def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
-    """Runs through the whole chunks: the first half of chunk j beside the second half of chunk j - 1."""
+    """Adds all whole chunks of keys: computes scores of chunk j beside the outputs of chunk j - 1."""
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each(plan, _for_each(lambda cell: softmax.first(refs.keys[0], cell)))
+    _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
 
     def step(j: Any, _: None) -> None:
+        """Adds the values of chunk j - 1 and computes the scores of chunk j, while the next chunk is copied."""
         chunks.keys(j, slot(j)).wait()
         chunks.values(j - 1, slot(j - 1)).wait()
         # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
@@ -335,11 +343,11 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
     chunks.values(last, slot(last)).wait()
-    _each(plan, _for_each(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+    _each(plan, _one_by_one(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
 
 
 def _shares(copies: int, cells: int) -> list[range]:
-    """Returns which copies are started before each cell.
+    """Spreads the starts of copies over the cells of a chunk: returns which copies to start before each cell.
 
     Where several are started at once, the products stand still. But a copy that is started between two cells keeps
     their products apart, of which few cells have none to spare: they have all copies before the first.
@@ -350,10 +358,11 @@ def _shares(copies: int, cells: int) -> list[range]:
 
 
 def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
-    """Adds what is left of the keys after the last whole chunk."""
+    """Adds the keys after the last whole chunk, in pieces of `TAIL`."""
     refs = softmax.refs
 
     def piece(i: Any, _: None) -> None:
+        """Adds the i-th piece of the tail."""
         here = start + i * TAIL
         chunks.fetch_tail(here)
         left = length - here
@@ -369,10 +378,11 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
 
 
 def _finish(softmax: Softmax) -> None:
-    """Writes the outputs: 0 where there was no key."""
+    """Writes the outputs, divided by the sums of probabilities; 0 where there was no key."""
     refs, plan = softmax.refs, softmax.plan
 
     def work(cells: Sequence[Cell]) -> None:
+        """Writes the outputs of some cells."""
         parts = []
         for g, a, n in cells:
             sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
@@ -384,7 +394,7 @@ def _finish(softmax: Softmax) -> None:
 
 
 def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) -> None:
-    """Works on every cell in a loop: what runs once for each tile need not be unrolled.
+    """Calls `work` for all cells, in a loop: what runs once for each tile need not be unrolled.
 
     Args:
         work: Called with some of the cells: all heads of the same queries.
@@ -401,7 +411,9 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) 
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
-def _for_each(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+def _one_by_one(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+    """Returns a function of several cells that calls `work` for each of them."""
+
     def work_on_all(cells: Sequence[Cell]) -> None:
         for cell in cells:
             work(cell)

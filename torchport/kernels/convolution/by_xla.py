@@ -20,13 +20,15 @@ DIMS = ("NHWC", "HWIO", "NHWC")
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionRequest:
-    #: Whether what is outside the video is its nearest row and column; otherwise it is 0.
+    """What kind of convolution a caller wants; `Operands` are its further arrays."""
+
+    #: Whether the video is padded with its nearest row and column; otherwise with 0.
     edges: bool
     #: Whether there are chunks of time before and after this one.
     chunked: bool = False
-    #: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+    #: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
     still: bool | None = None
-    zoom: int = 1  #: How many rows and columns each of x becomes first.
+    zoom: int = 1  #: How often rows and columns of x are repeated first: upsampling.
 
 
 @jax.tree_util.register_dataclass
@@ -34,19 +36,19 @@ class ConvolutionRequest:
 class Operands:
     """What a convolution may take beside its input, weights and bias; None: it does without."""
 
-    #: [C] of an RMSNorm that the input goes through first, and then SiLU.
+    #: [C], gains of an RMSNorm over channels: the input becomes SiLU(RMSNorm(input)) first.
     gains: jax.Array | None = None
     residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
-    #: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end where the
-    #: input has them. Each of its rows and columns may be for several of the input's. The first column and the last are
-    #: those of the sides. It is 0 outside the video, and so is the shift.
+    #: float32 [H, W + 2, T, C]: the input becomes SiLU(input * scale + shift) first. It has a row more at each end if
+    #: the input has. A row or column of it may be for several of the input's. The first and the last column are for
+    #: `sides`. Scale and shift are 0 outside the video.
     scale: jax.Array | None = None
     shift: jax.Array | None = None  #: Like the scale.
     #: [2, H, W, D] float32, what the chunk before adds to the first two frames.
     carry: jax.Array | None = None
-    #: Whether there is no chunk before all the same, where that is known only when it runs.
+    #: Whether this is the first chunk, and `carry` is not to be used; known only when the program runs.
     first: jax.Array | None = None
-    #: How many frames of the input count as 0, the norm's output too: int32 []. There may be fewer frames.
+    #: int32 []: how many frames from the first on count as 0, after the norm; all if there are fewer.
     lead: jax.Array | None = None
 
 
@@ -66,14 +68,13 @@ def convolved(
         x: [H, W, T, C], or with `rows` [H + 2, W, T, C]; H and W divided by `request.zoom`.
         sides: The columns before and after it, [H, 1, T, C].
         weight: PyTorch's, [D, C, 3 or 1, 3, 3].
-        bias: [D], or None.
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
-    x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)
+    x = _upsampled(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)
     x = x if operands.gains is None else activated(x, operands.gains, x.shape[-1])
     if operands.scale is not None and operands.shift is not None:
         times = (x.shape[1] - 2) // (operands.scale.shape[1] - 2)
-        scale, shift = (_spread(operand, times, rows) for operand in (operands.scale, operands.shift))
+        scale, shift = (_upsampled(operand, times, rows) for operand in (operands.scale, operands.shift))
         wide = x.astype(jnp.float32) * scale + shift
         x = (wide * jax.nn.sigmoid(wide)).astype(dtype)
     x = x.transpose(2, 0, 1, 3)
@@ -99,7 +100,7 @@ def convolved(
 def _added(
     products: jax.Array, outputs: int, still: bool, carry: jax.Array | None, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the taps in time [T, H, W, 3 D] added up, and what is due after the last frame."""
+    """Adds up the products of the three taps in time [T, H, W, 3 D]; returns frames, and what the next chunk adds."""
     oldest, older, newest = (products[..., n * outputs : (n + 1) * outputs] for n in range(3))
     start = jnp.stack([oldest[0] + older[0], oldest[0]])
     start = start if still else jnp.zeros_like(start)
@@ -109,8 +110,8 @@ def _added(
     return total[:-2], total[-2:]
 
 
-def _spread(x: jax.Array, times: int, rows: bool) -> jax.Array:
-    """Returns x with each row and column so many times, and those at the ends, which are not its own, once."""
+def _upsampled(x: jax.Array, times: int, rows: bool) -> jax.Array:
+    """Repeats rows and columns of x (nearest-neighbour upsampling); those of neighbours, at the ends, come once."""
     if times == 1:
         return x
     cut = slice(times - 1, 1 - times)

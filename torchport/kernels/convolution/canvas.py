@@ -17,31 +17,31 @@ from torchport.kernels.attention.tiles import up
 
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """A video's latents on a mesh. What is made of them lies in the same way, at a multiple of their sizes."""
+    """How a video's latents lie on a mesh, and all that a decoder makes of them, at a multiple of these sizes."""
 
     frames: int  #: T with padding, which is before the first frame and after the last.
     height: int  #: H with padding, which is below.
     width: int  #: W with padding, which is on the right.
-    lead: int  #: Frames of padding before the first; each counts as it.
+    lead: int  #: Frames of padding before the first, which repeat it.
     valid_height: int  #: H.
     valid_width: int  #: W.
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  #: The axes of the mesh that split rows.
+    columns: tuple[str, ...] = ()  #: The axes that split columns.
     tail: int = 0  #: Frames of padding after the last.
     #: Whether the first latent frame becomes one frame; otherwise as many as each of the others.
     single: bool = True
 
     def lead_of(self, frames: int) -> int:
-        """Returns how many of so many frames come before the first that counts."""
+        """Returns how many frames of padding are before the first valid one, where a video has `frames` in all."""
         times = frames // self.frames
         return (self.lead + 1) * times - 1 if self.single else self.lead * times
 
     def tail_of(self, frames: int) -> int:
-        """Returns how many of so many frames are made of padding after the last latent frame."""
+        """Returns how many frames of padding are after the last valid one, where a video has `frames` in all."""
         return self.tail * (frames // self.frames)
 
     def valid_rows(self, height: int) -> int:
-        """Returns how many of so many rows are no padding."""
+        """Returns how many rows are no padding, where a video has `height` rows in all."""
         return self.valid_height * (height // self.height)
 
     def valid_columns(self, width: int) -> int:
@@ -64,6 +64,7 @@ def current() -> Canvas:
 
 @contextlib.contextmanager
 def using(canvas: Canvas) -> Iterator[None]:
+    """Makes a canvas, the shards and the padding of a video, the current one while the context lasts."""
     token = _CANVAS.set(canvas)
     try:
         yield
@@ -72,10 +73,10 @@ def using(canvas: Canvas) -> Iterator[None]:
 
 
 def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paired: bool = False) -> Canvas:
-    """Returns the canvas for latents, on the mesh that is set (`jax.set_mesh`).
+    """Returns how latents lie on the current mesh (`jax.set_mesh`), with padding and the axes that split them.
 
-    All axes are used, for columns, for rows, or for both: as leaves a device the fewest positions, its neighbours'
-    included. Rows are parted only where that saves a tenth: to join them with their neighbours' is a copy.
+    Each axis splits the columns or the rows, so that a device has the fewest positions, with the borders of its
+    neighbours. Rows are split only if it then has a tenth less of them: joining rows with a border is a copy.
 
     Args:
         multiple: T is padded to a multiple of this.
@@ -84,31 +85,31 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
-    some = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
+    subsets = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
     # Of two ways that are as good, the one with more axes for columns comes first.
-    partings = [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in some]
-    rows, columns = min(partings, key=lambda parting: _positions(height, width, sizes, *parting))
+    splits = [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in subsets]
+    rows, columns = min(splits, key=lambda split: _positions(height, width, sizes, *split))
     lead = frames % 2 if paired else -frames % multiple
     return Canvas(
-        up(frames + lead, multiple),
-        up(height, _ways(sizes, rows)),
-        up(width, _ways(sizes, columns)),
-        lead,
-        height,
-        width,
-        rows,
-        columns,
-        up(frames + lead, multiple) - frames - lead,
-        not paired or frames % 2 == 1,
+        frames=up(frames + lead, multiple),
+        height=up(height, _ways(sizes, rows)),
+        width=up(width, _ways(sizes, columns)),
+        lead=lead,
+        valid_height=height,
+        valid_width=width,
+        rows=rows,
+        columns=columns,
+        tail=up(frames + lead, multiple) - frames - lead,
+        single=not paired or frames % 2 == 1,
     )
 
 
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> float:
-    """Returns the positions of a device and what it needs of its neighbours.
+    """Returns a device's positions, with its neighbours' borders, if these axes split rows and columns.
 
-    Parted rows count for a tenth more: each convolution's input is copied then, to stand beside its neighbours'.
+    Split rows count for a tenth more: each convolution's input is copied then, to join it with its neighbours' rows.
     """
     sides = []
     for size, axes in ((height, rows), (width, columns)):

@@ -33,11 +33,11 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Tape:
-    """What the calls of one chunk leave to the next.
+    """What the convolutions of one chunk of time leave to those of the next, in the order of the calls.
 
     Args:
-        values: What they left before, in the order of the calls; None: this is the first chunk, and nothing is known.
-        number: The chunk's, from 0.
+        values: What those of the chunk before have left; None: it is not known yet what they leave.
+        number: The chunk's number, from 0.
     """
 
     def __init__(self, values: list[Any] | None, number: Any, count: int) -> None:
@@ -51,7 +51,7 @@ class _Tape:
         return self.number == 0
 
     def take(self) -> Any:
-        """Returns what this call left before; None if there is nothing."""
+        """Returns what the same call has left in the chunk before; None if that is not known."""
         return None if self.values is None else self.values[len(self.left)]
 
     def leave(self, value: Any) -> None:
@@ -65,7 +65,7 @@ _TAPE: contextvars.ContextVar[_Tape | None] = contextvars.ContextVar("tape", def
 def spread(
     latents_BCTHW: torch.Tensor, multiple: int = 16, *, paired: bool = False
 ) -> Iterator[tuple[torch.Tensor, Canvas]]:
-    """Gives latents as they lie on the devices, with padding, and the canvas on which all inside is computed.
+    """Yields latents with padding, sharded over the devices, and the canvas that is the current one inside.
 
     Frames of padding before the first repeat it: a convolution that is `still` computes the same for each of them, and
     another takes them as 0. Rows and columns of padding hold anything, and so do frames after the last.
@@ -99,6 +99,7 @@ def spread(
 
 
 def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
+    """Returns a video on a canvas without its padding of frames, rows and columns."""
     frames, height, width = video_BCTHW.shape[2:]
     video = video_BCTHW[:, :, max(0, form.lead_of(frames)) : frames - form.tail_of(frames)]
     return video[..., : form.valid_rows(height), : form.valid_columns(width)]
@@ -115,14 +116,14 @@ def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
 
 
 def _lead(x_BCTHW: torch.Tensor) -> Any:
-    """Returns the number of the first latent frame's last one: an int, or in a chunk a tensor, where it may be any."""
+    """Returns the number of the last frame made of the first latent frame; in a chunk, counted from there."""
     frames, tape = x_BCTHW.shape[2], _tape(x_BCTHW)
     lead = canvas.current().lead_of(frames if tape is None else frames * tape.count)
     return lead if tape is None else lead - tape.number * frames
 
 
 def _tape(x: torch.Tensor) -> _Tape | None:
-    """Returns the tape of the chunk that is being traced; None: the whole video is, or nothing."""
+    """Returns the tape of the chunk that is being traced; None outside of `by_chunks` and outside of a trace."""
     return _TAPE.get() if engine.is_traced(x) else None
 
 
@@ -143,17 +144,16 @@ def conv3d(
     Args:
         x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
-        bias_D: Or None.
-        edges: Whether what is outside is the nearest row and column; otherwise it is 0.
-        gains_C: Of an RMSNorm over channels that x goes through first, and then SiLU.
+        edges: Whether the video is padded with its nearest row and column; otherwise with 0.
+        gains_C: Gains of an RMSNorm over channels: x becomes SiLU(RMSNorm(x)) first.
         residual_BDTHW: Added to the output.
-        scaling: Scale and shift that x goes through first, and then SiLU, both [B, C, T, H, W]. Their H and W may be
-            parts of x's: each row and column is for as many of x as there are then.
-        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-        zoom: How many rows and columns each of x becomes first.
+        scaling: Scale and shift, both [B, C, T, H, W]: x becomes SiLU(x * scale + shift) first. Their H and W may
+            divide x's: a row or column of them is then for several of x's.
+        still: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How often rows and columns of x are repeated first: nearest-neighbour upsampling.
     """
     still, taps = edges if still is None else still, weight_DCTHW.shape[2]
-    lead = None if still or taps == 1 or _starts(x_BCTHW) else _lead(x_BCTHW)
+    lead = None if still or taps == 1 or _has_no_lead(x_BCTHW) else _lead(x_BCTHW)
     if not engine.is_traced(x_BCTHW):
         x = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
         x = x.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
@@ -181,7 +181,8 @@ def conv3d(
     return result
 
 
-def _starts(x_BCTHW: torch.Tensor) -> bool:
+def _has_no_lead(x_BCTHW: torch.Tensor) -> bool:
+    """Returns whether a video has no frames of padding before its first one."""
     tape, form = _tape(x_BCTHW), canvas.current()
     frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
     return form is canvas.NONE or form.lead_of(frames) == 0
@@ -190,14 +191,14 @@ def _starts(x_BCTHW: torch.Tensor) -> bool:
 def unfolded(
     hidden_BCTHW: torch.Tensor, shortcut_BCTHW: torch.Tensor, repeats: int, *, makes_frames: bool
 ) -> torch.Tensor:
-    """Returns the sum of a video and a shortcut, whose channels become positions: two of rows, of columns, of frames.
+    """Returns the sum of a video and a shortcut, whose channels become 2 rows, 2 columns, and 1 or 2 frames each.
 
     Of channels [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]; those of the shortcut are repeated for it. A
     decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here
     it becomes two equal ones, like every frame: `crop` leaves out what is too many.
 
     Args:
-        repeats: How often each of its channels is taken.
+        repeats: How often each channel of the shortcut is repeated.
         makes_frames: Whether r1 is 2; else it is 1.
     """
     times = 2 if makes_frames else 1
@@ -217,7 +218,7 @@ def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns a video, or a chunk of it, after so many frames that come before it; before the first, they are 0."""
+    """Returns a video, or a chunk of it, with the last `count` frames before it in front; before the first, 0."""
     tape = _tape(x_BCTHW)
     kept = None if tape is None else tape.take()
     before = torch.zeros_like(x_BCTHW[:, :, :1]).repeat(1, 1, count, 1, 1) if kept is None else kept
@@ -228,6 +229,7 @@ def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Returns SiLU(x * scale + shift); a row or column of scale and shift may be for several of x."""
     times = x.shape[4] // scale.shape[4]
     scale, shift = (each.repeat_interleave(times, 3).repeat_interleave(times, 4) for each in (scale, shift))
     return functional.silu(x * scale + shift).to(x.dtype)
@@ -236,10 +238,7 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.
 def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns mean and variance of groups of channels, over all frames that upstream decodes together with each frame.
 
-    Padding does not count. It is for videos of `spread(..., paired=True)`.
-
-    Args:
-        x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
+    Padding does not count. It is for videos of `spread(..., paired=True)`, and their chunks.
 
     Returns:
         Two of float32, [B, groups, T].
@@ -262,7 +261,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the batch of each frame, [T], and which frames count in each of the batches, [batches, T]."""
+    """Returns which frames upstream decodes together: each frame's batch [T], and valid frames [batches, T]."""
     frames, form, tape = x_BCTHW.shape[2], canvas.current(), _TAPE.get()
     total = frames if tape is None else frames * tape.count
     device, times = x_BCTHW.device, total // form.frames
@@ -278,9 +277,9 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
-    """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
+    """Applies a function to a video a few frames at a time, so that only they are in memory; returns the whole result.
 
-    All that looks back in time in it must be `conv3d` or `with_frames_before`.
+    What looks back in time in the function must be `conv3d` or `with_frames_before`.
 
     Args:
         step: Called with frames, returns frames: as many for each of them, or a multiple.
@@ -295,17 +294,15 @@ def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor
 
 
 def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Array:
-    """Returns what a function makes of chunks of so many frames, put together.
-
-    Args:
-        step: Takes a tensor of the engine, [B, C, size, H, W], and returns one.
-        x_BCTHW: T a multiple of it.
-    """
+    """Applies a function of torchax tensors to chunks of `size` frames in one `lax.scan`; returns the whole result."""
     batch, channels, frames, height, width = x_BCTHW.shape
     count = frames // size
 
     def run(values: list[Any] | None, number: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
+        """Applies the function to one chunk; returns its result, and what it leaves to the next chunk."""
+
         def chunk(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
+            """Calls `step` in PyTorch on a chunk; a `_Tape` passes values from its convolutions to the next chunk's."""
             tape = _Tape(values, number, count)
             token = _TAPE.set(tape)
             try:
@@ -331,10 +328,10 @@ def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.A
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Returns what layers make of a video, then `last`; from the last one that makes frames on, a few frames at a time.
+    """Applies layers and then `last` to a video; in chunks of time from the last layer on that adds frames.
 
     Args:
-        layers: Those that make frames of others have `add_temporal_upsample`, which is then true.
+        layers: A layer that adds frames has an attribute `add_temporal_upsample` that is true.
     """
     makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
     count = makes_frames[-1] if makes_frames else 0
@@ -348,7 +345,7 @@ def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torc
 def frame_attention(
     q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor, *, causal: bool = True
 ) -> torch.Tensor:
-    """Returns attention of each latent position to its own frame, and if it is causal to all earlier ones; one head.
+    """Returns attention of each latent position to its own frame and, if causal, to all earlier ones; one head.
 
     All keys are brought to every device, and each computes its own queries, a frame at a time. So the scores of a frame
     are all that is held of the (T H W) x (T H W) there are.
@@ -368,7 +365,7 @@ def frame_attention(
 
 
 def _frame_attention(causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array) -> jax.Array:
-    """Returns attention for latents on the canvas that is set, [B, C, T, H, W]; padding takes no part."""
+    """Computes `frame_attention` in JAX, [B, C, T, H, W], on the current canvas; padding takes no part."""
     form = canvas.current()
     if jax.sharding.get_abstract_mesh().empty:
         return _local_attention(form, causal, q_BCTHW, k_BCTHW, v_BCTHW)
@@ -387,7 +384,7 @@ def _frame_attention(causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCT
 def _local_attention(
     form: Canvas, causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array
 ) -> jax.Array:
-    """Returns attention of some queries to all keys; all are [B, C, T, h, w]."""
+    """Returns attention of a device's queries to all keys; all are [B, C, T, h, w]."""
     batch, channels, frames, height, width = k_BCTHW.shape
     rows, columns, lead = form.valid_rows(height), form.valid_columns(width), form.lead
     k_BCTS, v_BCTS = (x[..., :rows, :columns].reshape(batch, channels, frames, -1) for x in (k_BCTHW, v_BCTHW))

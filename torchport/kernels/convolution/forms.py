@@ -41,12 +41,11 @@ def convolved(
     bias_D: jax.Array | None,
     **operands: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a causal convolution on the canvas that is set, and what the next chunk of time needs of this one.
+    """Returns a causal convolution of a video on the current canvas (shards and padding), and the next chunk's carry.
 
     Args:
         x_BCTHW: As the canvas has it.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
-        bias_D: Or None.
         operands: Those of `Operands` that it takes, or None: residual [B, D, T, H, W], scale and shift [B, C, T, H, W],
             and the carry that the chunk before returned, [B, 2, H, W, D].
     """
@@ -57,12 +56,13 @@ def convolved(
     specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carries}
 
     def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
-        # One sample after the other: where they lie, no two have a frame in common.
+        """Computes one device's part, sample by sample, with the borders of its neighbours."""
+        # One sample after the other: the kernel takes the frames of one video.
         height = part.shape[3] * _ways(form.rows)
         width = part.shape[4] * _ways(form.columns)
         fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
-        is_kernels = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
-        run = _by_kernel if is_kernels else by_xla.convolved
+        takes_kernel = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
+        run = _by_kernel if takes_kernel else by_xla.convolved
         outs, carries = [], []
         for n in range(part.shape[0]):
             x = part[n].transpose(2, 3, 1, 0)
@@ -87,6 +87,7 @@ def convolved(
 
 
 def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
+    """Returns one sample's operands, laid out as [H, W, T, C], with neighbours' borders for scale and shift."""
     residual = None if operands.residual is None else operands.residual[number].transpose(2, 3, 1, 0)
     carry = None if operands.carry is None else operands.carry[number]
     scale = None if operands.scale is None else _scaling(form, operands.scale[number])
@@ -95,7 +96,7 @@ def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
 
 
 def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
-    """Returns a part [H, W + 2, T, C] with what lies beside it; 0 outside the video, which stays 0 then."""
+    """Returns a device's part of a scale or shift, [H, W + 2, T, C], with neighbours' borders; 0 outside the video."""
     height, width = (scale_CTHW.shape[n] * _ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
     x = scale_CTHW.astype(jnp.float32).transpose(2, 3, 1, 0)
     x, (left, right) = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), edges=False)
@@ -109,20 +110,20 @@ def _ways(axes: tuple[str, ...]) -> int:
 def _with_neighbours(
     form: Canvas, x: jax.Array, valid_rows: int, valid_columns: int, edges: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns a part [H, W, T, C], with a row more at each end where rows are parted, and the columns beside it."""
+    """Returns a part [H, W, T, C], with a row more at each end if rows are split; and the columns on its two sides."""
     if form.rows:
-        x, (above, below) = _sides(x, 0, form.rows, valid_rows, form.height != form.valid_height, edges)
+        x, (above, below) = _sides(x, 0, form.rows, valid_rows, padded=form.height != form.valid_height, edges=edges)
         x = jnp.concatenate([above, x, below])
-    return _sides(x, 1, form.columns, valid_columns, form.width != form.valid_width, edges)
+    return _sides(x, 1, form.columns, valid_columns, padded=form.width != form.valid_width, edges=edges)
 
 
 def _sides(
     x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, padded: bool, edges: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns a part with its padding replaced, and what lies before and after it."""
+    """Returns a part whose padding is replaced, and the slices before and after it along a dim."""
     x = outside(x, dim, axes, valid, edges) if padded else x
     before, after = sides(x, dim, axes, edges)
-    return x, (before, _after_last(after, x, dim, axes, valid, edges) if padded else after)
+    return x, (before, _after_last(after, x, dim, axes, valid, edges=edges) if padded else after)
 
 
 def _by_kernel(
@@ -152,6 +153,7 @@ def _by_kernel(
         return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
 
     def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
+        """Calls the kernel on some frames, with the carry of the frames before them."""
         number, x, sides, chunk = item
         here = None if lead is None else lead - number * conv.frames
         chunk |= {"gains": operands.gains, "carry": kept, "first": is_first & (number == 0), "lead": here}
@@ -166,7 +168,7 @@ def _by_kernel(
 def _conv(
     request: ConvolutionRequest, rows: bool, x: jax.Array, weight: jax.Array, operands: Operands
 ) -> tuple[kernel.Conv, int]:
-    """Returns one call of the kernel, and how many there are, one after the other."""
+    """Returns the sizes of one call of the kernel, and how many calls there are, one after the other."""
     frames = x.shape[2]
     count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
     width = x.shape[1] * request.zoom
@@ -193,27 +195,22 @@ def _conv(
 
 
 def _note(conv: kernel.Conv, count: int) -> None:
+    """Notes calls of the kernel, for a plan."""
     note = dispatch.current().note
     if note is not None:
         note(
             dispatch.Pass(
-                conv.name,
-                f"{kernel.__name__}:alone",
-                dataclasses.asdict(conv),
-                kernel.trips(conv),
-                kernel.moved(conv),
+                conv.name, f"{kernel.__name__}:alone", dataclasses.asdict(conv), kernel.trips(conv), kernel.moved(conv)
             )
         )
 
 
 def sides(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns the last slice of the device before and the first of the device after, along a dim.
+    """Returns the slices before and after a device's part along a dim: its neighbours', or the video's padding.
 
     Args:
-        x: A device's part.
-        dim: Which dim is parted.
-        axes: Over which axes of the mesh; none: it is whole here.
-        edges: Whether what lies outside is the nearest slice; otherwise it is 0.
+        axes: The axes of the mesh that split the dim; none: it is whole here.
+        edges: Whether the slice beyond the video's end is the nearest one; otherwise it is 0.
     """
     first, last = (lax.index_in_dim(x, n, dim) for n in (0, x.shape[dim] - 1))
     before, after = (first, last) if edges else (jnp.zeros_like(first), jnp.zeros_like(last))
@@ -240,7 +237,7 @@ def outside(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bo
 
 
 def _after_last(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
-    """Returns the slice after a device's part, which is outside where that part ends with the last valid slice."""
+    """Returns the slice after a part: the video's padding if the part has its last valid slice, else `after`."""
     size = x.shape[dim]
     last = lax.index_in_dim(x, size - 1, dim)
     is_end = _valid_here(size, axes, valid) <= size
@@ -248,6 +245,6 @@ def _after_last(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...],
 
 
 def _valid_here(size: int, axes: tuple[str, ...], valid: int) -> jax.Array:
-    """Returns how many slices from this device's first on are valid; more than it has where others follow."""
+    """Returns how many valid slices there are from this device's first one on: also those of devices after it."""
     number = lax.axis_index(axes) if axes else jnp.int32(0)
     return valid - number * size

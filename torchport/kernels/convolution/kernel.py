@@ -31,6 +31,8 @@ VMEM = 110 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
+    """One call of the kernel: its sizes, and all else that is known before tracing."""
+
     height: int  #: H of the output.
     width: int  #: W.
     #: T, a multiple of 8, and of 16 for bfloat16 products without a conversion for each tap.
@@ -39,7 +41,7 @@ class Conv:
     outputs: int  #: D.
     parts: int  #: 1 for products of bfloat16, 2 for three of them, 3 for six.
     taps: int = 3  #: Of time: 3, or 1.
-    #: Whether what is outside is the nearest row or frame; otherwise it is 0.
+    #: Whether the video is padded with its nearest row or frame; otherwise with 0.
     edges: bool = True
     rows: bool = False  #: Whether the input has a row more at each end.
     normal: bool = False  #: Whether the input goes through RMSNorm and SiLU first.
@@ -47,12 +49,12 @@ class Conv:
     carried: bool = False  #: Whether there are chunks before and after this one.
     led: bool = False  #: Whether some of its frames, from the first on, may count as 0.
     dtype: str = "float32"  #: Of input, output and residual.
-    #: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+    #: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
     still: bool | None = None
-    #: How many rows and columns of the output each of the input's becomes first.
+    #: How often rows and columns of the input are repeated first: upsampling.
     zoom: int = 1
-    #: How many rows and columns of the output have one scale and shift, which the input goes through first, and then
-    #: SiLU; 0: there are none.
+    #: How many rows and columns of the output share one scale and shift, if the input becomes SiLU(input * scale +
+    #: shift) first; 0: it does not.
     scaled: int = 0
 
     @property
@@ -118,6 +120,7 @@ class Conv:
 
     @property
     def name(self) -> str:
+        """The kernel's name in a profile."""
         ways = (self.normal, self.residual, self.carried, self.led)
         flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
         flags += f"z{self.zoom}" if self.zoom > 1 else ""
@@ -127,7 +130,7 @@ class Conv:
 
 
 def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
-    """Returns bfloat16 arrays whose sum is x, to 8 bits for each of them."""
+    """Splits x into bfloat16 arrays, whose sum is x: each has the next 8 bits."""
     parts: list[jax.Array] = []
     for _ in range(count):
         parts.append(x.astype(jnp.bfloat16))
@@ -139,8 +142,7 @@ def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
     """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 depth, N], bfloat16."""
     outputs, inputs = weight_DCTHW.shape[:2]
     padded = jnp.pad(
-        weight_DCTHW,
-        ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0)),
+        weight_DCTHW, ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0))
     )
     rows = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
     rows = rows.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
@@ -164,8 +166,7 @@ def convolved(
         x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C]; H and W divided by `conv.zoom`.
         sides: The columns before and after it, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
-        bias: [D].
-        operands: What else `conv` says that it takes; without a chunk before, what `conv.still` says counts as it.
+        operands: The arrays that `conv` says it takes. In the first chunk `conv.still` says what replaces `carry`.
         interpret: Run it as plain JAX.
 
     Returns:
@@ -202,10 +203,10 @@ def _row(vector: jax.Array | None, size: int) -> jax.Array:
 
 
 def _inputs(conv: Conv) -> list[pl.BlockSpec]:
-    """Returns the blocks of the operands, at each block of channels out and each row of the input."""
+    """Returns the block specs of the operands, by the block of channels out and the row of the input."""
 
     def row(times: int) -> Callable[..., tuple[Any, ...]]:
-        """Returns the block of an array that has a row for so many."""
+        """Returns the index map of an array that has one row for `times` rows of the output."""
 
         def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
             inside = jnp.clip(s - 1, 0, conv.height - 1) // times
@@ -248,21 +249,27 @@ def _shapes(conv: Conv) -> list[jax.ShapeDtypeStruct]:
 
 
 def _scratch(conv: Conv) -> list[Any]:
+    """Returns the kernel's scratch memory: sums of products, and a ring of three rows of the input."""
     ring = (3, conv.width + 2, conv.frames, conv.channels)
     rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
-    # Slabs of 128 columns: every so-manieth row can be read of no wider array.
+    # Slabs of 128 columns: rows cannot be read with a stride from a wider array.
     slabs = (conv.sums // LANES, conv.columns * conv.frames, LANES)
     return [pltpu.VMEM(slabs, jnp.float32), *rings]
 
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
-    """One row of the input comes in, and one of the output goes out."""
+    """Takes one row of the input into the ring of three rows, and makes one row of the output from it."""
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", conv.residual), ("scale", conv.scaled), ("shift", conv.scaled))
     more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
     names += [name for name, on in (*flags, *more) if on]
     step = _Step(
-        conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1)
+        conv,
+        dict(zip(names, refs, strict=False)),
+        rings=refs[len(names) :],
+        is_first=first[0] == 1,
+        lead=lead[0],
+        row=pl.program_id(1),
     )
     step.take_row()
     pl.when(step.row >= 2)(step.make_row)
@@ -270,6 +277,8 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
+    """One step of the kernel's grid, with its references by name."""
+
     conv: Conv
     ref: dict[str, Any]
     #: The last three rows of the input, with a column more at each end: one array for each part.
@@ -279,7 +288,7 @@ class _Step:
     row: Any  #: The input's row, of H + 2.
 
     def take_row(self) -> None:
-        """Puts a row of the input into the ring, with the column before it and the one after it."""
+        """Puts a row of the input, and the columns on its two sides, into the ring of the last three rows."""
         conv, some = self.conv, self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
@@ -300,7 +309,7 @@ class _Step:
             )
 
     def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
-        """Returns columns of an operand's row, [count, T, C] in float32, where each counts so many times."""
+        """Returns `count` columns of an operand's row, [count, T, C] in float32, each repeated `times` times."""
         conv = self.conv
         x = self.ref[name][0, pl.ds(start, count // times)].astype(jnp.float32)
         if conv.channels != conv.inputs:
@@ -310,6 +319,7 @@ class _Step:
         return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(count, *x.shape[1:])
 
     def _enter_columns(self, x: jax.Array, column: Any, scaling: list[jax.Array]) -> None:
+        """Puts columns into the ring of input rows, after scale and shift, the norm, and zeros for padding."""
         conv = self.conv
         if conv.scaled:
             x = x * scaling[0] + scaling[1]
@@ -324,6 +334,7 @@ class _Step:
             ring[self.row % 3, pl.ds(column, x.shape[0])] = part
 
     def make_row(self) -> None:
+        """Makes a row of the output, some columns at a time."""
         count, columns = self.conv.width // self.conv.columns, self.conv.columns
 
         def make(number: Any, _: Any) -> Any:
@@ -337,6 +348,7 @@ class _Step:
                 make(number, 0)
 
     def _make_columns(self, start: Any) -> None:
+        """Multiplies all taps in space with the input, for some columns of a row, and writes these columns."""
         sums = self.ref["sums"]
         if self.conv.channels > BLOCK:  # a loop, which keeps the kernel's code short
             sums[...] = jnp.zeros_like(sums)
@@ -371,7 +383,7 @@ class _Step:
         return total
 
     def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
-        """Returns the parts of the positions that a tap in space meets, [columns * T, depth]."""
+        """Returns the input that a tap in space is multiplied with, [columns * T, depth], in its parts."""
         conv = self.conv
         row, column = (number // 3, number % 3) if count == 9 else (group, number)
         slot = (self.row + row + 1) % 3  # the output's row is two behind the input's
@@ -380,7 +392,7 @@ class _Step:
         return rows if conv.split else parts_of(rows[0], conv.parts)
 
     def _finish(self, start: Any) -> None:
-        """Adds the taps in time, each some frames later, and the bias; keeps what is due after the last frame."""
+        """Adds up the taps in time, each some frames later, and the bias; writes output and carry of the next chunk."""
         conv, here = self.conv, pl.ds(start, self.conv.columns)
         total = [x.reshape(conv.columns, conv.frames, conv.block) for x in self._taps(slice(None))]
         out = total[-1] + self.ref["bias"][...]
@@ -401,7 +413,7 @@ class _Step:
         self.ref["out"][0, here] = out.astype(conv.dtype)
 
     def _taps(self, rows: Any) -> list[jax.Array]:
-        """Returns rows of the sums, those of each tap in time."""
+        """Returns rows of the summed products, one array for each tap in time."""
         if self.conv.pitch < LANES:
             taps = self.ref["sums"].at[0][rows]
             return [taps, *(pltpu.roll(taps, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
@@ -413,7 +425,7 @@ class _Step:
         return pl.ds(number, self.conv.columns, stride=self.conv.frames)
 
     def _before(self, here: Any) -> list[jax.Array]:
-        """Returns what earlier frames add to the first two, [columns, B] each."""
+        """Returns what earlier frames add to the first two output frames, [columns, B] each; [] if that is nothing."""
         head = self._taps(self._frame(0))
         still = self.conv.edges if self.conv.still is None else self.conv.still
         start = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
@@ -425,7 +437,7 @@ class _Step:
 
 
 def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Returns a kernel and its operands' shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
+    """Returns the kernel as a function of arrays, and their shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
     conv = Conv(**sizes)
     shape = jax.ShapeDtypeStruct
     rows = conv.height // conv.zoom + 2 * conv.rows

@@ -27,7 +27,7 @@ from torchport.kernels.convolution.kernel import VMEM
 
 
 def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance [B, G, T] in float32, on the canvas that is set; padding does not count."""
+    """Returns mean and variance [B, G, T] in float32, on the current canvas; padding does not count."""
     form = canvas.current()
     local = functools.partial(_local, groups, form)
     if jax.sharding.get_abstract_mesh().empty:
@@ -40,7 +40,7 @@ def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the whole video's from a device's part: of each channel first, then of its group."""
+    """Returns mean and variance of the whole video's groups, from a device's part and its channels' sums."""
     height, width = x.shape[3:]
     rows, columns = _valid(form.rows, height, form.valid_rows), _valid(form.columns, width, form.valid_columns)
     # A device that has padding alone counts for nothing.
@@ -57,6 +57,7 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the values at the first position, sums of differences to them, and of their squares; see `summed`."""
     wide = x.astype(jnp.float32)
     difference = wide - wide[0, 0]
     if is_padded:
@@ -66,6 +67,7 @@ def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) 
 
 
 def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what `_by_xla` returns, by the kernel."""
     height, width, frames, channels = x.shape
     call = Sums(height, width, frames, channels, is_padded, x.dtype.name)
     context = attention.current()
@@ -79,7 +81,7 @@ def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Arra
 def _joined(
     groups: int, form: Canvas, mean: jax.Array, variance: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the moments of groups of channels on all devices from those of each channel on one, [B, C, T]."""
+    """Returns mean and variance of groups on all devices, from those of each channel on one device, [B, C, T]."""
     axes = (*form.rows, *form.columns)
     share = count / lax.psum(count, axes) if axes else jnp.float32(1)
 
@@ -101,6 +103,8 @@ def _valid(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
+    """One call of the kernel that adds up a part of a video: all that is known before tracing."""
+
     height: int  #: H.
     width: int  #: W.
     frames: int  #: T, a multiple of 8.
@@ -124,15 +128,11 @@ class Sums:
 def summed(
     sums: Sums, x: jax.Array, valid: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the values at the first position, and sums of differences to them and of their squares.
+    """Returns the values at the first position, sums of differences to them, and of their squares: float32 [T, C].
 
     Args:
         x: [H, W, T, C].
         valid: How many rows and columns are no padding, int32 [2].
-        interpret: Run it as plain JAX.
-
-    Returns:
-        Three of [T, C], float32.
     """
     whole = pl.BlockSpec((sums.frames, sums.channels), lambda row, valid: (0, 0))
     shape = jax.ShapeDtypeStruct((sums.frames, sums.channels), jnp.float32)
@@ -141,9 +141,7 @@ def summed(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(sums.height,),
-            in_specs=[
-                pl.BlockSpec((1, sums.width, sums.frames, sums.channels), lambda row, valid: (row, 0, 0, 0)),
-            ],
+            in_specs=[pl.BlockSpec((1, sums.width, sums.frames, sums.channels), lambda row, valid: (row, 0, 0, 0))],
             out_specs=[whole] * 3,
         ),
         out_shape=[shape] * 3,
@@ -155,6 +153,7 @@ def summed(
 
 
 def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares: Any) -> None:
+    """Adds one row of the video to the sums; the first row also sets the values to which differences are taken."""
     row, some = pl.program_id(0), sums.columns_at_once
 
     def start() -> None:
@@ -166,6 +165,7 @@ def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares:
     origin = near[...]
 
     def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Adds some columns of the row."""
         difference = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
         if sums.padded:
             column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)
@@ -180,7 +180,7 @@ def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares:
 
 
 def sums_alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Returns a kernel and its operands' shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
+    """Returns the kernel as a function of arrays, and their shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
     sums = Sums(**sizes)
     x = jax.ShapeDtypeStruct((sums.height, sums.width, sums.frames, sums.channels), sums.dtype)
     return functools.partial(summed, sums), [x, jax.ShapeDtypeStruct((2,), jnp.int32)]
