@@ -22,7 +22,7 @@ def is_packable(value: Any) -> bool:
 
 
 def packed(value: Any) -> dict[str, torch.Tensor]:
-    """Returns a tree as tensors by name. They are copies: what is written to later, or shared, may be in it."""
+    """Returns a tree as tensors by name. They are copies: the tree's may be shared, or written to later."""
     tensors: dict[str, torch.Tensor] = {}
 
     def store(path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
 
 
 def from_data(data: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """Returns the tree that `as_data` returned as data; `tensor_of` returns the tensor of an entry."""
     if not isinstance(data, dict):
         return data
     if "tensor" in data:

@@ -24,7 +24,7 @@ from torchport.stages.family import Settings, Stage
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
 
-    That of `family: diffusers` is made of the card.
+    For `family: diffusers` the module is made from the card.
     """
     place = document.place(["family"])
     check_call(card, document)
