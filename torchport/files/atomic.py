@@ -56,6 +56,7 @@ def writing(file: Path) -> Iterator[Path]:
 
 
 def _flush_folder(folder: Path) -> None:
+    """Flushes a folder's list of names to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -162,6 +163,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _new_scratch() -> tuple[Path, int]:
+    """Returns a new folder for temporary files, and the handle that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another process takes it for abandoned

@@ -97,6 +97,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _reason(stderr: str) -> str:
+    """Returns why git failed, in a few words, from what it wrote to stderr."""
     if "not a git repository" in stderr:
         return "no git repository"
     if "Needed a single revision" in stderr:
@@ -115,6 +116,7 @@ def _entries(listing: bytes) -> Iterator[tuple[str, str, str]]:
 
 
 def _differs(folder: Path, mode: str, digest: str, name: str) -> bool:
+    """Returns whether a file is not that of the commit: it is gone, no longer a file or link, or has other content."""
     path = folder / name
     try:
         is_link = stat.S_ISLNK(path.lstat().st_mode)

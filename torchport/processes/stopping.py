@@ -64,11 +64,7 @@ class Stopping:
         return bool(self.cause)
 
     def check(self, folder: Path, when: str) -> None:
-        """Stops here, in all processes of the run, if a stop is requested in any of them.
-
-        Args:
-            when: How far the run is, as "before 'decode'".
-        """
+        """Stops here, in all processes of the run, if a stop is requested in any; `when` is, say, "before 'decode'"."""
         if self.is_requested():
             self.stop(folder, when)
 

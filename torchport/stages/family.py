@@ -238,8 +238,8 @@ def with_image(stages: Iterable[Stage]) -> list[str]:
 def check_outputs(stage: Stage, outputs: Any) -> None:
     """Refuses what a stage's function returned, if it is no dict of tensors with values, by name."""
     is_dict = isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values())
-    counts = stage.name != "denoise_first" or (is_dict and "done" in outputs)
-    if is_dict and counts:
+    has_count = stage.name != "denoise_first" or (is_dict and "done" in outputs)
+    if is_dict and has_count:
         return
     code = inspect.unwrap(stage.run).__code__
     place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"

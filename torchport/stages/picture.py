@@ -64,6 +64,7 @@ def _formats(start: bytes) -> Iterator[str]:
 
 
 def _in_rgb(picture: Any, place: str) -> Any:
+    """Returns a picture in RGB with 8 bits; refuses transparency, and colours that depend on who shows them."""
     from PIL import Image
 
     mode = picture.mode
