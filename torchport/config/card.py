@@ -517,7 +517,7 @@ class Card(Frozen):
         return names
 
     def patch_sets(self) -> Iterator[tuple[StageName, list[str]]]:
-        """Yields every stage with each set of patches that it can have: one for each choice of implementations."""
+        """Yields each stage with each list of patches that it can have: one for every choice of implementations."""
         choices = [[(name, each) for each in kinds.patches] for name, kinds in self.implementations.items()]
         stages = {
             *self.patches,
@@ -793,7 +793,7 @@ def check_call(card: Card, document: Document) -> None:
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
-    """Refuses a card with rules for what is no network of the family, without rules for a network, or with bad names.
+    """Refuses a card with rules for what is no network of the family, or no rules for a network, or with unknown names.
 
     The error has all such mistakes. A component that does not exist is one mistake, however many sections name it.
 

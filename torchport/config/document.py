@@ -127,7 +127,7 @@ def parse_document(text: str, file: str) -> Document:
 class _YamlReader:
     """Builds plain data from a parser's events. It constructs nothing from a tag, so it executes nothing.
 
-    `yaml.compose` gives nodes that no longer tell an anchor, or a tag that was written out; both are refused here.
+    `yaml.compose` would lose anchors, and whether a tag was written out. Both are refused here.
     """
 
     def __init__(self, events: Iterator[Any], file: str) -> None:
@@ -281,7 +281,7 @@ class _Mistake:
         return is_beside and closest(str(other.path[-1]), [str(self.path[-1])]) != ""
 
     def is_another_form_of(self, other: _Mistake) -> bool:
-        """Returns whether both are about one value: one is inside the other, or each is of another alternative."""
+        """Returns whether both are about one value: one path begins with the other, or their alternatives differ."""
         shared = self.alternatives.keys() & other.alternatives.keys()
         if any(self.alternatives[path] != other.alternatives[path] for path in shared):
             return True

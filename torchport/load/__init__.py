@@ -57,7 +57,7 @@ def records_config(component: Component, folder: Path) -> bool:
 def account_component(
     component: Component, folder: Path, layout: Layout | None = None, recipe: Recipe | None = None
 ) -> None:
-    """Refuses a component whose files are incomplete, or are not the card's, before any tensor is read.
+    """Refuses a component whose files are incomplete, or are not the card's, before any of its tensors is read.
 
     Args:
         layout: How its tensors lie there; by default as the card has it without a variant.

@@ -150,7 +150,7 @@ def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) 
 
 
 def _patterns(card: Card, variant: str | None) -> tuple[list[str], bool]:
-    """Returns the hub's patterns of a card's files, and whether those in the root itself are wanted too."""
+    """Returns the hub's patterns for a card's files, and whether all files directly in the root are needed too."""
     patterns, at_root = ["*.json"], False
     for name in card.components:
         folder, file = PurePosixPath(card.folder(name, variant)), card.file(name, variant)
@@ -329,7 +329,7 @@ def _file_of(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Returns the files that an index names: all of them beside it."""
+    """Returns the files that an index names; refuses an index that names a file which is not beside it."""
     mapping = read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
         raise CheckpointBrokenError(str(index), "It has no 'weight_map'", AGAIN)

@@ -70,7 +70,7 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
 
 @contextlib.contextmanager
 def tokenizing(place: str) -> Iterator[None]:
-    """Turns the errors that upstream raises while it encodes a prompt with a tokenizer into one line."""
+    """Turns upstream's errors while a tokenizer encodes a prompt into a CheckpointBrokenError of one line."""
     import jinja2
 
     try:

@@ -119,9 +119,9 @@ class _Storages(pickle.Unpickler):
 
 
 def _check_records(file: Path) -> None:
-    """Refuses a file that torch has accepted, and of which a record is not exactly its tensors' bytes.
+    """Refuses a file in which a record does not have exactly the bytes of its tensors, though torch has accepted it.
 
-    A file that is mapped into memory is not read by its records: a short one would go on with the next one's bytes.
+    torch maps the file into memory, whatever size a record has: a short one would go on with the next one's bytes.
     """
     with (
         reading(CheckpointBrokenError, str(file), "Its records cannot be read", AGAIN),

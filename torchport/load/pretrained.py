@@ -122,7 +122,7 @@ def part(class_path: str, folder: Path) -> Any:
 
 
 def check_part(class_path: str, folder: Path) -> None:
-    """Refuses a part without weights whose files are not there, before it is needed."""
+    """Refuses a tokenizer, scheduler or other part without weights whose files are missing, or of another class."""
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
     cls, files = class_of(class_path), sorted(folder.glob("*.json"))

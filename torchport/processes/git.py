@@ -40,9 +40,9 @@ class _NoAnswerError(Exception):
 
 
 def revision(package: Path) -> Revision:
-    """Returns the version of a package.
+    """Returns the commit of a package's checkout, and whether its files differ from it; or no commit, and why.
 
-    A file with Windows line ends is what it is without them. A file that a filter wrote (Git LFS) counts as changed.
+    Windows line ends are no difference. What a filter wrote (Git LFS) is one.
 
     Args:
         package: Its folder, or the file of a package that is one module.

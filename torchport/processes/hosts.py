@@ -219,7 +219,7 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
 
 
 def _get(key: str) -> str:
-    """Returns what another process sets, however long that takes; Ctrl-C works every second."""
+    """Returns the value that another process sets for a key; waits as long as that takes, and Ctrl-C ends the wait."""
     import jax
 
     while True:

@@ -57,7 +57,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches while the context lasts."""
+        """Watches the other processes, in a thread, while the context lasts."""
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         _watches.append(self)
@@ -137,7 +137,7 @@ class Watch:
                 self._lose(number)
 
     def _lose(self, number: int) -> NoReturn:
-        """Ends this process with a LostProcessError about another one."""
+        """Ends this process with the error that process `number` is lost."""
         fact, remedy = "It was killed, or its host is lost", "Start all processes again with the same command"
         if self.folder is not None:
             fact = f"{fact}; what was finished is in {self.folder}"

@@ -71,12 +71,12 @@ class Journey:
         self.unfinished = resume.Unfinished(task, self.upstream)
         self.seconds: dict[str, float] = {}
         self.steps = self.begins = 0
-        self._programs: dict[str, list[dict[str, Any]]] = {}  # a manifest's rows of them, by stage
-        self.operators: dict[str, str] = {}  # how many its programs call, by stage
+        self._programs: dict[str, list[dict[str, Any]]] = {}  # rows of manifests, by stage
+        self.operators: dict[str, str] = {}  # in words, how many operators a stage's programs call
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
-        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # what an earlier stage's steps leave
+        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # finished steps, and the state after them
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run, and takes over those that a stopped or killed run finished."""
@@ -90,7 +90,7 @@ class Journey:
             self._note(stage, finished[stage.name])
             hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
             if stage.name == self.task.stages[-1].name:
-                self.revise()
+                self.revise()  # the job may have another `fps` than the finished video
 
     def _finished_manifests(self) -> dict[str, Manifest]:
         """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
@@ -445,7 +445,7 @@ class Profile:
 
 @contextlib.contextmanager
 def _tracing(folder: Path) -> Iterator[None]:
-    """Traces what runs in the context, on the host and on the devices."""
+    """Traces what runs in the context, on the host and on the devices, with JAX's profiler."""
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
     except OSError as error:

@@ -252,7 +252,7 @@ class StageAtHand:
         return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network to call, made in the first run and kept; its programs begin to count anew."""
+        """Returns the stage's network: made in the first run, then reused. Its programs count their calls anew."""
         if self._loaded is None:
             self.call = self._placed(parts, ledger)
             self._loaded = ledger.trace()
@@ -266,7 +266,7 @@ class StageAtHand:
         return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
 
     def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network, sharded and compiled; the original's in PyTorch; None if it has none."""
+        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none."""
         common, stage = self.common, self.stage
         task, folder = common.task, common.weights.folder
         if stage.network is None:

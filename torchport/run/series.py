@@ -285,16 +285,16 @@ class _Taken:
     def __init__(self, video: Video, lock: contextlib.ExitStack) -> None:
         self.video = video
         self.lock = lock
-        self.journey: Journey | None = None  #: Its way; None before it has begun.
+        self.journey: Journey | None = None  #: Its run; None before it has begun.
         self.stage: family.Stage | None = None  #: The next stage on it; None where none is left.
         self._stages: Iterator[family.Stage] = iter(())
 
     def start(self, common: path.Shared, stopping: Stopping) -> None:
-        """Begins the video, or goes on with it, unless it is finished."""
+        """Begins the video, or goes on with it where it was stopped; ends it at once if it is finished."""
         task = self.video.task
         if hosts.from_first(lambda: resume.is_finished(task, common.weights, common.upstream)):
             journey = common.journey(task, stopping)
-            if journey.revise():
+            if journey.revise():  # the job has another `fps` than the video
                 journey.finish()
             self.end("reused")
             return
@@ -335,7 +335,7 @@ class _Series:
             video.state = "elsewhere" if video.state == "waiting" else video.state
 
     def _make_shape(self, videos: Sequence[Video]) -> None:
-        """Makes the videos of one shape. An error that every process has fails all of them, and the series goes on."""
+        """Makes the videos of one shape. An error of all processes fails them all, and the series goes on."""
         with contextlib.ExitStack() as locks:
             taken = self._take(videos, locks)
             if not taken:
@@ -370,39 +370,39 @@ class _Series:
 
     def _carry(self, common: path.Shared, taken: Sequence[_Taken]) -> None:
         """Carries videos through all stages, each stage loaded once for all of them."""
-        for way in taken:
-            self._attempt(way, lambda way=way: way.start(common, self.stopping))  # type: ignore[misc]
+        for item in taken:
+            self._attempt(item, lambda item=item: item.start(common, self.stopping))  # type: ignore[misc]
         for stage in common.task.stages:
-            here = [way for way in taken if way.stage is not None and way.stage.name == stage.name]
+            here = [item for item in taken if item.stage is not None and item.stage.name == stage.name]
             if here:
                 with path.at_stage(common, stage) as at_hand:
-                    for way in here:
-                        self._attempt(way, lambda way=way: _pass(way, at_hand), at_hand)  # type: ignore[misc]
+                    for item in here:
+                        self._attempt(item, lambda item=item: _pass(item, at_hand), at_hand)  # type: ignore[misc]
 
-    def _attempt(self, way: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
+    def _attempt(self, item: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
         """Does a part of the work on a video. An error of this video alone fails this video, not the series."""
         try:
-            with failure.explained(failure.Owners.of_task(way.video.task)):
+            with failure.explained(failure.Owners.of_task(item.video.task)):
                 work()
         except OF_ONE_VIDEO as error:
             is_loading = at_hand is not None and at_hand.is_loading
             if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
                 raise
-            _fail(way, error)
+            _fail(item, error)
 
 
-def _pass(way: _Taken, at_hand: path.StageAtHand) -> None:
-    assert way.journey is not None
-    log.info("%s: %s", way.video.name, at_hand.stage.name)
-    at_hand.carry(way.journey)
-    way.advance()
+def _pass(item: _Taken, at_hand: path.StageAtHand) -> None:
+    assert item.journey is not None
+    log.info("%s: %s", item.video.name, at_hand.stage.name)
+    at_hand.carry(item.journey)
+    item.advance()
 
 
-def _fail(way: _Taken, error: TorchportError) -> None:
-    log.error("%s failed: %s", way.video.name, error.report())
-    if way.journey is not None:
-        way.video.seconds = sum(way.journey.seconds.values())
-    way.end("failed", error)
+def _fail(item: _Taken, error: TorchportError) -> None:
+    log.error("%s failed: %s", item.video.name, error.report())
+    if item.journey is not None:
+        item.video.seconds = sum(item.journey.seconds.values())
+    item.end("failed", error)
 
 
 def _is_everywhere(error: TorchportError) -> bool:

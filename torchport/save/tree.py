@@ -13,7 +13,7 @@ STRUCTURE = "structure"
 
 
 def is_packable(value: Any) -> bool:
-    """Returns whether a value is a tree: tuples, lists and dicts, of those very types, of tensors, numbers and text."""
+    """Returns whether `packed` can store a value: tensors, numbers, text and None in plain tuples, lists and dicts."""
     if type(value) in (tuple, list):
         return all(map(is_packable, value))
     if type(value) is dict:
@@ -56,7 +56,7 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
 
 
 def from_data(data: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """Returns the tree that `as_data` returned as data; `tensor_of` returns the tensor of an entry."""
+    """Returns the tree of some data, the inverse of `as_data`; `tensor_of` returns the tensor of an entry."""
     if not isinstance(data, dict):
         return data
     if "tensor" in data:

@@ -45,14 +45,14 @@ def spots(devices: Sequence[Any]) -> list[Spot]:
 
 
 def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:
-    """Returns an order in which the groups of each axis are as compact as they can be, those of inner axes first.
+    """Returns an order of devices in which the groups along each axis are as compact as possible, inner axes first.
 
     An axis is given a box of chips, 2x2 rather than 1x4, in one island if it fits into one, with both devices of a
     chip before a second chip; successive devices of a group are neighbours wherever the box allows it.
 
     Args:
         sizes: Their product is the number of devices.
-        candidates: Orders that are taken, the first of them, where none here is more compact.
+        candidates: Orders to compare with; the first of them is returned, unless another order is more compact.
     """
     # Devices that do not fill a box keep their order: there is nothing to choose from.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
@@ -129,7 +129,7 @@ def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def links(group: Sequence[Spot]) -> str:
-    """Returns on which links a group exchanges: `2x2 square`, `1x4 line`, `one chip`; `hosts` or `slices` for the net.
+    """Returns what joins the devices of a group: `2x2 square`, `1x4 line`, `one chip`; `hosts` or `slices` for a network.
 
     A box `with gaps` holds chips of other groups too, and its links carry their exchange beside this one's.
     """

@@ -82,7 +82,7 @@ def _reason(cls: Any, base: Any) -> str | None:
 
 
 def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
-    """Returns the numbers of conditions that a guider asks for, each in one step or another; tries it on a tiny video.
+    """Returns the numbers of conditions that a guider asks for in its steps, by running it on a tiny video.
 
     Raises:
         BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.

@@ -50,7 +50,7 @@ def read(file: Path | None) -> Any:
 
 
 def _formats(start: bytes) -> Iterator[str]:
-    """Yields what Pillow may call a file's format, by its first bytes."""
+    """Yields names of formats that a file may have, by its first bytes: Pillow's, then some that it cannot read."""
     from PIL import Image
 
     Image.init()

@@ -43,7 +43,7 @@ class Loop:
                     raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
             self.number += 1
             if "generator" in takes:
-                kwargs.setdefault("generator", self.generator)  # most pipelines leave it to draw what no seed decides
+                kwargs.setdefault("generator", self.generator)  # most pipelines pass none, and no seed would decide
             if kwargs.get("return_dict") is False or "return_dict" not in takes:
                 return self.returned(args, kwargs)
             from diffusers.schedulers.scheduling_utils import SchedulerOutput
@@ -195,7 +195,7 @@ class Replay(Loop):
 class Finished(Loop):
     """A loop all of whose steps are done: each returns the finished latents.
 
-    Code of upstream's after the loop draws what it would have drawn in the process that took the steps.
+    If upstream's code draws random numbers after the loop, it gets those that the run which took the steps would draw.
 
     Args:
         state: Of the seed's generator after the last step; None if the artefact lacks it.

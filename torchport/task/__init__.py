@@ -199,7 +199,7 @@ class Task:
         return manifest_settings
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
-        """Returns what a stage runs beside upstream, as its manifest keeps it: its `card` and its `code`."""
+        """Returns what a stage's manifest keeps of its code: the card, and checksums of family files and patches."""
         texts = {file: _sha256(file)[:16] for file in self.card.code(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
@@ -386,7 +386,7 @@ def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: 
 def check_step_cache(
     card: Card, job: Job, stages: Sequence[families.Stage], original: bool, document: Document
 ) -> None:
-    """Refuses a step cache that a loop cannot have; a run without denoising steps reads none."""
+    """Refuses a step cache that a denoising loop cannot have; without denoising steps, `cache` has no effect."""
     loops = [stage for stage in stages if stage.name in DENOISING]
     if job.cache is None or not loops:
         return

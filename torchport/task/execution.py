@@ -30,7 +30,7 @@ class Execution:
     strict: bool = False
 
     def row(self, machine: Machine) -> dict[str, object]:
-        """Returns what a manifest says of it: what may change a result's last bits."""
+        """Returns the fields of a manifest that say how a request was executed: what may change last bits."""
         if self.xla_flags is None:
             return {"jit": self.jit, "xla_flags": None}
         chosen = xla_flags.set_of(self.xla_flags, machine)
