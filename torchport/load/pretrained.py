@@ -116,7 +116,7 @@ def part(class_path: str, folder: Path) -> Any:
     check_part(class_path, folder)
     with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
         loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)
-        if getattr(loaded, "chat_template", None):
+        if getattr(loaded, "chat_template", None):  # it is tried here, so that a broken one is refused
             loaded.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
         return loaded
 

@@ -38,7 +38,7 @@ def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], path: str = "") -> Any:
-    """Returns a tree as data of JSON. What is no tree of tensors, numbers and text becomes None.
+    """Returns a tree as data that JSON can hold. What is no tree of tensors, numbers and text becomes None.
 
     Args:
         store: Stores the tensor of a path, and returns the entry that stands for it, which has the key `tensor`.

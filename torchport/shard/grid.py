@@ -129,7 +129,7 @@ def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def links(group: Sequence[Spot]) -> str:
-    """Returns what joins the devices of a group: `2x2 square`, `1x4 line`, `one chip`; `hosts` or `slices` for a network.
+    """Returns what links the devices of a group: `2x2 square`, `1x4 line`, `one chip`, or a net of `hosts` or `slices`.
 
     A box `with gaps` holds chips of other groups too, and its links carry their exchange beside this one's.
     """
