@@ -342,7 +342,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a safetensors file: name to dtype, shape and offsets."""
+    """Returns the tensors of a safetensors file: name to dtype, shape and offsets; refuses a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():

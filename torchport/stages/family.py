@@ -236,7 +236,7 @@ def with_image(stages: Iterable[Stage]) -> list[str]:
 
 
 def check_outputs(stage: Stage, outputs: Any) -> None:
-    """Refuses what a stage's function returned, if it is no dict of tensors with values, by name."""
+    """Refuses a result of a stage that is no dict of tensors with values, or lacks the `done` of `denoise_first`."""
     is_dict = isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values())
     has_count = stage.name != "denoise_first" or (is_dict and "done" in outputs)
     if is_dict and has_count:

@@ -192,7 +192,7 @@ class Task:
         if stage.name == "encode":
             manifest_settings["encode"] = self.job.encode
         if "seed" in manifest_settings:
-            manifest_settings["noise"] = None  # of the seed
+            manifest_settings["noise"] = None  # it is drawn from the seed
             if self.request.noise is not None:
                 raw = self.request.noise.detach().to(torch.float32).contiguous().numpy().tobytes()
                 manifest_settings["noise"] = hashlib.sha256(raw).hexdigest()[:16]

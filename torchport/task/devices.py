@@ -126,7 +126,7 @@ def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead:
 
 
 def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
-    """Returns number, kind and bytes of a platform's devices, over all processes; 0, "none" and None without any."""
+    """Returns a platform's devices in this run: number, kind and bytes of one; 0, "none" and None if it has none."""
     import jax
 
     hush_libtpu()
