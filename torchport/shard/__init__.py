@@ -254,7 +254,7 @@ def gathered(rules: Mapping[str, WeightRule]) -> frozenset[str]:
 def place(
     tensors: Iterable[tuple[str, torch.Tensor]], rules: Mapping[str, Rule], mesh: jax.sharding.Mesh
 ) -> dict[str, jax.Array]:
-    """Returns the tensors as JAX arrays, each where its rule puts it, as read back from the devices.
+    """Returns the tensors as JAX arrays, each sharded by its rule; refuses an array that JAX has placed otherwise.
 
     Args:
         tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.

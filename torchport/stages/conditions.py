@@ -32,14 +32,14 @@ class Conditions:
         self.second = torch.empty(0)
 
     def inputs(self, inputs: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-        """Returns the inputs with which the network computes both conditions; None at the second call of a step.
+        """Returns the inputs of both conditions as one batch; None at the second call of a step: it is computed.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
         """
         is_second = self.first is not None and self.step == step
         for name, values in self.embeddings.items():
-            self._check_embedding(name, values[is_second], inputs, is_second)
+            self._check_embedding(name, values[is_second], inputs, is_second=is_second)
         if not is_second:
             self.first, self.step = inputs, step
             return self._of_both(inputs)
