@@ -50,7 +50,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds of a task of unknown length, in place of the bar that waits for it: a notebook has one line."""
+    """Shows the seconds of a task of unknown length. An outer bar pauses meanwhile: a notebook has one line."""
     from tqdm import tqdm
 
     if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):

@@ -41,7 +41,9 @@ Implementation = Literal["plain", "splash", "splash_transposed", "splash_int8", 
 _CLASS_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
-def _written(pattern: str, remedy: str) -> pydantic.AfterValidator:
+def _matching(pattern: str, remedy: str) -> pydantic.AfterValidator:
+    """Returns a validator that refuses text which does not match the whole pattern; its error says `remedy`."""
+
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError(remedy)
@@ -52,7 +54,7 @@ def _written(pattern: str, remedy: str) -> pydantic.AfterValidator:
 
 ClassPath = Annotated[
     str,
-    _written(_CLASS_PATH, "It must be 'package.module:Class'"),
+    _matching(_CLASS_PATH, "It must be 'package.module:Class'"),
     pydantic.WithJsonSchema({"type": "string", "pattern": f"^{_CLASS_PATH}$"}),
 ]
 Word = Annotated[str, pydantic.Field(min_length=1)]
@@ -65,7 +67,7 @@ _FAMILY_PATH = rf"\w+/\w+|{GENERIC}"
 
 FamilyPath = Annotated[
     str,
-    _written(
+    _matching(
         _FAMILY_PATH,
         "It must be 'folder/file', a Python file in patches/ without its ending, or 'diffusers'; "
         "before, it was a module of torchport",
@@ -82,7 +84,7 @@ def _inside_checkpoint(text: str) -> str:
 
 BuilderPath = Annotated[
     str,
-    _written(
+    _matching(
         r"\w+\.py:[A-Za-z_]\w*",
         "It must be 'file.py:function', a Python file in the folder of the card's family",
     ),
@@ -99,7 +101,8 @@ class RenameRule(Frozen):
     """The module's name for the tensor, with the groups of `match` as `\\1`, `\\2` and so on: `\\1`."""
 
     @pydantic.model_validator(mode="after")
-    def _fits(self) -> RenameRule:
+    def _check_groups(self) -> RenameRule:
+        """Refuses a `to` that refers to a group which `match` does not have."""
         groups = re.compile(self.match).groups
         for escape in re.findall(r"\\(\d+|.?)", self.to):
             if not escape.isdigit() or not 1 <= int(escape) <= groups:
@@ -165,7 +168,8 @@ class Component(Frozen):
     `stacks` and `strategies` also goes for this one, where it does not say otherwise."""
 
     @pydantic.model_validator(mode="after")
-    def _computes(self) -> Component:
+    def _check_fields(self) -> Component:
+        """Refuses `precision` or `build` without a `dtype`, and `key` without a file of `torch.save`."""
         # A bfloat16 component may have it too: a config can make it float32.
         if self.precision != "default" and self.dtype is None:
             raise ValueError("'precision' is of products, and without a 'dtype' this computes none here")
@@ -270,17 +274,17 @@ class PipelineCall(Frozen):
 
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
-        """The shapes of all embeddings, those of a negative prompt that is encoded apart among them."""
+        """The shape of each embedding, by name. With `negative_apart`, those with `negative_` in front are added."""
         shapes: dict[str, Any] = {
             name: shape[0] if shape is not None and isinstance(shape[0], list) else shape
             for name, shape in self.embeddings.items()
         }
-        apart = shapes if self.negative_apart else {}
-        return {**shapes, **{f"negative_{name}": shape for name, shape in apart.items()}}
+        negative = shapes if self.negative_apart else {}
+        return {**shapes, **{f"negative_{name}": shape for name, shape in negative.items()}}
 
     @property
     def lists(self) -> frozenset[str]:
-        """The embeddings that the pipeline takes as a list of a tensor for each prompt. So does its network then."""
+        """The embeddings that the pipeline and its network take as a list, with one tensor for each prompt."""
         names = (name for name, shape in self.embeddings.items() if shape is not None and isinstance(shape[0], list))
         return frozenset(each for name in names for each in (name, f"negative_{name}"))
 
@@ -291,6 +295,7 @@ class PipelineCall(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _conditions_are_embeddings(self) -> PipelineCall:
+        """Refuses `conditions` that name no embedding, and a `network` that is listed twice."""
         known = {name: shape for name, shape in self.shapes.items() if shape is not None}
         unknown = [name for names in self.conditions.values() for name in names if name not in known]
         if unknown:
@@ -463,8 +468,8 @@ class Card(Frozen):
     """Whether it takes the place of the card with the same name in a pack under its own (docs/packs.md)."""
 
     @pydantic.model_validator(mode="after")
-    def _spreads(self) -> Card:
-        """Gives a component what goes for the one that it is like; `check_names` refuses a name that there is not."""
+    def _copy_for_like(self) -> Card:
+        """Gives a component with `like: NAME` the entries of NAME that it lacks; `check_names` refuses unknown ones."""
         groups: list[dict[str, Any]] = [self.tiny.components, self.stacks]
         groups += [kind for each in self.strategies.values() for kind in (each.weights, each.inputs, each.activations)]
         for name, component in self.components.items():
@@ -479,7 +484,7 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _shares_rules(self) -> Card:
-        """Gives networks the shared rules: those of a generic family where the card has none, others if it asks."""
+        """Completes strategies with the one in `like` and with shared rules (with `call`, or if they have `shared`)."""
         written = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
         names = self.call.compiled if self.call else {"vae"}.union(*(each.weights for each in written.values()))
         networks = [name for name in self.components if name in names]
@@ -498,25 +503,21 @@ class Card(Frozen):
         return self.model_copy(update={"tiny": self.tiny.model_copy(update={"trained": dict(trained)})})
 
     def in_folder(self, folder: Path) -> Card:
-        """Returns the same card with the whole paths of its files, from the folder that it lies in."""
+        """Returns the card with the paths of its trained tiny weights joined to the folder that the card lies in."""
         whole = {
             name: each.model_copy(update={"file": str(folder / each.file)}) for name, each in self.tiny.trained.items()
         }
         return self.with_trained(whole) if whole else self
 
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
-        """Returns the patches of a stage, as files name them.
-
-        Args:
-            implementations: The implementation by component; the card's default for one that is not among them.
-        """
+        """Returns the names of a stage's patches. A component that `implementations` lacks has the card's default."""
         names = list(self.patches.get(stage, []))
         for component, choice in self.implementations.items():
             names += choice.patches[implementations.get(component, choice.default)].get(stage, [])
         return names
 
     def patch_sets(self) -> Iterator[tuple[StageName, list[str]]]:
-        """Yields every stage with each set of patches that it can have: one for each choice of implementations."""
+        """Yields each stage with each list of patches that it can have: one for every choice of implementations."""
         choices = [[(name, each) for each in kinds.patches] for name, kinds in self.implementations.items()]
         stages = {
             *self.patches,
@@ -527,7 +528,7 @@ class Card(Frozen):
             yield from ((stage, list(names)) for names in dict.fromkeys(sets))
 
     def written(self, component: str) -> str:
-        """Returns the name under which the card has a component's rules: its own, or that of the one it is like."""
+        """Returns the name under which the card has a component's rules: the component's, or the one in its `like`."""
         return self.components[component].like or component
 
     def folder(self, component: str, variant: str | None) -> str:
@@ -535,7 +536,7 @@ class Card(Frozen):
         return (self.components[component].folder or component).format(variant=variant)
 
     def file(self, component: str, variant: str | None) -> str | None:
-        """Returns a component's one file of tensors, relative to its folder; None if it has whatever lies there."""
+        """Returns the file of a component's tensors, relative to its folder; None if the card names none."""
         file = self.components[component].file
         return None if file is None else file.format(variant=variant)
 
@@ -646,17 +647,14 @@ Cards = Iterable[tuple[str, tuple[Card, Document] | TorchportError]]
 
 
 def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> None:
-    """Refuses a job that this model cannot do, with all its mistakes, before anything is loaded.
-
-    Args:
-        cards: All cards, by name, which a refusal may name; read if there is one.
-    """
+    """Refuses a job that this model cannot do, with all its mistakes; a refusal may name others of `cards`."""
     mistakes = [*_job_mistakes(job, card, document), *_guider_mistakes(job, card, document, cards)]
     if mistakes:
         raise together(mistakes)
 
 
 def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
+    """Yields the mistakes in a job's `cache`, each at the flag or the line that sets the wrong field."""
     if job.cache is None:
         return
     try:
@@ -673,6 +671,7 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
 
 
 def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields what a job asks for and its card cannot do: frames, size, strategy, dtypes and so on."""
     yield from _cache_mistakes(job, document)
     if card.makes_pictures and job.frames != 1:
         fact = f"'frames' is {job.frames}, and '{card.model}' makes pictures"
@@ -714,6 +713,7 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
 
 
 def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> Iterator[TorchportError]:
+    """Yields the mistake in a job's `guider`, if there is one; it may name those of `cards` that take a guider."""
     if job.guider is None:
         return
     place = document.place(["guider"])
@@ -734,6 +734,7 @@ def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> 
 
 
 def _implementation_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields an error for each component with an `implementation` that the card does not have."""
     for component, name in job.implementations.items():
         place = document.place([component, "implementation"])
         kinds = card.implementations.get(component)
@@ -750,6 +751,7 @@ PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "r
 
 
 def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields the arguments in a job's `call` that the job may not set, or `call` itself if the family takes none."""
     if card.call is None:
         for key in (key for key in ("call", "scheduler") if getattr(job, key)):
             fact = f"'{key}' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
@@ -769,6 +771,7 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
 
 
 def _dtype_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields an error if the networks that share the pipeline's latents would have different dtypes."""
     networks = () if card.call is None else card.call.networks
     dtypes = {job.dtypes.get(name, card.components[name].dtype) for name in networks if name in card.components}
     if len(dtypes) > 1:
@@ -777,7 +780,7 @@ def _dtype_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchp
 
 
 def check_call(card: Card, document: Document) -> None:
-    """Refuses a card whose family is made from it and lacks something for that, and `call` beside another family."""
+    """Refuses `family: diffusers` without `pipeline` or `call`, and `call` beside any other family."""
     if card.family != GENERIC:
         if card.call is not None:
             fact = f"'call' is for 'family: {GENERIC}', and the family is '{card.family}'"
@@ -790,9 +793,9 @@ def check_call(card: Card, document: Document) -> None:
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
-    """Refuses a card that has rules for a component that is no network of its family, or no rules for a network.
+    """Refuses a card with rules for what is no network of the family, or no rules for a network, or with unknown names.
 
-    All such mistakes are named together. A component that the card has not is one, however many sections name it.
+    The error has all such mistakes. A component that does not exist is one mistake, however many sections name it.
 
     Args:
         networks: The components that the family's stages compile.
@@ -803,6 +806,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
 
 
 def _name_mistakes(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
+    """Yields the mistakes that `check_names` refuses."""
     for name, component in card.components.items():
         for key in ("build", "file") if card.pipeline is not None else ():
             if getattr(component, key) is not None:

@@ -17,7 +17,7 @@ from torchport.processes import git
 
 
 def find(checkout: Checkout | None, named: str | None) -> Path | None:
-    """Returns the folder of an upstream's checkout, or None for a card whose upstreams are installed packages."""
+    """Returns the folder that `--upstream-path` names, if it is this checkout; None for a card without `checkout`."""
     if checkout is None:
         if named is not None:
             raise UpstreamError(
@@ -60,7 +60,7 @@ class Upstream:
 
 
 def upstream(checkout: Checkout | None, folder: Path | None) -> Upstream | None:
-    """Returns what a checkout is at now, or None for a card whose upstreams are installed packages."""
+    """Returns the package of a checkout with its commit; None for a card whose upstreams are installed packages."""
     if checkout is None or folder is None:
         return None
     return Upstream(checkout.package, git.revision(_package(checkout, folder)))
@@ -75,7 +75,7 @@ def existing(path: str | Path) -> Path:
 
 
 def below_src(module: str) -> str:
-    """Returns the remedy for a checkout whose packages lie below `src/`; empty where none of the path does."""
+    """Returns the remedy if a folder of `sys.path` has the module's package below `src/`; otherwise an empty string."""
     package = module.partition(".")[0]
     for entry in map(Path, sys.path):
         if (entry / "src" / package).is_dir() or (entry / "src" / f"{package}.py").is_file():

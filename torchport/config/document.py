@@ -66,10 +66,11 @@ class Document:
         return f"{self.files.get(written, self.file)}:{self.line(path)}"
 
     def over(self, base: Document) -> Document:
-        """Returns this document with what another has beside it. Mappings are merged; null removes a value of its."""
+        """Returns this document on top of `base`: mappings are merged, and null removes a value of `base`."""
         lines, files = dict(self.lines), dict(self.files)
 
         def merged(ours: Any, theirs: Any, path: Location) -> Any:
+            """Returns `ours` on top of `theirs`; notes file and line of the values that only `theirs` has."""
             if not isinstance(ours, dict) or not isinstance(theirs, dict):
                 return ours
             inherited = {(*path, key) for key in theirs.keys() - ours.keys()}
@@ -83,11 +84,7 @@ class Document:
 
 
 def read_document(file: Path, title: str | None = None) -> Document:
-    """Returns a YAML file's data with its lines.
-
-    Args:
-        title: What errors call it; its path by default.
-    """
+    """Returns a YAML file's data with its lines. Errors call the file `title`, by default its path."""
     name = title or str(file)
     try:
         return parse_document(folder.text(file), name)
@@ -130,7 +127,7 @@ def parse_document(text: str, file: str) -> Document:
 class _YamlReader:
     """Builds plain data from a parser's events. It constructs nothing from a tag, so it executes nothing.
 
-    `yaml.compose` gives nodes that no longer tell an anchor, or a tag that was written out; both are refused here.
+    `yaml.compose` would lose anchors, and whether a tag was written out. Both are refused here.
     """
 
     def __init__(self, events: Iterator[Any], file: str) -> None:
@@ -139,6 +136,7 @@ class _YamlReader:
         self.lines: dict[Location, int] = {(): 1}
 
     def document(self) -> Document:
+        """Returns the only document of the file; its data is None if the file is empty."""
         data, count = None, 0
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -149,6 +147,7 @@ class _YamlReader:
         return Document(self.file, data, self.lines)
 
     def _value(self, event: Any, path: Location) -> Any:
+        """Returns the mapping, list or scalar that starts with this event, and notes its line under `path`."""
         self._check_plain(event)
         if len(path) > _DEEPEST:
             raise self._refusal(event, f"The value is nested in more than {_DEEPEST} others", "Nest it less deeply")
@@ -162,6 +161,7 @@ class _YamlReader:
         return self._scalar(event)
 
     def _mapping(self, path: Location) -> dict[str, Any]:
+        """Returns a mapping from the events that follow its start; refuses a key that stands there twice."""
         result: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             self._check_plain(event)
@@ -177,6 +177,7 @@ class _YamlReader:
         return result
 
     def _scalar(self, event: Any) -> Any:
+        """Returns a scalar's value: quoted text as it is, plain text as YAML 1.2's core schema reads it."""
         text = str(event.value)
         if event.style:
             return text  # quoted, or a block
@@ -189,6 +190,7 @@ class _YamlReader:
         return text
 
     def _check_plain(self, event: Any) -> None:
+        """Refuses an alias, an anchor or a tag."""
         if isinstance(event, yaml.AliasEvent):
             raise self._refusal(event, f"The alias *{event.anchor} is not plain data", "Write the value out")
         if event.anchor is not None:
@@ -228,6 +230,7 @@ def overridden(document: Document, override: str) -> Document:
 
 
 def validated(model: type[ModelT], document: Document) -> ModelT:
+    """Returns a document's data as a model. The error has every mistake, each with its line."""
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
@@ -243,7 +246,7 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
 
 @dataclasses.dataclass(frozen=True)
 class _Mistake:
-    """One of pydantic's errors, by its path in the file."""
+    """One of pydantic's errors, with its path in the file."""
 
     error: Any  #: Pydantic's.
     #: Its location without the names that pydantic adds for alternatives.
@@ -257,7 +260,7 @@ class _Mistake:
 
     @classmethod
     def from_error(cls, data: Any, error: Any) -> _Mistake:
-        """Returns one of pydantic's errors about some data."""
+        """Returns one of pydantic's errors, its location divided into keys of `data` and names of alternatives."""
         path: Location = ()
         alternatives: dict[Location, str] = {}
         location = error["loc"]
@@ -278,7 +281,7 @@ class _Mistake:
         return is_beside and closest(str(other.path[-1]), [str(self.path[-1])]) != ""
 
     def is_another_form_of(self, other: _Mistake) -> bool:
-        """Returns whether both are about one value: one is inside the other, or each is of another alternative."""
+        """Returns whether both are about one value: one path begins with the other, or their alternatives differ."""
         shared = self.alternatives.keys() & other.alternatives.keys()
         if any(self.alternatives[path] != other.alternatives[path] for path in shared):
             return True
@@ -287,6 +290,7 @@ class _Mistake:
 
 
 def _refusal(model: type[Frozen], document: Document, location: Location, error: Any) -> TorchportError:
+    """Returns our error, with its place and remedy, for one of pydantic's errors."""
     place = document.place(location)
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":
@@ -311,7 +315,7 @@ def _fact(name: str, value: Any) -> str:
 
 
 def _kind_refusal(model: type[Frozen], document: Document, location: Location, value: Any) -> TorchportError:
-    """Returns the refusal of a value that is of none of the kinds which a key of it tells apart."""
+    """Returns the error for a value that fits no alternative of a union which a key tells apart, such as `kind`."""
     name, place = ".".join(str(part) for part in location), document.place(location)
     literals = [_literals(candidate) for candidate in _models(model, location)]
     key = next(key for key in literals[0] if all(key in other for other in literals))
@@ -336,7 +340,7 @@ def _known(key: str, kinds: Sequence[str]) -> str:
 
 
 def _literals(model: type[pydantic.BaseModel]) -> dict[str, tuple[Any, ...]]:
-    """Returns the values of the fields that have certain values alone."""
+    """Returns the allowed values of each field that is a `Literal`, by the field's key."""
     fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
     return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
 
@@ -363,11 +367,7 @@ _KINDS = {
 
 
 def _fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = None) -> list[str]:
-    """Returns the keys that a model reads at a location inside it.
-
-    Args:
-        data: What is read. Of alternatives that a key tells apart, those that it is not are left out.
-    """
+    """Returns the keys that a model reads at a location; of alternatives, only the keys of those that fit `data`."""
     for part in location:
         keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
         data = data[part] if part in keys else None
@@ -391,6 +391,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _inside(annotation: Any, part: str | int) -> Any:
+    """Returns the annotation of a field, item or value inside an annotation; None if it has no such part."""
     for candidate in _alternatives(annotation):
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
             for name, field in candidate.model_fields.items():

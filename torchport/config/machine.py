@@ -40,11 +40,7 @@ class Machine:
         remedy: str = "Name a slice such as v6e:2x4",
         fact: str = "It is no TPU",
     ) -> Chip:
-        """Returns the chip that a TPU slice is made of.
-
-        Args:
-            place: Where the machine is written, for the error; by default the machine itself.
-        """
+        """Returns the chip of a TPU slice. Refuses another machine, at `place`: by default the machine itself."""
         if self.chip is None:
             raise BadValueError(place or f"machine {self.name}", fact, remedy)
         return self.chip
@@ -85,11 +81,7 @@ TPU_CHIPS = {
 
 
 def parse_machine(name: str, place: str) -> Machine:
-    """Returns the machine that a config names.
-
-    Args:
-        name: `<chip>:<topology>` for a TPU slice, `cuda:<n>`, or `cpu:<n>` for n virtual devices.
-    """
+    """Returns the machine that a config names: `v6e:2x4` (a TPU slice), `cuda:8`, or `cpu:8` (virtual devices)."""
     kind, _, shape = name.partition(":")
     if kind in ("cpu", "cuda") and re.fullmatch(r"[1-9]\d{0,3}", shape):
         return Machine(name, "cuda" if kind == "cuda" else "cpu", int(shape))

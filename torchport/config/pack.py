@@ -45,7 +45,7 @@ class Pack:
 
     @property
     def patches(self) -> Path:
-        """The folder of its own patch files, one folder per upstream package; a derived card has those under it."""
+        """The folder of its own patch files, one per upstream package; derived cards use those of the pack below."""
         if self.name == DERIVED and self.under is not None:
             return self.under.patches
         return self.root / "patches"
@@ -89,6 +89,7 @@ class Pack:
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
+        """Returns the highest pack with a file; refuses one that hides a different file without `overrides: true`."""
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
             document = home.read(home.root / name)
@@ -100,17 +101,13 @@ class Pack:
         return home
 
     def _check_overridden(self, name: str, document: Document) -> None:
-        """Refuses a file that says that it takes a name which no pack under its own has."""
+        """Refuses a file that has `overrides: true` where no pack below has a file of its name."""
         if sum(has_file(pack.root / name) for pack in self.layers()) < 2:
             fact, remedy = f"It overrides nothing: no pack under it has {name}", "Remove 'overrides'"
             raise BadValueError(document.place(["overrides"]), fact, remedy)
 
     def card(self, name: str) -> tuple[Card, Document]:
-        """Returns a model card and the document it was read from.
-
-        Raises:
-            UnknownNameError: No card has this name.
-        """
+        """Returns a model card and the document it was read from; raises UnknownNameError if no card has this name."""
         from torchport.config.card import Card
 
         home = self.home(name)
@@ -123,7 +120,7 @@ class Pack:
         return card.in_folder(home.root / "configs" / "models"), document
 
     def _card_document(self, name: str) -> Document:
-        """Returns the document of a card that lies here, over that of the card which it extends."""
+        """Returns the document of a card of this pack, on top of the card that it extends, if it extends one."""
         document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
         other = document.data.get("extends") if isinstance(document.data, dict) else None
         if not isinstance(other, str):
@@ -135,7 +132,7 @@ class Pack:
         return document.over(base)
 
     def cards(self) -> Iterator[tuple[str, tuple[Card, Document] | TorchportError]]:
-        """Yields each model's name with its card, or with the mistake for which its card cannot be read."""
+        """Yields each model's name with its card or the error in it, then an error for each file that is never read."""
         for name in self.models():
             try:
                 yield name, self.card(name)
@@ -145,7 +142,7 @@ class Pack:
             yield from (("", mistake) for mistake in pack.unread())
 
     def unread(self) -> Iterator[TorchportError]:
-        """Yields the refusal of each file of this folder alone that looks like a card or a config, and is none."""
+        """Yields an error for each file of this pack that looks like a card or a config, but would never be read."""
         configs = self.root / "configs"
         for file in sorted((*configs.rglob("*.yml"), *(configs / "models").glob("*/*.yaml"))):
             fact = f"'{file.name}' would never be read"
@@ -171,11 +168,7 @@ class Pack:
         return str(homes[0].root / card.demo) if homes else card.demo
 
     def job(self, name: str, overrides: Sequence[str] = ()) -> tuple[Job, Document]:
-        """Returns a config, from a path or from a pack's `configs/`, with `a.b=c` overrides applied.
-
-        Raises:
-            UnknownNameError: No such file.
-        """
+        """Returns a config, by path or name, with `a.b=c` overrides applied; refuses an unknown name."""
         from torchport.config.card import Job
 
         file = self._job_file(name)
@@ -188,6 +181,7 @@ class Pack:
         return job, document
 
     def _job_file(self, name: str) -> Path:
+        """Returns the file of a config: at this path, or else in the highest pack that has it."""
         here = Path(name)
         if has_file(here):
             return here
@@ -213,13 +207,13 @@ class Pack:
 
 
 def find_pack(paths: Sequence[str] = ()) -> Pack:
-    """Returns the packs: `--path` on top, then `TORCHPORT_PATH`, then installed packages, and the shipped one lowest.
+    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one.
 
     The current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
     """
     shipped = _shipped()
-    packs = [*_named("--path", paths)]
-    packs += _named("TORCHPORT_PATH", [path for path in os.environ.get("TORCHPORT_PATH", "").split(os.pathsep) if path])
+    packs = [*_packs("--path", paths)]
+    packs += _packs("TORCHPORT_PATH", [path for path in os.environ.get("TORCHPORT_PATH", "").split(os.pathsep) if path])
     packs += _installed()
     lowest = Pack(shipped, SHIPPED, chosen=any(pack.chosen and pack.root == shipped for pack in packs))
     roots = dict.fromkeys(pack.root for pack in packs if pack.root != shipped)
@@ -230,12 +224,13 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
 
 
 def derived_folder() -> Path:
-    """Returns the pack of the cards that were derived from pipelines, for the upstreams' versions that are here."""
+    """Returns the folder of cards that were derived from pipelines with the installed diffusers and transformers."""
     versions = [f"{name}-{importlib.metadata.version(name)}" for name in ("diffusers", "transformers")]
     return cache.folder() / "derived" / "-".join(versions)
 
 
-def _named(source: str, paths: Sequence[str]) -> Iterator[Pack]:
+def _packs(source: str, paths: Sequence[str]) -> Iterator[Pack]:
+    """Yields the packs at these paths, which `source` (`--path` or `TORCHPORT_PATH`) names; refuses other folders."""
     for path in paths:
         if not path or not _is_pack(Path(path)):
             fact, remedy = "There is no folder here with patches/ or configs/ in it", "Name the folder that holds them"
@@ -262,7 +257,7 @@ def _installed() -> Iterator[Pack]:
 
 
 def _shipped() -> Path:
-    """Returns the checkout beside the package, or the wheel's own copy."""
+    """Returns the folder of torchport's own patches and configs: the checkout, or the copy in the wheel."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package.parent, package / "_data"):
         if has_folder(folder / "patches") and has_folder(folder / "configs" / "models"):

@@ -18,6 +18,8 @@ Positive = Annotated[float, pydantic.Field(gt=0, le=100, allow_inf_nan=False)]
 
 
 class _Kind(Frozen, abc.ABC):
+    """A kind of step cache."""
+
     @property
     def apart(self) -> int:
         """The number of blocks at the end that every step computes."""
@@ -25,16 +27,12 @@ class _Kind(Frozen, abc.ABC):
 
     @property
     def differences(self) -> int:
-        """The number of differences that what is reused is extrapolated with; 0: it is reused as it is."""
+        """The order of the extrapolation of reused outputs, in finite differences; 0: they are reused unchanged."""
         return 0
 
     @abc.abstractmethod
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps that compute all blocks, from 0.
-
-        Raises:
-            BadValueError: The fields do not suit it.
-        """
+        """Returns the steps, counted from 0, that compute all blocks; raises BadValueError if the fields do not fit."""
 
 
 class _Periodic(_Kind):
@@ -50,7 +48,7 @@ class _Periodic(_Kind):
     """The number of steps that `start` and `end` are meant for. With another number both move in proportion."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps that compute all blocks, from 0."""
+        """Returns the steps, counted from 0, that compute all blocks."""
         if not self.start < self.end <= self.of:
             keys = ("start", "end") if self.start >= self.end else ("of", "end")
             values = [
@@ -100,6 +98,7 @@ class Schedule(_Kind):
     """The steps that compute all blocks, from 0. The first is among them."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps in `full`, after checking that step 0 is among them and that the job has them all."""
         numbers = sorted(set(self.full))
         if numbers[-1] >= steps:
             fact = f"'cache.full' names step {numbers[-1]}, and the job has {steps}, counted from 0"
@@ -132,6 +131,7 @@ class MagCache(_Kind):
         return tuple(self._computed(steps))
 
     def _computed(self, steps: int) -> Iterator[int]:
+        """Yields the steps that compute all blocks: others are skipped while their added error is below `threshold`."""
         ratio, error, skipped = 1.0, 0.0, 0
         for step in range(steps):
             # A curve of another number of steps: the nearest of its steps.
@@ -158,12 +158,9 @@ StepCache = Annotated[DeepCache | Schedule | MagCache | TaylorSeer | Calibrate, 
 
 
 def computed_by(cache: _Kind, steps: int, begins: int) -> tuple[int, ...]:
-    """Returns the steps that compute all blocks where a network takes over at step `begins`, from 0.
+    """Returns the steps, counted from 0, that compute all blocks, if the network's first step is step `begins`.
 
-    It has nothing to reuse there, so it computes that step, whatever the cache says.
-
-    Args:
-        begins: The network's first step; 0 for a network that has all steps.
+    At its first step a network has nothing to reuse. So it computes all blocks there, whatever the cache says.
     """
     return tuple(sorted({*cache.computed(steps), begins}))
 

@@ -20,6 +20,7 @@ Axis = Literal["dp", "sp", "tp"]
 
 
 def _regex(text: str) -> str:
+    """Returns the text, if it is a regular expression; raises a ValueError otherwise."""
     try:
         with warnings.catch_warnings(action="error", category=FutureWarning):  # as `[[` means two things
             re.compile(text)
@@ -44,12 +45,14 @@ Spec = Literal["replicate"] | Annotated[list[Split], pydantic.AfterValidator(_on
 
 
 def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
-    """Returns the axes that split each dim, from the first on; none of `replicate`, and none of null."""
+    """Returns the mesh axes that split each dim of a spec, as tuples; an empty list for `replicate` and for None."""
     dims = [] if spec is None or spec == "replicate" else spec
     return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
 
 
 class _ShareableRule(Frozen):
+    """A rule of a card, or of `strategies.yaml`."""
+
     _is_shared: bool = pydantic.PrivateAttr(False)
 
     @property
@@ -112,30 +115,30 @@ class Strategy(Frozen):
     """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
     def filled(self, other: Strategy) -> Strategy:
-        """Returns it with what the strategy that it is like has."""
+        """Returns this strategy with the mesh, `divides` and networks' rules of `other` where it has none itself."""
         kinds = ("divides", "weights", "inputs", "activations")
         update: dict[str, Any] = {kind: {**getattr(other, kind), **getattr(self, kind)} for kind in kinds}
         return self.model_copy(update={**update, "mesh": self.mesh or other.mesh})
 
     def completed(self, name: str, networks: Iterable[str]) -> Strategy:
-        """Returns it with shared rules: after its own if it names a shared strategy, else where it has none.
+        """Returns this strategy with the rules of the shared strategy in `shared`, or else of the one called `name`.
 
-        Args:
-            name: Its name. One that no shared strategy has leaves it as it is.
+        With `shared`, shared rules follow a network's own; without, only networks that have no rules get them.
+        If no shared strategy has that name, this one is returned as it is.
         """
         shared = shared_strategies().get(self.shared or name)
         if shared is None:
             return self
         kinds: dict[str, dict[str, Any]] = {}
         for kind in ("weights", "inputs", "activations"):
-            given: dict[str, Any] = dict(getattr(self, kind))
+            rules_of: dict[str, Any] = dict(getattr(self, kind))
             for network in networks:
                 rules = getattr(shared.vae if network == "vae" else shared.network, kind)
                 if self.shared is None:
-                    given.setdefault(network, rules)
+                    rules_of.setdefault(network, rules)
                 elif rules:
-                    given[network] = [*given.get(network, []), *rules]
-            kinds[kind] = given
+                    rules_of[network] = [*rules_of.get(network, []), *rules]
+            kinds[kind] = rules_of
         return self.model_copy(update={**kinds, "mesh": self.mesh or shared.mesh})
 
 
@@ -163,6 +166,7 @@ class _SharedTable(Frozen):
 
 @functools.cache
 def shared_strategies() -> dict[str, SharedStrategy]:
+    """Returns the strategies of `strategies.yaml`, by name, with all their rules marked as shared."""
     table = validated(_SharedTable, read_document(FILE, FILE.name)).strategies
     for rules in (rules for strategy in table.values() for rules in (strategy.network, strategy.vae)):
         every: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]

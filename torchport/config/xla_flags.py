@@ -68,6 +68,7 @@ def sets() -> dict[str, _FlagSet]:
 
 
 def set_of(name: str, machine: Machine) -> _FlagSet:
+    """Returns the set of flags of this name; refuses an unknown name, and a set for another platform."""
     if name not in sets():
         raise UnknownNameError(f"--xla-flags {name}", "There is no such set of flags", nearest(name, sets()), name=name)
     chosen = sets()[name]
@@ -80,7 +81,7 @@ def set_of(name: str, machine: Machine) -> _FlagSet:
 
 
 def added(name: str, chosen: _FlagSet, environment: Mapping[str, str]) -> str:
-    """Returns the value that a set gives its environment variable: what is there already, and its flags."""
+    """Returns the new value of the set's environment variable: the flags in it now, then those of the set."""
     flags = environment.get(chosen.variable, "").split()
     for text in chosen.texts:
         key = text.partition("=")[0]

@@ -56,6 +56,7 @@ def writing(file: Path) -> Iterator[Path]:
 
 
 def _flush_folder(folder: Path) -> None:
+    """Flushes a folder's list of names to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -106,7 +107,7 @@ def make_folder(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Locks a folder for this process while the context lasts, and removes half-written files of dead runs.
 
-    The kernel releases the lock however the process ends. It is on the folder: that of `filelock` would leave a file.
+    The kernel releases the lock however the process ends. The folder itself is locked: `filelock` would leave a file.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -162,6 +163,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _new_scratch() -> tuple[Path, int]:
+    """Returns a new folder for temporary files, and the handle that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another process takes it for abandoned
@@ -178,7 +180,7 @@ def _new_scratch() -> tuple[Path, int]:
 def remove_abandoned() -> None:
     """Removes this user's folders of temporary files whose processes are gone.
 
-    A living process holds a lock on its folder. Its number would not do: it may be another's, or another container's.
+    A living process holds a lock on its folder. A process id would not tell: another process may have it by now.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError):  # there is no folder for temporary files; who needs one says so

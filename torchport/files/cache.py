@@ -100,6 +100,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _check_above(path: Path, status: os.stat_result) -> None:
+    """Refuses a folder or link above the cache through which another user could put another cache in its place."""
     if status.st_uid not in (0, os.geteuid()):
         fact = f"User {status.st_uid} owns it, who could put another cache there; what is loaded from it is run"
         raise BadValueError(str(path), fact, INSTEAD[0].upper() + INSTEAD[1:], owner=status.st_uid)

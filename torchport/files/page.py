@@ -15,6 +15,8 @@ class PageTable(NamedTuple):
 
 
 class BarPart(NamedTuple):
+    """One part of a stacked bar."""
+
     kind: str
     label: str
     amount: float
@@ -39,6 +41,8 @@ class Curve(NamedTuple):
 
 
 class LineChart(NamedTuple):
+    """Curves over two common axes."""
+
     title: str
     curves: list[Curve]
     #: Of the vertical axis: where, from 0 to 1, and the text.

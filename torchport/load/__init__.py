@@ -47,7 +47,7 @@ def reads_config(component: Component) -> bool:
 def records_config(component: Component, folder: Path) -> bool:
     """Whether a component of a checkpoint is built from the `config.json` that lies in its folder.
 
-    Modules of transformers have it, too. A card may say all the same how such a module is built.
+    That holds for modules of transformers, too, unless the card says how they are built.
     """
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
     is_open = component.build is None and component.file is None and is_transformers
@@ -57,7 +57,7 @@ def records_config(component: Component, folder: Path) -> bool:
 def account_component(
     component: Component, folder: Path, layout: Layout | None = None, recipe: Recipe | None = None
 ) -> None:
-    """Refuses a component that is not whole, or not the card's, before any of it is read; all components pass here.
+    """Refuses a component whose files are incomplete, or are not the card's, before any of its tensors is read.
 
     Args:
         layout: How its tensors lie there; by default as the card has it without a variant.
@@ -81,12 +81,9 @@ def account_component(
 
 
 def check_init(card: Card, folder: Path) -> None:
-    """Refuses a checkpoint whose pipeline is made with other arguments than the card's, or than upstream's defaults.
+    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults.
 
-    No value is as null or false, and a component as null where the card leaves it out.
-
-    Args:
-        card: One with `call`.
+    A missing value counts as null and as false. A component that the card sets to null is not compared.
     """
     assert card.call is not None
     defaults = inspect.signature(class_of(str(card.pipeline)).__init__).parameters
@@ -104,7 +101,7 @@ def check_init(card: Card, folder: Path) -> None:
 
 
 def _recorded(component: Component, folder: Path) -> Recipe:
-    """Returns how a component is built that has a `config.json`, whose values are checked."""
+    """Returns the recipe of a component that is built from its `config.json`, whose values are checked."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
     check_values(class_of(component.class_), file, config)

@@ -69,7 +69,7 @@ def check_name(name: str) -> None:
 
 
 def local(name: str) -> Path | None:
-    """Returns a checkpoint's folder if it is on this machine, as a named folder or in the hub's cache."""
+    """Returns a checkpoint's folder if it is on this machine, named or in the hub's cache; None if it is in neither."""
     if is_folder(name):
         return _existing_folder(name)
     from huggingface_hub import snapshot_download
@@ -83,11 +83,10 @@ def local(name: str) -> Path | None:
 
 
 def described(name: str, card: Card) -> Path | None:
-    """Returns the folder that says how a checkpoint's components are built; None where the card says it.
+    """Returns the folder whose `config.json` files say how a checkpoint's parts are built; None if the card says it.
 
-    It is that of `local`; a tiny checkpoint has none. A card that was derived from a pipeline knows no published
-    numbers, as classes' defaults are often other ones, so that its checkpoint's configurations are downloaded: some
-    kilobytes.
+    The card says it for a tiny checkpoint, and for one that is not on this machine. A card that was derived from a
+    pipeline has no published numbers: for it these files are downloaded, some kilobytes.
     """
     if is_tiny(name):
         return None
@@ -99,11 +98,7 @@ def described(name: str, card: Card) -> Path | None:
 
 
 def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
-    """Returns a checkpoint that is on this machine, downloading it first if it is `repo@revision`.
-
-    Args:
-        name: A folder, or `owner/repo@revision` (`main` if no revision is given).
-    """
+    """Returns a checkpoint: a folder, or `owner/repo@revision` (by default `main`), which is downloaded first."""
     if is_folder(name):
         folder = _existing_folder(name)
         identity = f"folder:{folder.name}"
@@ -115,6 +110,7 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
 
 
 def _existing_folder(name: str) -> Path:
+    """Returns the resolved path of a folder that `--checkpoint` names; refuses one that is not there."""
     folder = expand_home(name).resolve()
     if not folder.is_dir():
         remedy = "Name a folder, or owner/repo@revision"
@@ -123,6 +119,7 @@ def _existing_folder(name: str) -> Path:
 
 
 def _download(name: str, card: Card, variant: str | None) -> Path:
+    """Returns a checkpoint's folder in the hub's cache, after downloading the files that the card needs."""
     if local(name) is None:
         _check_disk(name, card)
     patterns, at_root = _patterns(card, variant)
@@ -134,7 +131,7 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
 
 
 def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
-    """Returns the folder of a repository in the hub's cache, with the files of some patterns, which are downloaded."""
+    """Returns a repository's folder in the hub's cache, after downloading what matches `patterns`, not `without`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -153,7 +150,7 @@ def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) 
 
 
 def _patterns(card: Card, variant: str | None) -> tuple[list[str], bool]:
-    """Returns the hub's patterns of a card's files, and whether those in the root itself are wanted too."""
+    """Returns the hub's patterns for a card's files, and whether all files directly in the root are needed too."""
     patterns, at_root = ["*.json"], False
     for name in card.components:
         folder, file = PurePosixPath(card.folder(name, variant)), card.file(name, variant)
@@ -184,6 +181,7 @@ def _check_disk(name: str, card: Card) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; refuses a file that is missing, too large, or holds anything else."""
     if not file.is_file():
         raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
     size = file.stat().st_size
@@ -259,6 +257,7 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 
 
 def check_file(folder: Path, file: str) -> None:
+    """Refuses a file that is not in its folder; the remedy depends on what lies near it."""
     if (folder / file).is_file():
         return
     near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE
@@ -284,9 +283,9 @@ def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, s
 
 
 def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
-    """Returns the files of a component: all of its folder, and in the root, which others share, those that it names.
+    """Returns a component's files: all in its folder; in the root, which components share, its `file` with its shards.
 
-    A component in the root that names none has all that lie in the root itself.
+    A component in the root without `file` has all files that lie directly in the root.
     """
     if folder != root:
         return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -299,6 +298,7 @@ def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
 
 
 def _digest(folder: Path, files: Sequence[Path]) -> str:
+    """Returns a checksum over the names, the sizes, and the first and last 64 KiB of some files."""
     sha = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -312,11 +312,7 @@ def _digest(folder: Path, files: Sequence[Path]) -> str:
 
 
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
-    """Returns the file of every tensor of a component, from the index or the single file.
-
-    Args:
-        file: The file or the index in it; by default the only one that is there.
-    """
+    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder."""
     if file is not None:
         return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
     indices = sorted(folder.glob("*.safetensors.index.json"))
@@ -335,6 +331,7 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
 
 
 def _file_of(files: Sequence[Path]) -> dict[str, Path]:
+    """Returns the file of every tensor in some safetensors files, by the tensor's name; refuses a name in two files."""
     file_of: dict[str, Path] = {}
     for file in files:
         for name in header(file):
@@ -346,7 +343,7 @@ def _file_of(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Returns the files that an index names: all of them beside it."""
+    """Returns the files that an index names; refuses an index that names a file which is not beside it."""
     mapping = read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
         raise CheckpointBrokenError(str(index), "It has no 'weight_map'", AGAIN)
@@ -359,7 +356,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a safetensors file: name to dtype, shape and offsets."""
+    """Returns the tensors of a safetensors file: name to dtype, shape and offsets; refuses a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():

@@ -16,9 +16,9 @@ from torchport.errors import CheckpointBrokenError, CheckpointForeignError, Torc
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """Returns what upstream raises over files that it does not expect (tests/load/test_fuzzed_checkpoints.py).
+    """Returns the exceptions that upstream raises over unexpected files (tests/load/test_fuzzed_checkpoints.py).
 
-    A constructor that gets a word for a number fails where it first computes with it.
+    They are many: a constructor that gets a word for a number fails wherever it first computes with it.
     """
     import jinja2
     from huggingface_hub.errors import StrictDataclassError
@@ -52,10 +52,9 @@ _CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|requires 
 
 @contextlib.contextmanager
 def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> Iterator[None]:
-    """Turns what upstream raises while it reads files of a checkpoint into one line.
+    """Turns what upstream raises over files of a checkpoint into an error of one line: `fact`, and upstream's reason.
 
-    Args:
-        fact: What failed; upstream's reason follows it.
+    An exception about a package or about CUDA passes: no file is at fault.
     """
     try:
         yield
@@ -71,7 +70,7 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
 
 @contextlib.contextmanager
 def tokenizing(place: str) -> Iterator[None]:
-    """Turns the errors that upstream raises while it encodes a prompt with a tokenizer into one line."""
+    """Turns upstream's errors while a tokenizer encodes a prompt into a CheckpointBrokenError of one line."""
     import jinja2
 
     try:
@@ -92,7 +91,7 @@ def brief(error: BaseException) -> str:
 
 
 def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
-    """Refuses a configuration of another class, or with a value of another kind than the class's default.
+    """Refuses a configuration that names another class, or has a value of another type than the class's default.
 
     Upstream does not check most of these values. It would stop hours later, where it first computes with one.
     """
@@ -105,7 +104,7 @@ def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
 
 
 def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the arguments of a class that are of another kind than their defaults: name, value, default."""
+    """Yields name, value and default of each argument of a class that is of another type than its default."""
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
         value, default = arguments.get(key), parameter.default
         if value is not None and default is not parameter.empty and not _is_like(value, default):
@@ -113,16 +112,16 @@ def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON is of a default's kind: a truth value, a number, text, or a list of such.
+    """Whether a value of JSON has a default's type: a truth value, a number, text, or a list of such.
 
     A number is finite, unless the default is the same infinity.
     """
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and (-1e300 < value < 1e300 or value == default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and (-1e300 < value < 1e300 or value == default)
     if isinstance(default, list | tuple):
-        whole = isinstance(value, list)
-        return whole and all(item is None or not default or _is_like(item, default[0]) for item in value)
+        is_list = isinstance(value, list)
+        return is_list and all(item is None or not default or _is_like(item, default[0]) for item in value)
     return not isinstance(default, str) or isinstance(value, str)

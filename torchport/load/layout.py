@@ -17,6 +17,8 @@ from torchport.load.lora import Additions, Loras, additions
 
 
 class Stored(NamedTuple):
+    """A tensor in a file of a checkpoint."""
+
     file: Path
     name: str
     """What the file calls it."""
@@ -48,7 +50,7 @@ class Layout:
         return folder if self.file is None else folder / self.file
 
     def stored(self, folder: Path) -> dict[str, Stored]:
-        """Returns where each tensor is, by the module's name for it; none is read."""
+        """Returns file, dtype and shape of each tensor, by the module's name for it; no tensor is read."""
         if self.is_pickled:
             pickled.check_mapped(self.place(folder))
         held = self.held(folder)
@@ -61,7 +63,7 @@ class Layout:
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
     def held(self, folder: Path) -> dict[str, Stored]:
-        """Returns where each tensor that the module uses is, by its name in the file; see `stored`."""
+        """Returns the same as `stored`, but by the names in the files, and with the modules in `without`."""
         headers: Iterable[tuple[Path, Mapping[str, Any]]]
         if self.file is not None:
             checkpoint.check_file(folder, self.file)

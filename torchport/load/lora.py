@@ -60,6 +60,8 @@ class _Source:
 
 
 class _Adapter:
+    """The training settings of a LoRA file, such as alpha and rank: from its metadata and PEFT's file beside it."""
+
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
         self._file = file
         self._component = component
@@ -74,11 +76,7 @@ class _Adapter:
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     def alpha(self, names: Sequence[str], rank: int) -> float:
-        """Returns the alpha of a layer that has no tensor for it: what the trainer says, or else the rank.
-
-        Args:
-            names: The layer, as the file calls it, with and without prefixes.
-        """
+        """Returns the alpha of a layer that has these `names` and no tensor for it: the trainer's, or else the rank."""
         found: dict[float, str] = {}
         for source in self._sources:
             alphas = list(self._alphas(source, names))
@@ -92,7 +90,7 @@ class _Adapter:
         return next(iter(found), float(rank))
 
     def _read(self, metadata: Mapping[str, str], keys: Sequence[str]) -> Iterator[_Source]:
-        """Yields what is written in PEFT's file beside the LoRA, and in the LoRA's metadata."""
+        """Yields the settings in PEFT's file beside the LoRA, and those in the LoRA's metadata."""
         beside = config_beside(self._file)
         if beside and (self._file.stem == "adapter_model" or all(key.startswith("base_model.") for key in keys)):
             yield _Source(f"'{CONFIG_FILE}' beside it", checkpoint.read_json(beside))
@@ -102,7 +100,7 @@ class _Adapter:
                 yield _Source(f"'{key}'", self._of_component(self._object(key, text)))
 
     def _object(self, key: str, text: Any) -> dict[str, Any]:
-        """Returns a JSON object in the metadata, or in one of its values."""
+        """Returns a JSON object that is a value in the metadata, as text or already parsed."""
         try:
             value = json.loads(text) if isinstance(text, str) else text
         except (ValueError, RecursionError) as error:
@@ -112,7 +110,7 @@ class _Adapter:
         return value
 
     def _of_component(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings of the network. Its own name before them goes before any network's."""
+        """Returns the network's settings by bare names; one with the network's name in front wins over others."""
         settings = {name: value for name, value in values.items() if not name.startswith("text_encoder")}
         for prefix in dict.fromkeys(("transformer.", f"{self._component}.")):
             settings |= {
@@ -122,7 +120,7 @@ class _Adapter:
         return settings
 
     def _check_is_sum(self, source: _Source) -> None:
-        """Refuses settings of an adapter that is more than a sum of pairs."""
+        """Refuses an adapter that adds something else than products of two matrices, such as a DoRA."""
         values = source.values
         kind = values.get("peft_type")
         if kind is not None and str(kind).rpartition(".")[2].upper() != "LORA":
@@ -135,6 +133,7 @@ class _Adapter:
             raise self._foreign(source, "init_lora_weights", f"'{start}' changes the model's own weights")
 
     def _foreign(self, source: _Source, name: str, why: str) -> CheckpointForeignError:
+        """Returns the error for a setting of an adapter that torchport cannot merge."""
         fact = f"{source.name} has '{name}'"
         remedy = "torchport merges pairs of matrices alone"
         if name == "init_lora_weights":
@@ -147,6 +146,7 @@ class _Adapter:
         return CheckpointForeignError(str(self._file), f"{fact}, and {why}", remedy, key=name)
 
     def _alphas(self, source: _Source, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+        """Yields the alphas in a source, with their names for errors: of the layer's pattern, or else all general."""
         of_layer = self._by_pattern(source, "alpha_pattern", names)
         if of_layer is not None:
             pattern, value = of_layer
@@ -161,6 +161,7 @@ class _Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _check_rank(self, source: _Source, names: Sequence[str], rank: int) -> None:
+        """Refuses a source that gives another rank than the layer's matrices have."""
         of_layer = self._by_pattern(source, "rank_pattern", names)
         known = [of_layer] if of_layer else [(name, source.values[name]) for name in RANKS if name in source.values]
         for name, value in known:
@@ -170,7 +171,7 @@ class _Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _by_pattern(self, source: _Source, field: str, names: Sequence[str]) -> tuple[str, Any] | None:
-        """Returns the first pattern of a field that a layer matches as PEFT matches it, with its value."""
+        """Returns the first pattern of a field that a layer matches as in PEFT, with its value; None without one."""
         patterns = source.values.get(field)
         if _is_unset(patterns):
             return None
@@ -185,6 +186,7 @@ class _Adapter:
         return None
 
     def _number(self, source: _Source, name: str, value: Any, before: str = "") -> float:
+        """Returns the value of a setting as a positive number; refuses any other value."""
         try:
             if isinstance(value, bool):
                 raise TypeError(f"it is {value}")
@@ -193,7 +195,7 @@ class _Adapter:
             raise self._broken(f"{source.name} has an alpha that is none: '{name}', {error}") from error
 
     def positive(self, alpha: float, name: str) -> float:
-        """Returns an alpha that may be one: it is a rank's measure, and a file's strength is its `scale`."""
+        """Returns an alpha that is positive and finite, or refuses it. (A negative `scale` subtracts a LoRA.)"""
         if alpha > 0 and math.isfinite(alpha):
             return alpha
         does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
@@ -283,7 +285,7 @@ class Additions:
         self._streams: dict[Path, Any] = {}
 
     def merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor in float32 with all that is added to it, or itself where nothing is."""
+        """Returns a tensor in float32 with all additions merged; the tensor itself if there are none."""
         for each in self.of_tensor.get(name, ()):
             difference = self._read(each.file, each.up)
             if each.down is not None:
@@ -292,13 +294,14 @@ class Additions:
         return tensor
 
     def check(self) -> None:
-        """Refuses NaN and infinity, before hours of work and not after them."""
+        """Reads all additions, and refuses NaN and infinity, before hours of work and not after them."""
         for additions in self.of_tensor.values():
             for each in additions:
                 for key in filter(None, (each.up, each.down)):
                     self._read(each.file, key)
 
     def _read(self, file: Path, key: str) -> torch.Tensor:
+        """Returns a tensor of a LoRA file in float32. The file stays open for the next one."""
         from safetensors import safe_open
 
         if file not in self._streams:
@@ -329,10 +332,9 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors, every key accounted for.
+    """Returns what a component's LoRA files add to its tensors; refuses a key that fits none of them.
 
-    Args:
-        name_in_file: What the checkpoint calls each of them: a LoRA may use those names, too.
+    A file may call a tensor as the module does, or as the checkpoint does (`name_in_file`).
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
@@ -352,7 +354,7 @@ def _layers_by_name(
 ) -> dict[str, set[str]]:
     """Returns the layers that each name can mean: the module's names, the checkpoint's, and those of the card's rules.
 
-    Each of them also stands there with underscores for dots.
+    Each name is there a second time with underscores in place of dots.
     """
     names: dict[str, set[str]] = {}
 
@@ -382,7 +384,7 @@ def _layers_by_name(
 
 
 class _Reader:
-    """One file, as its header has it: see `additions`."""
+    """Matches the keys of one LoRA file with a network's layers, by the file's header; see `additions`."""
 
     def __init__(self, lora: Lora, component: str, shapes: Mapping[str, Sequence[int]]) -> None:
         from safetensors import safe_open
@@ -402,6 +404,7 @@ class _Reader:
         self.adapter = _Adapter(self.file, component, metadata, list(self.entries))
 
     def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, _Addition]]:
+        """Yields the names of tensors, each with what the file adds to it; refuses a layer that the file has twice."""
         name_of_layer: dict[str, str] = {}
         for name, keys in self._keys_by_name().items():
             layer = self._layer(name, next(iter(keys.values())), layers)
@@ -409,9 +412,10 @@ class _Reader:
                 fact = f"'{name_of_layer[layer]}' and '{name}' are both '{layer}' of '{self.component}'"
                 raise CheckpointForeignError(str(self.file), fact, "Remove one of them", name=name)
             name_of_layer[layer] = name
-            yield from self._of_layer(layer, name, keys)
+            yield from self._layer_additions(layer, name, keys)
 
     def _keys_by_name(self) -> dict[str, dict[str, str]]:
+        """Returns the file's keys by the layer's name in the file, and then by their part in `PARTS`."""
         keys: dict[str, dict[str, str]] = {}
         for key, entry in self.entries.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
@@ -429,6 +433,7 @@ class _Reader:
         return keys
 
     def _remedy(self, key: str) -> str:
+        """Returns the remedy for a key that is not merged: for some, a command that leaves such keys out."""
         piece = next((piece for piece in OTHERS if f".{piece}" in key), "")
         if piece in UNREAD:
             less = self.file.with_suffix(f".without_{piece}.safetensors")
@@ -460,7 +465,8 @@ class _Reader:
             if name.startswith(prefix):
                 yield from self._bare(name.removeprefix(prefix))
 
-    def _of_layer(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, _Addition]]:
+    def _layer_additions(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, _Addition]]:
+        """Yields what the keys of one layer add to its weight and bias; refuses one matrix without the other."""
         up, down = keys.get("up"), keys.get("down")
         if up is None or down is None:
             lone = next((keys[part] for part in ("up", "down", "up_bias", "alpha") if part in keys), None)
@@ -472,12 +478,13 @@ class _Reader:
             factor = self._factor(layer, name, up, down, keys.get("alpha"))
             yield f"{layer}.weight", _Addition(self.file, up, down, factor)
             if "up_bias" in keys:
-                yield self._whole(f"{layer}.bias", keys["up_bias"], factor)
+                yield self._difference(f"{layer}.bias", keys["up_bias"], factor)
         for part in ("weight", "bias"):
             if part in keys:
-                yield self._whole(f"{layer}.{part}", keys[part], self.scale)
+                yield self._difference(f"{layer}.{part}", keys[part], self.scale)
 
-    def _whole(self, tensor: str, key: str, factor: float) -> tuple[str, _Addition]:
+    def _difference(self, tensor: str, key: str, factor: float) -> tuple[str, _Addition]:
+        """Returns a tensor's name with the addition of a key that holds a whole difference; refuses another shape."""
         if tensor not in self.shapes:
             raise self._foreign(f"'{key}' is there, and '{self.component}' has no '{tensor}'", OF_THIS, key)
         if list(self.entries[key]["shape"]) != list(self.shapes[tensor]):
@@ -485,7 +492,7 @@ class _Reader:
         return tensor, _Addition(self.file, key, None, factor)
 
     def _factor(self, layer: str, name: str, up: str, down: str, alpha: str | None) -> float:
-        """Returns what a pair's product is multiplied by, if the pair fits the layer's weight."""
+        """Returns the factor of a pair's product, `scale * alpha / rank`; refuses a pair that does not fit."""
         weight = f"{layer}.weight"
         if weight not in self.shapes:
             raise self._foreign(f"'{down}' is there, and '{self.component}' has no '{weight}'", OF_THIS, down)
@@ -518,7 +525,7 @@ class _Reader:
 
 
 def _trimmed(shape: Sequence[int]) -> list[int]:
-    """Returns a shape without the ones at its end: kernels of one position are written with them and without."""
+    """Returns a shape without trailing ones: files may leave out the kernel dims of a 1x1 convolution."""
     sizes = list(shape)
     while sizes and sizes[-1] == 1:
         sizes.pop()

@@ -42,11 +42,8 @@ def class_of(path: str, place: str | None = None) -> Any:
 
     A modular pipeline of diffusers is returned as one with a call of its own: `modular`.
 
-    Args:
-        place: Where it is written; by default the path itself.
-
     Raises:
-        UnknownNameError: There is no such module, or it has no such name.
+        UnknownNameError: There is no such module or name; its place is `place`, by default the path itself.
     """
     module, _, name = path.partition(":")
     try:
@@ -76,7 +73,7 @@ def _no_module(module: str, missing: str, place: str) -> UnknownNameError:
 
 
 def _closest(name: str, names: Iterable[str]) -> str:
-    """Returns a remedy with the names that are like one; a package has too many to list all."""
+    """Returns a remedy with the few names that are closest to a name; a package has too many to list all."""
     public = sorted(other for other in names if not other.startswith("_"))
     close = difflib.get_close_matches(name, public, n=3, cutoff=0.6)
     if not close:
@@ -148,11 +145,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def published(
     maker: Maker, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None
 ) -> torch.nn.Module:
-    """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`.
-
-    Args:
-        config: As the checkpoint's `config.json` has it, or else keyword arguments.
-    """
+    """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`."""
     construct = _as_shapes if _takes_arguments(maker) else _construct_on_meta
     if dtype is None:
         return construct(maker, config, place)
@@ -166,7 +159,7 @@ def _construct_on_meta(maker: Maker, config: Mapping[str, Any], place: str) -> t
 
 
 def _as_shapes(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module on meta whose constructor may read values of the tensors that it computes, as many do."""
+    """Returns a module on meta, built with real buffers first: many constructors read values that they compute."""
     module = _without_storage(maker, config, place).to("meta")
     for part in module.modules():
         attributes = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
@@ -186,6 +179,7 @@ def configuration(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    """Returns a module in evaluation mode, built from keyword arguments or by diffusers' `from_config`."""
     if _takes_arguments(maker):
         return from_arguments(maker, config, place).eval().requires_grad_(False)
     cls = class_of(str(maker))
@@ -222,11 +216,12 @@ def _of_configuration(cls: Any, /, **config: Any) -> torch.nn.Module:
 
 
 def _arguments(function: Callable[..., Any], config: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
+    """Returns a call's arguments by name, with defaults; refuses unknown and missing ones."""
     signature = inspect.signature(function)
     kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
-    rest = next((key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
-    known = [key for key, kind in kinds.items() if key != rest and kind is not inspect.Parameter.VAR_POSITIONAL]
-    for key in config if rest is None else ():
+    var_keyword = next((key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
+    known = [key for key, kind in kinds.items() if key != var_keyword and kind is not inspect.Parameter.VAR_POSITIONAL]
+    for key in config if var_keyword is None else ():
         if key not in known:
             raise UnknownKeyError(place, f"{name} has no argument '{key}'", nearest(key, known), key=key)
     bound = signature.bind_partial(**config)
@@ -235,7 +230,7 @@ def _arguments(function: Callable[..., Any], config: Mapping[str, Any], name: st
     if needed:
         raise MissingKeyError(place, f"{name} needs the argument '{needed[0]}'", f"Add '{needed[0]}'", key=needed[0])
     arguments = {key: value for key, value in bound.arguments.items() if key in known}
-    return arguments | (bound.arguments[rest] if rest is not None else {})
+    return arguments | (bound.arguments[var_keyword] if var_keyword is not None else {})
 
 
 MOST = 20_000
@@ -246,7 +241,7 @@ MOST = 20_000
 def building(
     name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
 ) -> Iterator[None]:
-    """Refuses a configuration from which a module cannot be built, or would be built without end."""
+    """Refuses a configuration from which a module cannot be built, or that asks for more than `MOST` parameters."""
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -278,7 +273,7 @@ def tensors(
 
 
 def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:
-    """Returns where each tensor of a module is, all keys, shapes and dtypes accounted for, either way round."""
+    """Returns where each tensor of a module is; refuses files with other keys, shapes or dtypes than the module's."""
     state, stored = module.state_dict(), layout.stored(folder)
     missing = sorted(set(state) - set(stored))
     foreign = sorted(set(stored) - set(state))
@@ -305,7 +300,7 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
 
 
 def _cure(missing: Sequence[str], foreign: Sequence[str]) -> str:
-    """Returns what to do about names that a card's rules do not bring together."""
+    """Returns the remedy for tensors that only the module has (`missing`) or only the files have (`foreign`)."""
     other = "or name a checkpoint of this model"
     if missing and foreign:
         return f"{renaming.closest(missing[0], foreign)}: mend the rules under 'rename', {other}"
@@ -315,7 +310,7 @@ def _cure(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 
 def check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:
-    """Refuses a tensor whose values would change, or lose their meaning, in the module's dtype."""
+    """Refuses a tensor whose dtype in the file cannot become the module's: only floats may be cast, to floats."""
     word = str(target).removeprefix("torch.")
     loadable = list(checkpoint.FLOATS) if target.is_floating_point else [checkpoint.CODES[word]]
     if dtype not in loadable:
@@ -328,6 +323,7 @@ def check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:
 
 
 def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Returns a tensor; refuses one that is still on meta after loading."""
     if tensor.is_meta:
         raise UnfilledWeightError(
             str(folder),
@@ -339,9 +335,9 @@ def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
 
 
 def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Returns a module whose weights stay on meta, with the buffers that a component's files hold.
+    """Returns the module with the buffers that a component's files hold; its weights stay on meta.
 
-    A pipeline reads such buffers, as the mean of a VAE's latents, where it does not call the module.
+    A pipeline reads such buffers, as the mean of a VAE's latents, without calling the module.
     """
     state = module.state_dict()
     names = {name for name, _ in module.named_buffers()} & state.keys()

@@ -21,11 +21,7 @@ LFS = b"version https://git-lfs"
 
 
 def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape. No values are read.
-
-    Args:
-        unread: Names that need not be tensors.
-    """
+    """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape; see `tensors`."""
     state = tensors(file, key, unread)
     if zipfile.is_zipfile(file):
         _check_records(file)
@@ -40,7 +36,7 @@ def tensors(
 
     Args:
         file: A state dict, or a dict that has one.
-        key: Where it has it: its key, or `a.b` for a key inside `a`; by default as `state_dict`, if that is there.
+        key: The state dict's key in the file, or `a.b` for a key inside `a`; by default `state_dict`, if it is there.
         unread: Regular expressions of names that are left out; they need not be tensors.
         device: `meta`, or `cpu` for a file that `check_mapped` accepts.
     """
@@ -54,7 +50,7 @@ def tensors(
 
 
 def check_mapped(file: Path) -> None:
-    """Refuses a file of PyTorch before 1.6, of which no part can be read without all of it."""
+    """Refuses a file that cannot be mapped into memory: of PyTorch before 1.6, cut short, or a pointer of Git LFS."""
     if not file.is_file() or zipfile.is_zipfile(file):
         return
     with file.open("rb") as stream:
@@ -123,9 +119,9 @@ class _Storages(pickle.Unpickler):
 
 
 def _check_records(file: Path) -> None:
-    """Refuses a file that torch has accepted, and of which a record is not exactly its tensors' bytes.
+    """Refuses a file in which a record does not have exactly the bytes of its tensors, though torch has accepted it.
 
-    A file that is mapped into memory is not read by its records: a short one would go on with the next one's bytes.
+    torch maps the file into memory, whatever size a record has: a short one would go on with the next one's bytes.
     """
     with (
         reading(CheckpointBrokenError, str(file), "Its records cannot be read", AGAIN),
@@ -149,7 +145,7 @@ def _check_records(file: Path) -> None:
 
 
 def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
-    """Returns what is at a key of a file's content, which must be a mapping."""
+    """Returns the state dict in a file's content: at `key`, or by default at `state_dict` or the content itself."""
     state = content
     for word in key.split(".") if key is not None else ():
         if not isinstance(state, dict) or word not in state:
@@ -165,6 +161,7 @@ def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
 
 
 def _cure(state: dict[Any, Any]) -> str:
+    """Returns the remedy for a dict that holds something else than tensors."""
     inner = [str(name) for name, value in state.items() if isinstance(value, dict)]
     if inner:
         names = " or ".join(f"'{name}'" for name in sorted(inner)[:6])

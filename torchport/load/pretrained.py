@@ -36,14 +36,14 @@ def account(component: Component, folder: Path) -> None:
     without storage. It would fill a missing tensor with new random values in every run.
     """
     module = _from_pretrained(component, folder, device_map="meta")
-    whole = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
+    integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
     for name, (file, entry) in weights(folder).items():
         if not _is_unread(component, name):
-            check_dtype(file, name, entry["dtype"], whole.get(name, torch.float32))
+            check_dtype(file, name, entry["dtype"], integers.get(name, torch.float32))
 
 
 def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
-    """Returns a transformers model, every key and shape accounted for."""
+    """Returns a transformers model; refuses missing, unexpected and mismatched keys."""
     weights(folder)
     cls = class_of(component.class_)
     _check_config(cls, folder)
@@ -75,7 +75,7 @@ def _is_unread(component: Component, name: str) -> bool:
 
 
 def _check_config(cls: Any, folder: Path) -> None:
-    """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
+    """Refuses a `config.json` of another class, with too many layers, other weight files, or dtypes that round."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
     expected, model_type = cls.config_class.model_type, config.get("model_type")
@@ -116,13 +116,13 @@ def part(class_path: str, folder: Path) -> Any:
     check_part(class_path, folder)
     with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
         loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)
-        if getattr(loaded, "chat_template", None):
+        if getattr(loaded, "chat_template", None):  # it is tried here, so that a broken one is refused
             loaded.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
         return loaded
 
 
 def check_part(class_path: str, folder: Path) -> None:
-    """Refuses a part without weights whose files are not there, before it is needed."""
+    """Refuses a tokenizer, scheduler or other part without weights whose files are missing, or of another class."""
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
     cls, files = class_of(class_path), sorted(folder.glob("*.json"))
@@ -142,7 +142,7 @@ def check_part(class_path: str, folder: Path) -> None:
 def _has_vocabulary(cls: Any, folder: Path) -> bool:
     """Returns whether a tokenizer's vocabulary is there; without it transformers silently makes an empty one."""
     names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
-    whole = names.pop("tokenizer_file", None)
-    if whole is not None and (folder / whole).is_file():
+    fast_file = names.pop("tokenizer_file", None)
+    if fast_file is not None and (folder / fast_file).is_file():
         return True
-    return all((folder / name).is_file() for name in names.values()) and (bool(names) or whole is None)
+    return all((folder / name).is_file() for name in names.values()) and (bool(names) or fast_file is None)

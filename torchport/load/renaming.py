@@ -18,11 +18,7 @@ TURNED = (
 def module_names(
     names: Collection[str], rules: Sequence[RenameRule], places: Sequence[str], file: str
 ) -> dict[str, str]:
-    """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it.
-
-    Args:
-        rules: First match first. A name that none matches stays.
-    """
+    """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it."""
     name_in_file: dict[str, str] = {}
     used = set()
     for name in names:
@@ -51,6 +47,7 @@ def _renamed(name: str, rules: Sequence[RenameRule]) -> str:
 
 
 def _dead(rule: RenameRule, number: int, names: Collection[str], place: str, file: str) -> DeadRuleError:
+    """Returns the error for a rule that is the first match of no name."""
     covered = any(re.fullmatch(rule.match, name) for name in names)
     fact = f"Rule {number + 1}, '{rule.match}', " + (
         f"matches only tensors of {file} that an earlier rule has taken"
@@ -72,13 +69,12 @@ def file_names(
 ) -> dict[str, str]:
     """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
 
-    Args:
-        is_unread: Whether a name in the file is left out there.
+    A name for which `is_unread` is true is not used: the file's reader would leave it out.
     """
-    turned = [turn for turn in map(_turned, rules) if turn is not None]
+    inverses = [inverse for inverse in map(_inverse, rules) if inverse is not None]
     fitting: dict[str, list[str]] = {}
     for name in names:
-        candidates = [*filter(None, (turn(name) for turn in turned)), name]
+        candidates = [*filter(None, (inverse(name) for inverse in inverses)), name]
         fitting[name] = [c for c in candidates if _renamed(c, rules) == name and not is_unread(c)]
         if not fitting[name]:
             fact = f"No name in the file that becomes '{name}' can be told from the rules"
@@ -93,13 +89,13 @@ def file_names(
             other = next(others, None)
             if other is None:
                 fact = f"Rule {number + 1}, '{rule.match}', names no tensor of the tiny module"
-                raise BadValueError(places[number], fact, TURNED if _turned(rule) is None else "Remove it, or mend it")
+                raise BadValueError(places[number], fact, TURNED if _inverse(rule) is None else "Remove it, or mend it")
             name_in_file[other[0]] = other[1]
     return name_in_file
 
 
-def _turned(rule: RenameRule) -> Callable[[str], str | None] | None:
-    """Returns what turns a rule round, from the module's name to the file's; None for a rule that loses something."""
+def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
+    """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none."""
     parts = _parts(rule.match)
     if parts is None:
         return None
@@ -122,7 +118,7 @@ def _turned(rule: RenameRule) -> Callable[[str], str | None] | None:
 
 
 def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
-    """Returns a pattern as text and numbers of groups in order, and the groups' patterns; None if there is more to it.
+    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax.
 
     A dot outside groups counts as a dot: in a name it stands for itself.
     """
@@ -150,7 +146,7 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
 
 
 def _group(pattern: str, start: int) -> str | None:
-    """Returns the inside of the group that starts at an index, up to the first parenthesis that can end it."""
+    """Returns the pattern inside the group that starts at an index; None if the group has groups inside, or no end."""
     for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
         try:
             inner = re.compile(pattern[start : start + end])

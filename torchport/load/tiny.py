@@ -48,11 +48,7 @@ DONE = ".complete"
 
 
 def folder_of(card: Card, family: Path) -> Path:
-    """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes.
-
-    Args:
-        family: The file of its family, which may arrange it in a layout of upstream's own.
-    """
+    """Returns the folder of a card's tiny checkpoint, named by a hash of all that determines its bytes."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     init = {} if card.call is None else card.call.init
     entries = [card.tiny.model_dump(exclude={"trained"}), card.model_dump()["components"], init, versions]
@@ -161,6 +157,7 @@ class _Writing:
 
 
 def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:
+    """Returns one component of a tiny checkpoint: a tokenizer, or an object with seeded or trained weights."""
     maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
         return tokenizer(_class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
@@ -169,7 +166,7 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
     config, place = {**card.tiny.components.get(name, {}), **changes}, f"tiny.components.{name} of {card.model}"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(card.tiny.seed)  # a constructor may draw buffers
-        part = _part(maker, config, place)
+        part = _built(maker, config, place)
     if hasattr(part, "named_parameters"):
         randomise(part, card.tiny.seed, name, card.tiny.scale)
     if name in card.tiny.trained:
@@ -178,6 +175,7 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
 
 
 def _fill(module: torch.nn.Module, trained: Trained) -> None:
+    """Copies trained tensors from the card's file into a module; refuses another file, name or shape."""
     import safetensors.torch
     import torch
 
@@ -201,8 +199,8 @@ def _class_of(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _part(maker: Maker, config: dict[str, Any], place: str) -> Any:
-    """Returns a small object."""
+def _built(maker: Maker, config: dict[str, Any], place: str) -> Any:
+    """Returns a component that is built from its small configuration."""
     cls = None if isinstance(maker, Builder) else _class_of(maker)
     is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
     return from_arguments(maker, config, place) if is_module else _class_of(str(maker))(**config)
@@ -213,13 +211,10 @@ _SINGLE = "model.safetensors"
 
 
 def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -> Arrange:
-    """Returns what saves all components where a card says that they lie.
-
-    Args:
-        layouts: For each variant, how each component lies in its folder.
-    """
+    """Returns a function that saves all components where a card puts them; `layouts` are by variant and component."""
 
     def arrange(make: Make, folder: Path) -> None:
+        """Makes and saves the components of all variants."""
         contents = _Contents()
         for variant, layout_of in layouts.items():
             for name, layout in layout_of.items():
@@ -230,7 +225,7 @@ def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -
 
 
 def _save(contents: _Contents, part: Any, folder: Path, layout: Layout, place: str) -> None:
-    """Saves a component by its own function, or where that has no say, as its layout has it."""
+    """Saves a component by its `save_pretrained`; as its layout says, if that has a file or names of its own."""
     if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
         part.save_pretrained(folder)
     elif hasattr(part, "state_dict") and hasattr(part, "forward"):
@@ -252,6 +247,7 @@ class _Contents:
         self.trees: dict[Path, dict[str, Any]] = {}
 
     def add(self, module: torch.nn.Module, folder: Path, layout: Layout) -> None:
+        """Adds a module's tensors to the content of the file that its layout names, under the file's names."""
         state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
         tree = self.trees.setdefault(folder / (layout.file or _SINGLE), {})
@@ -260,6 +256,7 @@ class _Contents:
         tree.update({names[name]: tensor.contiguous() for name, tensor in state.items()})
 
     def write(self) -> None:
+        """Writes all files; an index gets one shard beside it."""
         for file, tree in self.trees.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.name.endswith(".index.json"):
@@ -271,7 +268,7 @@ class _Contents:
 
 
 def _bytes(file: Path, tensors: Mapping[str, Any]) -> bytes:
-    """Returns a file's bytes. Where a disk is full, the libraries' own writers raise what says nothing of it."""
+    """Returns a file's bytes, for us to write: the libraries' own writers do not say that a disk is full."""
     import safetensors.torch
     import torch
 

@@ -111,7 +111,7 @@ def call(
 
 
 def _end_of(process: subprocess.Popen[str], stop: threading.Event | None) -> Ended:
-    """Waits until a process has ended; it is killed where this is left early."""
+    """Waits until a process has ended. Kills it if `stop` is set (ChildStoppedError), or if any error ends the wait."""
     with process:
         try:
             while True:
@@ -167,11 +167,7 @@ def default_workers() -> int:
 def in_parallel(
     work: Callable[[ItemT], ResultT], items: Sequence[ItemT], count: int, what: str, name: Callable[[ItemT], str]
 ) -> list[ResultT | TorchportError]:
-    """Returns the result of the work for each item, in their order; if it refuses an item, the refusal.
-
-    Args:
-        name: Returns an item's name, for the line that says it is done where there is no bar.
-    """
+    """Returns each item's result, or its refusal, in their order; `name` returns an item's name for the log."""
     results: dict[int, ResultT | TorchportError] = {}
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(work, item): number for number, item in enumerate(items)}

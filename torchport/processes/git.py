@@ -40,9 +40,9 @@ class _NoAnswerError(Exception):
 
 
 def revision(package: Path) -> Revision:
-    """Returns the version of a package.
+    """Returns the commit of a package's checkout, and whether its files differ from it; or no commit, and why.
 
-    A file with Windows line ends is what it is without them. A file that a filter wrote (Git LFS) counts as changed.
+    Windows line ends are no difference. What a filter wrote (Git LFS) is one.
 
     Args:
         package: Its folder, or the file of a package that is one module.
@@ -97,6 +97,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _reason(stderr: str) -> str:
+    """Returns why git failed, in a few words, from what it wrote to stderr."""
     if "not a git repository" in stderr:
         return "no git repository"
     if "Needed a single revision" in stderr:
@@ -115,6 +116,7 @@ def _entries(listing: bytes) -> Iterator[tuple[str, str, str]]:
 
 
 def _differs(folder: Path, mode: str, digest: str, name: str) -> bool:
+    """Returns whether a file is not that of the commit: it is gone, no longer a file or link, or has other content."""
     path = folder / name
     try:
         is_link = stat.S_ISLNK(path.lstat().st_mode)

@@ -122,6 +122,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
 
 
 def _connect(cluster: Cluster) -> None:
+    """Connects this process with the others by JAX's coordination service; only the first one then logs progress."""
     import jax
 
     # torchport stops at SIGTERM by itself; JAX's service would take the signal away.
@@ -175,6 +176,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
+    """Returns what the first process makes, and sends it to the others; or sends its refusal, and raises that."""
     from safetensors.torch import save
 
     _alone.append(True)
@@ -192,6 +194,7 @@ def _publish(
 
 
 def _send(key: str, header: dict[str, Any], data: bytes) -> None:
+    """Sends a header and bytes under a key to the other processes, by JAX's coordination service."""
     # The service keeps every message until the end: a few artefacts, each once.
     client = _state().client
     for start in range(0, len(data), PIECE):
@@ -200,6 +203,7 @@ def _send(key: str, header: dict[str, Any], data: bytes) -> None:
 
 
 def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
+    """Returns what the first process sent under a key, or raises the refusal that it sent."""
     from safetensors.torch import load
 
     header = json.loads(_get(key))
@@ -215,7 +219,7 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
 
 
 def _get(key: str) -> str:
-    """Returns what another process sets, however long that takes; Ctrl-C works every second."""
+    """Returns the value that another process sets for a key; waits as long as that takes, and Ctrl-C ends the wait."""
     import jax
 
     while True:

@@ -43,7 +43,7 @@ def check(words: Sequence[str]) -> None:
 
 
 def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) -> NoReturn:
-    """Becomes a Python program, in which a function is called first.
+    """Replaces this process by a Python program, in which a function is called first.
 
     Args:
         words: `FILE ARGS...`, or `-m package.module ARGS...`.
@@ -95,7 +95,7 @@ def _give_way(message: Mapping[str, Any]) -> None:
 
 
 def _add_folder_of_program() -> str:
-    """Returns the folder that Python is about to put first on the path, now put there: upstreams may lie in it."""
+    """Puts first on the path, and returns, the folder that Python will put there: upstreams may lie in it."""
     first = next((word for word in sys.orig_argv[1:2]), "")
     folder = os.getcwd() if first == "-m" else str(Path(first).resolve().parent)  # noqa: PTH109 - as Python does
     if Path(first).is_dir():

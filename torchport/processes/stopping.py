@@ -64,16 +64,12 @@ class Stopping:
         return bool(self.cause)
 
     def check(self, folder: Path, when: str) -> None:
-        """Stops here, in all processes of the run, if a stop is requested in any of them.
-
-        Args:
-            when: How far the run is, as "before 'decode'".
-        """
+        """Stops here, in all processes of the run, if a stop is requested in any; `when` is, say, "before 'decode'"."""
         if self.is_requested():
             self.stop(folder, when)
 
     def stop(self, folder: Path, when: str) -> NoReturn:
-        """Stops here, as all processes of the run do; see `check`."""
+        """Raises the StoppedError of this run; all its processes must call this. See `check`."""
         raise StoppedError(
             self.cause,
             f"Stopped {when}; what was finished is in {folder}",
@@ -84,7 +80,7 @@ class Stopping:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """Leaves what is in progress at SIGTERM or SIGHUP as at Ctrl-C: processes end, and temporary folders go."""
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that child processes and temporary folders go, as at Ctrl-C."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)  # what a shell returns for a process that a signal ended

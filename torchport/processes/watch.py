@@ -57,7 +57,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches while the context lasts."""
+        """Watches the other processes, in a thread, while the context lasts."""
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         _watches.append(self)
@@ -88,11 +88,12 @@ class Watch:
         atexit.register(self._leave, code)
 
     def end(self, code: int, text: str) -> NoReturn:
-        """Ends this process and the others; see `end`."""
+        """Ends this process and the others with an exit code and a last line; see the function `end`."""
         _briefly(lambda: self._publish(code, text))
         self._leave(code, text)
 
     def _publish(self, code: int, text: str) -> None:
+        """Publishes why this process failed, for the others to read; if another one failed first, its reason stays."""
         import jax
 
         # If another failed first, its message stays.
@@ -104,6 +105,7 @@ class Watch:
         self.state.client.key_value_set(f"{KEYS}{self.state.process_id}", word, allow_overwrite=True)
 
     def _run(self) -> None:
+        """Publishes a sign of life and looks at the other processes, every second, until this process is over."""
         import jax
 
         for beat in itertools.count():
@@ -117,6 +119,7 @@ class Watch:
             self._set_word(OVER)
 
     def _look(self) -> None:
+        """Reads the others' signs of life; ends this process if another one has failed, or was silent for too long."""
         messages = dict(self.state.client.key_value_dir_get(KEYS))
         self.answered = time.monotonic()
         failed = json.loads(messages.get(FAILED, "{}"))
@@ -134,6 +137,7 @@ class Watch:
                 self._lose(number)
 
     def _lose(self, number: int) -> NoReturn:
+        """Ends this process with the error that process `number` is lost."""
         fact, remedy = "It was killed, or its host is lost", "Start all processes again with the same command"
         if self.folder is not None:
             fact = f"{fact}; what was finished is in {self.folder}"
@@ -189,6 +193,7 @@ def _leave(code: int, text: str) -> NoReturn:
 
 
 def _reachable(address: str) -> bool:
+    """Returns whether a process accepts connections at `host:port`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()

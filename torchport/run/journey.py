@@ -51,7 +51,7 @@ _DERIVED = ("schema_version", "tensors", "sha256")
 
 
 class Journey:
-    """A task on its way.
+    """One run of a task: it reads and writes artefacts, and notes what manifests say.
 
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
     """
@@ -71,15 +71,15 @@ class Journey:
         self.unfinished = resume.Unfinished(task, self.upstream)
         self.seconds: dict[str, float] = {}
         self.steps = self.begins = 0
-        self._programs: dict[str, list[dict[str, Any]]] = {}  # a manifest's rows of them, by stage
-        self.operators: dict[str, str] = {}  # how many its programs call, by stage
+        self._programs: dict[str, list[dict[str, Any]]] = {}  # rows of manifests, by stage
+        self.operators: dict[str, str] = {}  # in words, how many operators a stage's programs call
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
-        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # what an earlier stage's steps leave
+        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # finished steps, and the state after them
 
     def stages(self) -> Iterator[family.Stage]:
-        """Yields the stages that are left to run; those that a stopped or killed run finished are taken over."""
+        """Yields the stages that are left to run, and takes over those that a stopped or killed run finished."""
         finished = self._finished_manifests()
         for stage in self.task.stages:
             self.stopping.check(self.task.folder, f"before '{stage.name}'")
@@ -90,19 +90,20 @@ class Journey:
             self._note(stage, finished[stage.name])
             hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
             if stage.name == self.task.stages[-1].name:
-                self.revise()
+                self.revise()  # the job may have another `fps` than the finished video
 
     def _finished_manifests(self) -> dict[str, Manifest]:
         """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
 
-        def before() -> tuple[str, dict[str, Any]]:
+        def name_and_manifests() -> tuple[str, dict[str, Any]]:
+            """Returns the name of the unfinished run with its manifests, or a new name with none."""
             name = resume.unfinished_run(self.task)
             if name is None:
                 return secrets.token_hex(8), {}
             manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
             return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
 
-        self.run, finished = hosts.from_first(before)
+        self.run, finished = hosts.from_first(name_and_manifests)
         return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
@@ -124,19 +125,19 @@ class Journey:
         return fields is not None
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns."""
+        """Returns a stage's inputs, verified, from the stages that it needs; keeps their loop state for `steps_of`."""
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
-        #: The step, from 0, at which the network of the stage that was read for last begins.
+        #: The step, counted from 0, at which the network of this stage begins.
         self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
         self._start = (self.begins, state)
         return inputs | self.task.noise(stage)
 
     def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Returns the artefacts' checksums and settings, and their tensors."""
+        """Returns checksums and settings of a stage's inputs, and their tensors, loop state named `state/...`."""
         task = self.task
         tensors: dict[str, torch.Tensor] = {}
         shas: dict[str, str] = {}
@@ -147,8 +148,8 @@ class Journey:
             names = None if task.card.call is None else task.card.call.embeddings
             identity = task.identity(name)
             stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, names)
-            follows = name in DENOISING and stage.name in DENOISING
-            tensors |= {f"{STATE * follows}{key}": tensor for key, tensor in stage_tensors.items()}
+            is_state = name in DENOISING and stage.name in DENOISING
+            tensors |= {f"{STATE * is_state}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
                 file = save.file_of(folder, name)
@@ -165,7 +166,7 @@ class Journey:
         return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
 
     def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
-        """Returns a loop's progress bar, its saving every few steps, and where it goes on; see `resume.steps`."""
+        """Returns the progress bar, the saving and the starting point of a stage's loop; see `resume.steps`."""
         start = self._start
         if stage.name in DENOISING:
             unfinished = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
@@ -182,7 +183,7 @@ class Journey:
         return dataclasses.replace(steps, track=profile.tracking(steps.track))
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
+        """Returns whether an earlier run had taken all steps of `denoise_first`, so that this run called no network."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
     def note_run(
@@ -209,6 +210,7 @@ class Journey:
             hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
+        """Writes a stage's artefact and the files beside it, in the first process alone."""
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:
@@ -222,7 +224,7 @@ class Journey:
         hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
 
     def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
-        """Returns a manifest's facts about how a stage was run, as of now."""
+        """Returns the fields of a manifest that say how a stage was run, with their values at this moment."""
         task = self.task
         return {
             "stage": stage.name,
@@ -260,7 +262,7 @@ class Journey:
             _write_pictures(task, outputs["frames"][0])
 
     def clock(self, stage: family.Stage) -> Callable[[str], None]:
-        """Returns a function that notes the seconds since its last call, or since now, as those of a verb."""
+        """Returns a function `lap(verb)`: it notes the seconds since its last call (or since now) for a verb."""
         last = time.perf_counter()
 
         def lap(verb: str) -> None:
@@ -285,6 +287,7 @@ class Journey:
 
 
 def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
+    """Writes a picture with its facts, or a video and its contact sheet."""
     if task.card.makes_pictures:
         settings = task.settings
         facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
@@ -348,7 +351,7 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
 
 
 def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
-    """Returns what a manifest says of a stage's step cache; the stage's network begins at step `begins`."""
+    """Returns a manifest's row on a stage's step cache, None without one; its network begins at step `begins`."""
     cache, steps = network.step_cache_of(task, stage), task.job.steps
     if cache is None:
         return None
@@ -356,7 +359,7 @@ def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] |
 
 
 def _lossy(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the deviations of stages, as manifests list them, by a step cache or by attention in eight bits."""
+    """Returns the rows of a manifest's `deviations` that come from step caches and from attention in eight bits."""
     lossy: list[tuple[str, StageName, str]] = []
     for name, stage in stages.items():
         if (row := stage["cache"]) is not None:
@@ -368,11 +371,7 @@ def _lossy(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
-    """Writes the manifest of the run itself: the video, if it made one, and every stage's.
-
-    Args:
-        finished: Manifests of the stages that this run has finished; those of others are read from the folder.
-    """
+    """Writes the run's own manifest, with those of all stages: `finished` ones, and others from the folder."""
     manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     # A lowering that nothing called has changed nothing.
@@ -402,7 +401,7 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
 
 
 class Profile:
-    """A trace of the steps of one stage after the first two."""
+    """Traces steps of one stage with JAX's profiler, from the third step on."""
 
     def __init__(self, folder: Path, stage: str, count: int) -> None:
         self.folder = folder / _PROFILES / stage
@@ -410,15 +409,11 @@ class Profile:
         self.count = count
 
     def tracking(self, track: Callable[..., Iterable[T]]) -> Callable[..., Iterator[T]]:
-        """Returns what iterates a loop's steps as `track` does, and traces some of them; see `family.Steps`."""
+        """Returns a function that iterates a loop's steps as `track` does (see `family.Steps`), and traces some."""
         return lambda items, done, total: self._traced(track(items, done=done, total=total), done)
 
     def _traced(self, items: Iterable[T], done: int) -> Iterator[T]:
-        """Yields a loop's items, one a step, and traces while some of them are worked on.
-
-        Args:
-            done: How many were taken in an earlier run; the first two of this one are not traced all the same.
-        """
+        """Yields a loop's items, one a step, after `done` steps of an earlier run; traces `count` from the third on."""
         items, first, taken = iter(items), SKIPPED + 1, 0
         try:
             with contextlib.ExitStack() as trace:
@@ -438,6 +433,7 @@ class Profile:
         yield from items
 
     def _note(self, first: int, taken: int) -> None:
+        """Logs which steps were traced, and where the trace is; warns if none was."""
         if not taken:
             log.warning("profile: '%s' took no more than %d steps, and none is traced", self.stage, SKIPPED)
             return
@@ -449,7 +445,7 @@ class Profile:
 
 @contextlib.contextmanager
 def _tracing(folder: Path) -> Iterator[None]:
-    """Traces what runs in the context, on the host and on the devices."""
+    """Traces what runs in the context, on the host and on the devices, with JAX's profiler."""
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
     except OSError as error:
@@ -473,7 +469,7 @@ def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
 
 
 def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
-    """Returns the memory of a stage whose steps are done, as lines of text."""
+    """Returns lines of text about the memory that a stage takes: as compiled, and as counted after its steps."""
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]
     planned = [_planned(call.network.name, program) for program in call.programs.values()]
@@ -483,6 +479,7 @@ def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
 
 
 def _planned(name: str, program: Any) -> str:
+    """Returns a line with the memory that a program takes on each device, as its compiler says."""
     memory = program.memory_analysis()
     if memory is None:
         return f"'{name}': this backend's compiler does not say what a program takes"
@@ -497,6 +494,7 @@ def _planned(name: str, program: Any) -> str:
 
 
 def _counted(devices: Sequence[jax.Device]) -> str:
+    """Returns a line with the memory that is in use on the fullest device, and was in use at most."""
     stats = [stats for device in devices if (stats := device.memory_stats())]
     if not stats:
         return f"the backend '{devices[0].platform}' does not count what its devices hold"

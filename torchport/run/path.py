@@ -47,22 +47,18 @@ class Summary:
 
 
 def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
-    """Carries a request down the path and returns where its outputs are.
-
-    Args:
-        cluster: The processes that run it together, each with the same request; by default this one alone.
-    """
+    """Carries a request down the path, with the other processes of a cluster, and returns where its outputs are."""
     with Stopping().listening() as stopping:
         task = accept(request)
         prepare(task, cluster)
         with hosts.joined(cluster) as watch:
-            task = _alike(task)
+            task = _agreed(task)
             watch.folder = task.folder
             return _carry(task, stopping)
 
 
 def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
-    """Prepares this process for tasks like this one, before JAX starts: passes the compiler's flags."""
+    """Passes a task's flags to the compiler before JAX starts; refuses a cluster for a task of one host."""
     if task.original and cluster is not None:
         remedy = "Leave the cluster out, and run it on one host"
         raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
@@ -71,8 +67,8 @@ def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
     execution.pass_flags(task.request.execution, task.machine)
 
 
-def _alike(task: Task) -> Task:
-    """Returns the task with the first process's folder, if all processes of the run have the same task."""
+def _agreed(task: Task) -> Task:
+    """Returns the task with the first process's folder; refuses processes of the run that have different tasks."""
     settings = dataclasses.asdict(task.settings)
     same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
     hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
@@ -80,6 +76,7 @@ def _alike(task: Task) -> Task:
 
 
 def _carry(task: Task, stopping: Stopping) -> Summary:
+    """Runs all stages of a task in its locked folder; if that cannot be written, the error says how to go on."""
     with output_folder(task.folder), shared(task) as common:
         journey = common.journey(task, stopping)
         try:
@@ -92,11 +89,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
 
 
 def summary(journey: Journey) -> Summary:
-    """Ends a run, and returns where its outputs are.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
+    """Ends a run, and returns where its outputs are; raises OutputError if its folder cannot be written."""
     return Summary(
         journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream, journey.operators
     )
@@ -119,6 +112,7 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
     with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
 
         def carry(video: Request) -> Summary:
+            """Carries a request of the same shape through the loaded stage; refuses any other request."""
             accepted = accept(video)
             if (accepted.job, accepted.settings.shared(), video.stage) != (
                 task.job,
@@ -140,7 +134,7 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone."""
+    """What runs of one shape share. Their tasks differ in prompts, seed, image and folder alone."""
 
     task: Task
     weights: checkpoint.Checkpoint
@@ -152,7 +146,7 @@ class Shared:
 
 @contextlib.contextmanager
 def shared(task: Task) -> Iterator[Shared]:
-    """Puts patches in force, checks a task against its mesh and checkpoint, and gives what it shares with others."""
+    """Applies patches, checks a task against its mesh and checkpoint, and yields what runs of its shape share."""
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream))
@@ -164,7 +158,7 @@ def shared(task: Task) -> Iterator[Shared]:
 
 @contextlib.contextmanager
 def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
-    """Gives a stage under its patches, which is loaded once for all runs that it carries."""
+    """Yields a stage under its patches, to be loaded once for several runs; frees its weights afterwards."""
     with stage_in_force(common.task, stage) as ledger:  # patch
         stage_at_hand = StageAtHand(common, stage, ledger)
         # What is there already is no garbage of this stage: a collection need not walk through a million objects.
@@ -206,6 +200,7 @@ class StageAtHand:
     def _outputs(
         self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor], lap: Callable[[str], None]
     ) -> dict[str, torch.Tensor]:
+        """Loads, shards, compiles and runs the stage for a run, and returns its outputs, after checking them."""
         task, stage = journey.task, self.stage
         with self._loading():
             parts = self._parts_of_run()  # load
@@ -229,7 +224,7 @@ class StageAtHand:
         return outputs
 
     def _cached(self, call: Any, journey: Journey, steps: family.Steps) -> tuple[Any, family.Steps]:
-        """Returns a run's call and steps, under its step cache if it has one."""
+        """Returns a run's call and steps, both wrapped in a `StepCached` if it has a step cache."""
         task = journey.task
         cache = None if task.original else network.step_cache_of(task, self.stage)
         if cache is None:
@@ -246,6 +241,7 @@ class StageAtHand:
         self.is_loading = False
 
     def _parts_of_run(self) -> dict[str, Any]:
+        """Returns the stage's parts: loaded in the first run; in later ones those without weights are loaded again."""
         task, folder = self.common.task, self.common.weights.folder
         if self._loaded is not None:
             return network.afresh(task, self.stage, self.parts, folder)
@@ -256,6 +252,7 @@ class StageAtHand:
         return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+        """Returns the stage's network: made in the first run, then reused. Its programs count their calls anew."""
         if self._loaded is None:
             self.call = self._placed(parts, ledger)
             self._loaded = ledger.trace()
@@ -264,11 +261,12 @@ class StageAtHand:
         return self.call
 
     def _programs(self) -> dict[str, compile.Compiled]:
-        """Returns what is compiled, by the stage's name, and the name of an encoder."""
+        """Returns the stage's network, if it is compiled, by the stage's name; else the encoders, by stage and name."""
         programs = {f"{self.stage.name} {name}": each.compiled for name, each in self.encoders.items()}
         return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
 
     def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none."""
         common, stage = self.common, self.stage
         task, folder = common.task, common.weights.folder
         if stage.network is None:
@@ -281,6 +279,7 @@ class StageAtHand:
 
 
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:
+    """Returns a task's checkpoint, after downloading it, or writing it if it is tiny."""
     if not task.is_tiny:
         return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
     folder = network.write_tiny(task)

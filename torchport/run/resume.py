@@ -64,10 +64,9 @@ class Unfinished:
     def read(
         self, weights: checkpoint.Checkpoint, shas: Mapping[str, str], stage: StageName = "denoise"
     ) -> tuple[int, dict[str, torch.Tensor]]:
-        """Returns how many steps a stopped or killed run of this very job finished, and its latents.
+        """Returns how many steps of a stage a stopped run of this very job finished, and its latents; 0 and {} if none.
 
-        Args:
-            stage: The stage, whose latents are saved from now on.
+        From now on, `save` saves the latents of this stage.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)
         make = functools.partial(_read_unfinished, self.task, denoising, weights, shas, self.upstream)
@@ -84,10 +83,10 @@ def steps(
     facts: Callable[[], dict[str, Any]],
     start: tuple[int, dict[str, torch.Tensor]],
 ) -> family.Steps:
-    """Returns a loop's progress bar, its saving and keeping of latents, and where it goes on.
+    """Returns a loop's progress bar, what saves and keeps its latents after a step, and where it starts.
 
     Args:
-        facts: The manifest's fields for an artefact of this stage, as of now.
+        facts: Returns the manifest's fields for an artefact of this stage, with their values at that moment.
         start: How many steps are done, and the state after them; 0 and nothing where it begins.
     """
     total = task.settings.steps
@@ -98,6 +97,7 @@ def steps(
         timestep: Any = None,
         kept: family.Kept | None = None,
     ) -> None:
+        """Checks the state after a step and saves it if it is time; stops the run if that is requested."""
         _check_finite(task, stage, number, state, timestep)
         if task.job.keep_steps:
             unfinished.keep(number, state, facts())
@@ -125,9 +125,8 @@ def _check_finite(
 ) -> None:
     """Refuses NaN and infinity in what a step leaves; the latents saved before it stay.
 
-    A scheduler takes its step on the host, so what it leaves is there, and looking at it makes no device wait. It takes
-    0.7 ms at 720p (32 x 31 x 45 x 80 latents), where a step takes seconds. So all loops are checked alike, in the step
-    itself, and not one step later by a number that a program would have to compute.
+    A scheduler takes its step on the host, so checking makes no device wait. It takes 0.7 ms at 720p (32 x 31 x 45 x 80
+    latents), where a step takes seconds. So every loop is checked in the step itself, not one step later by a program.
     """
     bad = next(((key, count) for key, tensor in state.items() if (count := not_finite(tensor))), None)
     if bad is None:
@@ -156,6 +155,7 @@ def _read_unfinished(
     shas: Mapping[str, str],
     upstream: Upstream | None,
 ) -> tuple[int, dict[str, torch.Tensor]]:
+    """Returns steps and latents that a stopped run saved for a stage; 0 and {} if none did. Refuses another job's."""
     name = PARTIAL.format(stage.name)
     file = save.file_of(task.folder, name)
     if not file.is_file():
@@ -184,7 +184,7 @@ def _read_unfinished(
 def _difference(
     task: Task, stage: family.Stage, manifest: Manifest, upstream: Upstream | None
 ) -> tuple[str, Any, Any] | None:
-    """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
+    """Returns the first setting in which an artefact's run differs from this one: key, its value, ours; or None."""
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
     theirs = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
     ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
@@ -205,7 +205,7 @@ def _upstream_settings(package: str, commit: str | None, dirty: bool) -> dict[st
 
 
 def unfinished_run(task: Task) -> str | None:
-    """Returns the name of the run of all stages that has begun in the folder and has not ended; None if all have."""
+    """Returns the name of the run of all stages that has begun in the folder and not ended; None if there is none."""
     file = task.folder / UNFINISHED
     if task.request.stage != "all" or not file.is_file():
         return None
@@ -231,11 +231,7 @@ def start(task: Task, run: str) -> None:
 def finished_manifests(
     task: Task, run: str, weights: checkpoint.Checkpoint, upstream: Upstream | None = None
 ) -> dict[str, Manifest]:
-    """Returns the stages that a stopped or killed run of this very job finished, with their verified manifests.
-
-    Args:
-        task: The run; another job than the stopped one has nothing finished.
-    """
+    """Returns, by stage, the verified manifests that a stopped or killed run of this very job finished."""
     manifests: dict[str, Manifest] = {}
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
@@ -253,7 +249,7 @@ def finished_manifests(
 
 
 def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream | None = None) -> bool:
-    """Returns whether a run of this very job has finished in the folder, with every artefact verified."""
+    """Returns whether a run of this very job has finished here, every artefact verified; refuses one of another job."""
     last = save.file_of(task.folder, task.stages[-1].name)
     is_whole = (task.folder / "manifest.json").is_file() and task.result.is_file() and last.is_file()
     if not is_whole or unfinished_run(task) is not None:

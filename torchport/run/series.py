@@ -126,7 +126,7 @@ def read_prompts(file: Path) -> list[Line]:
             except TorchportError as error:
                 mistakes += [error, *error.others]
                 error.others = ()
-    mistakes += _twice(lines)
+    mistakes += _shared_folders(lines)
     if mistakes:
         raise together(mistakes)
     if not lines:
@@ -135,6 +135,7 @@ def read_prompts(file: Path) -> list[Line]:
 
 
 def _line(text: str, file: str, number: int) -> Line:
+    """Returns the prompt that one line of text holds; refuses a line that is no object of JSON."""
     place, remedy = f"{file}:{number}", 'Write one object on a line, such as {"prompt": "A cat", "seed": 7}'
     try:
         data = json.loads(text, object_pairs_hook=lambda pairs: _mapping(pairs, place))
@@ -150,6 +151,7 @@ def _line(text: str, file: str, number: int) -> Line:
 
 
 def _mapping(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
+    """Returns the pairs of a JSON object as a dict; refuses a key that stands there twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -158,8 +160,8 @@ def _mapping(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
     return mapping
 
 
-def _twice(lines: list[Line]) -> list[TorchportError]:
-    """Returns an error for each line whose folder is another line's; some disks tell no capital letters from small."""
+def _shared_folders(lines: list[Line]) -> list[TorchportError]:
+    """Returns an error for each line whose folder is an earlier line's too; names that differ in case count as one."""
     first: dict[str, Line] = {}
     mistakes: list[TorchportError] = []
     for line in lines:
@@ -172,13 +174,15 @@ def _twice(lines: list[Line]) -> list[TorchportError]:
 
 
 TOGETHER = 4
-"""Videos that go through a stage before the next one is loaded, by default: a quarter of the loading is left."""
+"""Videos that go through a stage before the next one is loaded, by default: it is loaded a quarter as often."""
 OF_ONE_VIDEO = (SaveError, ForeignError, ConfigError)
 """Errors that one video may have alone. Any other would come again with the next one."""
 
 
 @dataclasses.dataclass
 class Video:
+    """A video of a series, and what has become of it."""
+
     name: str  #: Of its folder in `--out`.
     task: Task
     #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
@@ -217,7 +221,7 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
 
 
 def _video(line: Line, task: Task) -> Video:
-    """Returns the video of a line. It has failed if its picture cannot be read: the others are made."""
+    """Returns the video of a line. If its picture cannot be read, it has failed; the others are made all the same."""
     video = Video(line.name, task)
     try:
         if task.settings.image is not None:
@@ -230,6 +234,7 @@ def _video(line: Line, task: Task) -> Video:
 
 
 def _request(request: Request, line: Line) -> Request:
+    """Returns the request for a line: what the line names, and the series' request for all else."""
     prompt = line.prompt
     assert request.out is not None
     return dataclasses.replace(
@@ -244,7 +249,7 @@ def _request(request: Request, line: Line) -> Request:
 
 
 def shape(task: Task) -> tuple[int, int, int, bool]:
-    """Returns that in which the videos of a series differ and their programs, too: the size, and whether an image."""
+    """Returns a video's shape, on which its programs depend: frames, height, width, and whether it has an image."""
     settings = task.settings
     return settings.frames, settings.height, settings.width, settings.image is not None
 
@@ -280,16 +285,16 @@ class _Taken:
     def __init__(self, video: Video, lock: contextlib.ExitStack) -> None:
         self.video = video
         self.lock = lock
-        self.journey: Journey | None = None  #: Its way; None before it has begun.
+        self.journey: Journey | None = None  #: Its run; None before it has begun.
         self.stage: family.Stage | None = None  #: The next stage on it; None where none is left.
         self._stages: Iterator[family.Stage] = iter(())
 
     def start(self, common: path.Shared, stopping: Stopping) -> None:
-        """Begins the video, or goes on with it, unless it is finished."""
+        """Begins the video, or goes on with it where it was stopped; ends it at once if it is finished."""
         task = self.video.task
         if hosts.from_first(lambda: resume.is_finished(task, common.weights, common.upstream)):
             journey = common.journey(task, stopping)
-            if journey.revise():
+            if journey.revise():  # the job has another `fps` than the video
                 journey.finish()
             self.end("reused")
             return
@@ -312,13 +317,15 @@ class _Taken:
 
 
 class _Series:
+    """Makes the videos of a series, `together` of them at a time."""
+
     def __init__(self, videos: Sequence[Video], together: int, stopping: Stopping) -> None:
         self.videos = videos
         self.together = together
         self.stopping = stopping
 
     def make(self) -> None:
-        """Makes all videos that no other process has; again those of a process that has ended meanwhile."""
+        """Makes the videos that no other process has. It tries again: such a process may have ended meanwhile."""
         waiting = len(self.videos) + 1
         while (left := sum(video.state == "waiting" for video in self.videos)) and left < waiting:
             waiting = left
@@ -328,6 +335,7 @@ class _Series:
             video.state = "elsewhere" if video.state == "waiting" else video.state
 
     def _make_shape(self, videos: Sequence[Video]) -> None:
+        """Makes the videos of one shape. An error of all processes fails them all, and the series goes on."""
         with contextlib.ExitStack() as locks:
             taken = self._take(videos, locks)
             if not taken:
@@ -362,47 +370,48 @@ class _Series:
 
     def _carry(self, common: path.Shared, taken: Sequence[_Taken]) -> None:
         """Carries videos through all stages, each stage loaded once for all of them."""
-        for way in taken:
-            self._attempt(way, lambda way=way: way.start(common, self.stopping))  # type: ignore[misc]
+        for item in taken:
+            self._attempt(item, lambda item=item: item.start(common, self.stopping))  # type: ignore[misc]
         for stage in common.task.stages:
-            here = [way for way in taken if way.stage is not None and way.stage.name == stage.name]
+            here = [item for item in taken if item.stage is not None and item.stage.name == stage.name]
             if here:
                 with path.at_stage(common, stage) as at_hand:
-                    for way in here:
-                        self._attempt(way, lambda way=way: _pass(way, at_hand), at_hand)  # type: ignore[misc]
+                    for item in here:
+                        self._attempt(item, lambda item=item: _pass(item, at_hand), at_hand)  # type: ignore[misc]
 
-    def _attempt(self, way: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
-        """Does a part of the work on a video. What only this video has, ends only this video."""
+    def _attempt(self, item: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
+        """Does a part of the work on a video. An error of this video alone fails this video, not the series."""
         try:
-            with failure.explained(failure.Owners.of_task(way.video.task)):
+            with failure.explained(failure.Owners.of_task(item.video.task)):
                 work()
         except OF_ONE_VIDEO as error:
             is_loading = at_hand is not None and at_hand.is_loading
             if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
                 raise
-            _fail(way, error)
+            _fail(item, error)
 
 
-def _pass(way: _Taken, at_hand: path.StageAtHand) -> None:
-    assert way.journey is not None
-    log.info("%s: %s", way.video.name, at_hand.stage.name)
-    at_hand.carry(way.journey)
-    way.advance()
+def _pass(item: _Taken, at_hand: path.StageAtHand) -> None:
+    assert item.journey is not None
+    log.info("%s: %s", item.video.name, at_hand.stage.name)
+    at_hand.carry(item.journey)
+    item.advance()
 
 
-def _fail(way: _Taken, error: TorchportError) -> None:
-    log.error("%s failed: %s", way.video.name, error.report())
-    if way.journey is not None:
-        way.video.seconds = sum(way.journey.seconds.values())
-    way.end("failed", error)
+def _fail(item: _Taken, error: TorchportError) -> None:
+    log.error("%s failed: %s", item.video.name, error.report())
+    if item.journey is not None:
+        item.video.seconds = sum(item.journey.seconds.values())
+    item.end("failed", error)
 
 
 def _is_everywhere(error: TorchportError) -> bool:
-    """Returns whether all processes of the run have an error: only then can they go on together."""
+    """Returns whether all processes of the run have this error: only then can they go on together."""
     return hosts.processes() == 1 or error.on_every_process
 
 
 def lines(videos: Sequence[Video]) -> list[str]:
+    """Returns a table of videos, with their states and seconds, and a last line that counts them by state."""
     rows = []
     for video in videos:
         time = f"{video.seconds:8.1f} s" if video.seconds else ""

@@ -51,11 +51,7 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> None:
-    """Writes tensors as safetensors, with a text under a checksum of its own.
-
-    Args:
-        file: An older one gives way, once the new one is whole.
-    """
+    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file."""
     from safetensors.torch import save
 
     data = save(dict(tensors), {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
@@ -85,6 +81,7 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor with NaN or infinity, before an artefact is written."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
         raise NotFiniteError(
@@ -152,7 +149,7 @@ def read(
     if sha256_of(tensors) != manifest.sha256:
         raise _broken_error(file, "Its tensors are not those that were written", made_by)
     _check_copy(folder, name, manifest)
-    _check_identity(file, name, identity, manifest.identity, components, manifest.components)
+    _check_identity(file, name, identity, manifest.identity, components, made_with=manifest.components)
     return tensors, manifest
 
 
@@ -174,6 +171,7 @@ def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
 
 
 def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
+    """Returns an artefact's tensors by name; refuses a file that is no safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -184,7 +182,7 @@ def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
 
 
 def _bytes(file: Path, head: bool = False) -> bytes:
-    """Returns a file's bytes, or only the header of a safetensors file, without its length."""
+    """Returns a file's bytes; with `head` only the header of a safetensors file, as JSON."""
     try:
         with file.open("rb") as stream:
             if not head:
@@ -232,6 +230,7 @@ def _other_schema(file: Path, version: Any, made_by: str) -> ArtefactForeignErro
 
 
 def _manifest_text(file: Path, made_by: str) -> str:
+    """Returns the manifest that an artefact holds, as JSON text, after checking the text's checksum."""
     try:
         metadata = dict(json.loads(_bytes(file, head=True)).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -254,6 +253,7 @@ def _check_identity(
     components: Mapping[str, str],
     made_with: Mapping[str, str],
 ) -> None:
+    """Refuses an artefact of another model, size or checkpoint than this run has."""
     for key, value in identity.items():
         if key not in stored or stored[key] != value:
             raise ArtefactForeignError(
@@ -388,7 +388,7 @@ def step_numbers(folder: Path, stage: StageName) -> list[int]:
 
 
 def remove_steps_after(folder: Path, stage: StageName, number: int) -> None:
-    """Removes the latents after all steps of a stage behind this one: an earlier run's, or to be taken again."""
+    """Removes a stage's saved latents of all steps after step `number`, which this run takes again or never takes."""
     atomic.remove(
         *(file_of(folder, step_name(stage, later)) for later in step_numbers(folder, stage) if later > number)
     )

@@ -130,7 +130,7 @@ def text_of(manifest: Manifest) -> str:
 
 
 def leaves(fields: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the values of nested fields by their paths, `components.vae.dtype`; those of `whole` as they are."""
+    """Returns the values of nested fields by their paths, `components.vae.dtype`. A field in `whole` is one value."""
     paths: dict[str, Any] = {}
     for name, value in fields.items():
         nested = leaves(value) if isinstance(value, dict) and name not in whole else {"": value}

@@ -13,7 +13,7 @@ STRUCTURE = "structure"
 
 
 def is_packable(value: Any) -> bool:
-    """Returns whether a value is a tree: tuples, lists and dicts, of those very types, of tensors, numbers and text."""
+    """Returns whether `packed` can store a value: tensors, numbers, text and None in plain tuples, lists and dicts."""
     if type(value) in (tuple, list):
         return all(map(is_packable, value))
     if type(value) is dict:
@@ -22,7 +22,7 @@ def is_packable(value: Any) -> bool:
 
 
 def packed(value: Any) -> dict[str, torch.Tensor]:
-    """Returns a tree as tensors by name. They are copies: what is written to later, or shared, may be in it."""
+    """Returns a tree as tensors by name. They are copies: the tree's may be shared, or written to later."""
     tensors: dict[str, torch.Tensor] = {}
 
     def store(path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], path: str = "") -> Any:
-    """Returns a tree as data of JSON. What is no tree of tensors, numbers and text becomes None.
+    """Returns a tree as data that JSON can hold. What is no tree of tensors, numbers and text becomes None.
 
     Args:
         store: Stores the tensor of a path, and returns the entry that stands for it, which has the key `tensor`.
@@ -56,6 +56,7 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
 
 
 def from_data(data: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """Returns the tree of some data, the inverse of `as_data`; `tensor_of` returns the tensor of an entry."""
     if not isinstance(data, dict):
         return data
     if "tensor" in data:

@@ -17,11 +17,7 @@ PRESET = "veryfast"
 
 
 def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> None:
-    """Writes an H.264 video.
-
-    Args:
-        frames_FCHW: [F, 3, height, width], bytes, or numbers from 0 to 1; height and width even.
-    """
+    """Writes an H.264 video of frames [F, 3, height, width]: bytes, or numbers from 0 to 1; height and width even."""
     import av
 
     with atomic.writing(file) as temporary, av.open(temporary, "w", format="mp4") as video:

@@ -98,9 +98,9 @@ def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> N
 
 
 def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """Returns JAX's mesh of these devices, all three axes named, those the job leaves out with size 1.
+    """Returns JAX's mesh of these devices, with the axes dp, sp and tp; an axis that the job leaves out has size 1.
 
-    The devices of a group are neighbours, those of the innermost axes first: see `grid.order`.
+    Devices of a group are neighbours, first those of a group along an inner axis: see `grid.order`.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
@@ -123,7 +123,7 @@ def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.Ab
 
 
 def _jax_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
-    """Returns JAX's own order, which uses the rings of some slices; none if JAX cannot split a line of chips."""
+    """Returns a list with JAX's order, which uses rings of chips; an empty list if it has none for these sizes."""
     if len({spot.island for spot in where}) > 1:
         return [list(range(len(devices)))]  # JAX's is for one slice
     try:
@@ -141,7 +141,7 @@ def match(
     place: str,
     places: Sequence[str] = (),
 ) -> dict[str, RuleT]:
-    """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`."""
+    """Returns the rule of every tensor, with the spec that fits its shape: the rule's first, or one of `otherwise`."""
     rule_of: dict[str, RuleT] = {}
     for name in shapes:
         size = math.prod(shapes[name])
@@ -151,7 +151,7 @@ def match(
 
 
 def firsts(rules: Sequence[Rule], names: Iterable[str]) -> set[int | None]:
-    """Returns the numbers of the rules that are the first match of a name; None if a name has none."""
+    """Returns the indices of the rules that are the first match of some name, and None if a name has no match."""
     return {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
 
 
@@ -164,6 +164,7 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
 
 
 def _first(rules: Sequence[RuleT], name: str, place: str, what: str) -> RuleT:
+    """Returns the first rule that matches a name; refuses a name (`what` in the error) that none matches."""
     for rule in rules:
         if matches(rule, name):
             return rule
@@ -185,6 +186,7 @@ def matches(rule: Rule, name: str) -> bool:
 
 
 def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleError:
+    """Returns the error for a rule that is the first match of no tensor."""
     covered = any(re.fullmatch(rule.match, name) for name in names)
     fact = f"Rule {number}, '{rule.match}', " + (
         "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
@@ -196,7 +198,7 @@ def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleErro
 
 
 def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
-    """Returns the rule with its first spec whose axes divide the shape."""
+    """Returns the rule with its first spec whose axes divide the shape; refuses a shape that none of them divides."""
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
             return rule.model_copy(update={"spec": spec})
@@ -245,14 +247,14 @@ def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def gathered(rules: Mapping[str, WeightRule]) -> frozenset[str]:
-    """Returns the names of the weights that are split, and made whole where they are used."""
+    """Returns the names of the weights that are split over devices, and gathered where they are used (FSDP)."""
     return frozenset(name for name, rule in rules.items() if rule.gather and any(dims_of(rule.spec)))
 
 
 def place(
     tensors: Iterable[tuple[str, torch.Tensor]], rules: Mapping[str, Rule], mesh: jax.sharding.Mesh
 ) -> dict[str, jax.Array]:
-    """Returns the tensors as JAX arrays, each where its rule puts it, as read back from the devices.
+    """Returns the tensors as JAX arrays, each sharded by its rule; refuses an array that JAX has placed otherwise.
 
     Args:
         tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
@@ -294,7 +296,7 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
 
-    Its dtype stays: JAX has 64-bit types where it is asked for them.
+    The dtype stays, even if it has 64 bits: `enable_x64` keeps JAX from halving it.
     """
     array = _to_numpy(tensor)
     with jax.enable_x64(True):
@@ -304,7 +306,7 @@ def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
 def to_torch(array: jax.Array) -> torch.Tensor:
     """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit.
 
-    Where several processes run together, all of them must call this, and all get the whole.
+    Where several processes run together, all of them must call this, and each gets the whole array.
     """
     host = to_host(array)
     if host.dtype == ml_dtypes.bfloat16:
@@ -320,6 +322,7 @@ def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
+    """Returns a tensor's bits as a NumPy array, bfloat16 as that of `ml_dtypes`; refuses dtypes that NumPy lacks."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

@@ -18,11 +18,7 @@ from torchport.errors import DeadRuleError, MeshError, nearest
 
 
 def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: jax.sharding.Mesh, place: str) -> None:
-    """Makes every module that a rule matches return its outputs as the rule says, when it is traced.
-
-    Args:
-        module: The network; hooks are added to its submodules. The first rule that matches one is its rule.
-    """
+    """Adds hooks by which modules return their outputs sharded, by the first rule that matches a module's name."""
     for name, rule in rule_by_module(module, rules, place).items():
         hook = functools.partial(_constrain, name, rule, mesh, place)
         module.get_submodule(name).register_forward_hook(hook)
@@ -31,10 +27,7 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
 def check(
     module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mapping[Axis, int], place: str
 ) -> Callable[[], None]:
-    """Makes every module that a rule matches refuse outputs that the rule does not fit; see `constrain`.
-
-    Args:
-        module: The network; hooks are added to its submodules.
+    """Adds hooks by which modules refuse to return outputs that their rule does not fit; see `constrain`.
 
     Returns:
         A function to call after the network was called. It refuses a rule none of whose modules was called.
@@ -54,6 +47,7 @@ def _note(called: set[str], name: str, module: Any, inputs: Any, output: Any) ->
 def _check_called(
     module_rules: Mapping[str, ActivationRule], rules: Sequence[ActivationRule], called: set[str], place: str
 ) -> None:
+    """Refuses a rule that matches only modules that were not called."""
     for number, rule in enumerate(rules, 1):
         names = [name for name in module_rules if module_rules[name] is rule]
         if called.isdisjoint(names) and not rule.is_shared:
@@ -62,7 +56,7 @@ def _check_called(
 
 
 def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
-    """Returns the rule of every submodule that has one, the first that matches, by the submodule's name."""
+    """Returns the first matching rule of each submodule that has one, by name; refuses a rule that matches none."""
     names = [name for name, _ in module.named_modules() if name]
     numbers = {
         name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names
@@ -88,7 +82,7 @@ def _constrain(
 
 
 def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
-    """Returns a rule's spec of each output; a shared rule has none for what is no tensor of as many dims."""
+    """Returns the spec of each output, None for no constraint; a shared rule has none for outputs of too few dims."""
     if not rule.is_shared:
         return rule.outputs
     dims = [getattr(output, "ndim", 0) for output in outputs]
@@ -114,6 +108,7 @@ def _check_output(
 def _check_spec(
     name: str, rule: ActivationRule, tensor: Any, spec: Spec | None, sizes: Mapping[Axis, int], place: str
 ) -> None:
+    """Refuses an output with fewer dims than its spec, or with a dim that the axes do not divide."""
     for dim, axes in enumerate(dims_of(spec)):
         parts = math.prod(sizes[axis] for axis in axes)
         if axes and dim >= tensor.ndim:

@@ -20,6 +20,8 @@ Order = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
+    """The place of a device."""
+
     #: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is one
     #: island, on one host or several. Of CPUs and GPUs each process is one.
     island: int
@@ -30,7 +32,7 @@ class Spot:
 
 
 def spots(devices: Sequence[Any]) -> list[Spot]:
-    """Returns where JAX's devices are, or those of a topology."""
+    """Returns the place of each device; the devices are JAX's, or those of a topology."""
     places, devices_of_process = [], collections.Counter[int]()
     for device in devices:
         if hasattr(device, "coords"):
@@ -43,14 +45,14 @@ def spots(devices: Sequence[Any]) -> list[Spot]:
 
 
 def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:
-    """Returns an order in which the groups of each axis are as compact as they can be, those of inner axes first.
+    """Returns an order of devices in which the groups along each axis are as compact as possible, inner axes first.
 
     An axis is given a box of chips, 2x2 rather than 1x4, in one island if it fits into one, with both devices of a
     chip before a second chip; successive devices of a group are neighbours wherever the box allows it.
 
     Args:
         sizes: Their product is the number of devices.
-        candidates: Orders that are taken, the first of them, where none here is more compact.
+        candidates: Orders to compare with; the first of them is returned, unless another order is more compact.
     """
     # Devices that do not fill a box keep their order: there is nothing to choose from.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
@@ -58,10 +60,9 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
 
 
 def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
-    """Returns the worst group of each axis with more than one device, the innermost axis first; lower is better.
+    """Returns the worst group of each axis that has more than one device, the innermost axis first; lower is better.
 
-    Returns:
-        Islands of the group, then the sides of the box around its chips, the longest first.
+    A group is given by its number of islands, then the sides of the box around its chips, the longest first.
     """
     return [
         max((len({spot.island for spot in group}), *sorted(_sides(group), reverse=True)) for group in groups)
@@ -83,29 +84,30 @@ def _sides(group: Sequence[Spot]) -> list[int]:
 
 
 def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
-    """Yields the orders that give every axis a box of a full grid, inner axes' boxes inside those of outer ones."""
+    """Yields orders that give each axis a box of the grid, inner boxes inside outer ones; none if the grid has gaps."""
     keys = [(spot.island, *reversed(spot.chip), spot.core) for spot in where]
     lines = [sorted(set(line)) for line in zip(*keys, strict=True)]
     if math.prod(map(len, lines)) != len(set(keys)) or len(set(keys)) != len(where):
         return
     number = {tuple(line.index(at) for line, at in zip(lines, key, strict=True)): n for n, key in enumerate(keys)}
-    splits = [list(_split(len(line), len(sizes))) for line in lines]
+    splits = [list(_factorisations(len(line), len(sizes))) for line in lines]
     for parts in itertools.product(*splits):
         if all(math.prod(part[axis] for part in parts) == size for axis, size in enumerate(sizes)):
             yield [number[at] for at in _walk(sizes, parts)]
 
 
-def _split(length: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _factorisations(length: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yields every way to write a length as a product of `parts` factors: `(1, 4)`, `(2, 2)` and `(4, 1)` for 4."""
     if parts == 1:
         yield (length,)
         return
     for first in range(1, length + 1):
         if length % first == 0:
-            yield from ((first, *rest) for rest in _split(length // first, parts - 1))
+            yield from ((first, *rest) for rest in _factorisations(length // first, parts - 1))
 
 
 def _walk(sizes: Sizes, parts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yields the coordinates of every position of a mesh whose axes take these parts of each line of the grid."""
+    """Yields the grid coordinates of each position of a mesh, whose axes take these parts of the lines of the grid."""
     steps = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
     walks = [list(_turning([part[axis] for part in parts])) for axis in range(len(sizes))]
     for digits in itertools.product(*walks):
@@ -127,7 +129,7 @@ def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def links(group: Sequence[Spot]) -> str:
-    """Returns on which links a group exchanges: `2x2 square`, `1x4 line`, `one chip`; `hosts` or `slices` for the net.
+    """Returns what links the devices of a group: `2x2 square`, `1x4 line`, `one chip`, or a net of `hosts` or `slices`.
 
     A box `with gaps` holds chips of other groups too, and its links carry their exchange beside this one's.
     """

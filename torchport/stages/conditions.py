@@ -32,14 +32,14 @@ class Conditions:
         self.second = torch.empty(0)
 
     def inputs(self, inputs: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-        """Returns the inputs with which the network computes both conditions; None at the second call of a step.
+        """Returns the inputs of both conditions as one batch; None at the second call of a step: its half is known.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
         """
         is_second = self.first is not None and self.step == step
         for name, values in self.embeddings.items():
-            self._check_embedding(name, values[is_second], inputs, is_second)
+            self._check_embedding(name, values[is_second], inputs, is_second=is_second)
         if not is_second:
             self.first, self.step = inputs, step
             return self._of_both(inputs)
@@ -69,7 +69,7 @@ class Conditions:
             raise BadValueError(self.place, fact, f"Name the embeddings in the order of the calls. {APART}", name=name)
 
     def _of_both(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of one batch: other tensors are repeated if they have the first dim of the embeddings."""
+        """Returns the inputs of one batch with both conditions; other tensors with the same first dim are repeated."""
         for name, (first, second) in self.embeddings.items():
             if first.shape != second.shape:
                 fact = f"'{name}' is {list(first.shape)} for one condition and {list(second.shape)} for the other"

@@ -30,14 +30,14 @@ def processor_of(pipe: Any) -> Any:
 
 
 class _Pending(torch.Tensor):
-    """Stands for a tensor of one video that will be computed later; all but its batch, and a part, is refused."""
+    """Takes the place of a video that will be computed later. Only its batch and one part of it may be asked for."""
 
     refusal: Callable[[str], BadValueError]  #: Returns the error, by the name of the function.
     picked: str  #: The dim and the position that upstream picked, `2:0`; "" for the whole tensor.
 
     @classmethod
     def of(cls, refusal: Callable[[str], BadValueError], picked: str = "") -> _Pending:
-        """Returns one with its refusal."""
+        """Returns one with the function that makes its errors."""
         pending = torch.empty(0).as_subclass(cls)
         pending.refusal, pending.picked = refusal, picked
         return pending
@@ -46,7 +46,7 @@ class _Pending(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Returns the batch, or a part; refuses any other function that takes one."""
+        """Returns the shape, or a part that upstream picks; refuses any other function."""
         [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Pending)]
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
             return _Shape(pending.refusal)
@@ -83,7 +83,7 @@ def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:
 
 
 class Decoding(Encoded):
-    """Stands where the VAE stood after the loop, and notes what its `decode` is called with.
+    """Takes the VAE's place in a pipeline after the loop, and notes what its `decode` is called with.
 
     Args:
         tensors: What `denoise` kept of an image.
@@ -110,7 +110,7 @@ class Decoding(Encoded):
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns something in place of a video, as `decode` would return that."""
+        """Notes the arguments, and returns a placeholder for the video, in the form that the VAE's `decode` has."""
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         if self.inputs is not None:
@@ -133,9 +133,10 @@ class Decoding(Encoded):
         return DecoderOutput(sample=self.video) if as_object else (self.video,)
 
     def take_over(self, pipe: Any) -> None:
-        """Makes a pipeline's post-processing return something in place of frames."""
+        """Replaces a pipeline's post-processing, which then returns a placeholder for the frames."""
 
         def postprocess(video: Any, output_type: str = "np", do_denormalize: Any = None, **kwargs: Any) -> _Pending:
+            """Returns the placeholder for the frames, if upstream passes the video and its usual arguments."""
             is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
             if not is_decoded or not is_usual:
@@ -149,7 +150,7 @@ class Decoding(Encoded):
         processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
-        """Returns what `decode` is to be called with, if a pipeline returned its post-processed video."""
+        """Returns what `decode` is to be called with; refuses a pipeline that returned another video."""
         if result is not self.frames or self.inputs is None:
             raise self._refusal("returns something else than its post-processed video")
         return self.inputs

@@ -147,7 +147,7 @@ class AfterStep(Protocol):
     ) -> None:
         """Saves the state if it is time, and stops the run if that is requested.
 
-        Only if it saves, it also saves what `kept` returns: what lies on the devices, which a loop knows nothing of.
+        If it saves, it also saves what `kept` returns: tensors from the devices, which the loop does not know.
         """
 
 
@@ -236,10 +236,10 @@ def with_image(stages: Iterable[Stage]) -> list[str]:
 
 
 def check_outputs(stage: Stage, outputs: Any) -> None:
-    """Refuses what a stage's function returned, if it is no dict of tensors with values, by name."""
+    """Refuses a result of a stage that is no dict of tensors with values, or lacks the `done` of `denoise_first`."""
     is_dict = isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values())
-    counts = stage.name != "denoise_first" or (is_dict and "done" in outputs)
-    if is_dict and counts:
+    has_count = stage.name != "denoise_first" or (is_dict and "done" in outputs)
+    if is_dict and has_count:
         return
     code = inspect.unwrap(stage.run).__code__
     place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
@@ -295,7 +295,7 @@ def latents_like(
 
 
 def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    """Refuses latents of another shape than the job's. No later check would notice as many tokens in another order.
+    """Refuses latents of another shape than the job's. Dims in another order would pass all later checks.
 
     Args:
         latents: What denoising starts from.
@@ -307,11 +307,11 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def note_tiles(latents: torch.Tensor, count: int) -> None:
-    """Warns in the log that tiles are another function than the whole decoder; not in a rehearsal, nor of one tile.
+    """Warns in the log that tiles are decoded by another function than the whole; not for one tile, or in a rehearsal.
 
     Args:
         latents: What is decoded.
-        count: Of the tiles.
+        count: The number of tiles.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

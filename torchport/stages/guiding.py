@@ -26,11 +26,7 @@ MOMENTUM = "momentum"
 
 
 def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
-    """Returns the guider of a run: the job's, or else the checkpoint's, with the job's scale.
-
-    Args:
-        checkpoints: The one that the checkpoint has.
-    """
+    """Returns the guider of a run, with the job's scale: the job's own, or else `checkpoints`, the checkpoint's."""
     if settings.guider is None:
         return checkpoints.new(**{SCALE: settings.guidance_scale})
     cls = _class_of(str(settings.guider["class"]), place)
@@ -38,7 +34,7 @@ def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
 
 
 def made(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
-    """Returns an object of a class, of the arguments that a job has beside `class`; `guider` says what is refused."""
+    """Returns an object of a class from `given` and the arguments in `chosen` beside `class`; refuses wrong ones."""
     name, arguments = cls.__name__, {key: value for key, value in chosen.items() if key != "class"}
     known = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "enabled", *given)]
     for key in arguments:
@@ -51,7 +47,7 @@ def made(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
 
 
 def _class_of(name: str, place: str) -> Any:
-    """Returns a class of diffusers that combines two predictions and does no more."""
+    """Returns the guider of diffusers with this name; refuses one that does more than combine two predictions."""
     from diffusers import guiders
     from diffusers.guiders.guider_utils import BaseGuidance
 
@@ -70,7 +66,7 @@ def _class_of(name: str, place: str) -> Any:
 
 
 def _reason(cls: Any, base: Any) -> str | None:
-    """Returns why a guider is not taken; None for one that is."""
+    """Returns why a guider cannot be used, as the end of a sentence; None if it can be used."""
     count = len(cls._input_predictions)
     if cls.prepare_models is not base.prepare_models:
         return "changes the network's layers between two calls of a step, and a compiled program cannot be changed"
@@ -86,7 +82,7 @@ def _reason(cls: Any, base: Any) -> str | None:
 
 
 def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
-    """Returns how many conditions a guider asks for, in one step or another; it takes all steps of a tiny video.
+    """Returns the numbers of conditions that a guider asks for in its steps, by running it on a tiny video.
 
     Raises:
         BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.
@@ -105,17 +101,17 @@ def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
 
 
 def state(guider: Any) -> dict[str, torch.Tensor]:
-    """Returns what a guider carries from step to step, by name: the running average of one that has momentum."""
+    """Returns what a guider carries from step to step, by name: a running average; an empty dict if it has none."""
     average = getattr(getattr(guider, "momentum_buffer", None), "running_average", None)
     return {MOMENTUM: average} if isinstance(average, torch.Tensor) else {}
 
 
 def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives a new guider what another one carried, so that a loop goes on to the same bits.
+    """Gives a new guider, which has taken no step, the state that another one carried, for a loop that goes on.
 
     Args:
-        guider: It has taken no step.
         inputs: The conditions, as `prepare_inputs` takes them.
+        saved: What `state` returned.
     """
     guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
     guider.prepare_inputs(dict(inputs))  # at the first step it makes its buffer

@@ -26,15 +26,16 @@ LATENTS = "image_latents_"
 
 
 class _VaeStandIn(ComponentStandIn):
-    """Stands where the VAE stood. Its buffers may have no values."""
+    """Takes the VAE's place in a pipeline. The VAE's buffers may have no values."""
 
     is_blank = False  #: Whether a buffer without values was asked for.
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the VAE; of a buffer without values, of it or of its modules, one of ones."""
+        """Returns an attribute of the VAE. In place of a buffer without values, also in its modules, it has ones."""
         return self._readable(super().__getattr__(name), name)
 
     def _readable(self, value: Any, name: str) -> Any:
+        """Returns an attribute's value: ones for a buffer on meta; for a module with such buffers, a wrapper."""
         if isinstance(value, torch.nn.Module) and any(buffer.is_meta for buffer in value.buffers(recurse=False)):
             return _Buffers(lambda key: self._readable(getattr(value, key), f"{name}.{key}"))
         if not isinstance(value, torch.Tensor) or not value.is_meta:
@@ -45,16 +46,16 @@ class _VaeStandIn(ComponentStandIn):
         return torch.ones(value.shape, dtype=value.dtype)
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Returns what a weight without values is to the pipeline: itself."""
+        """Returns a weight without values as it is. `Decoding` refuses it instead."""
         return weight
 
 
 class Encoding(_VaeStandIn):
-    """Stands where the VAE stood, encodes with it, and keeps what it returned.
+    """Takes the VAE's place in a pipeline, encodes with it, and keeps what it returned.
 
     Args:
         vae: With weights; or on meta, and then only the shapes are right.
-        call: The VAE as the stage's network, which returns what `moments_of` does; None: this one encodes.
+        call: The VAE as the stage's network, which returns what `moments_of` does; None: `vae` itself encodes.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Encoding(_VaeStandIn):
         self.moments: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns what the VAE's `encode` returns."""
+        """Returns a latent distribution, as the VAE's `encode` does, and keeps its moments."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         vae = vars(self)["component"]
@@ -82,11 +83,11 @@ class Encoding(_VaeStandIn):
 
 
 def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
-    """Returns mean and log of the variance of what a VAE encodes; it may be traced.
+    """Returns mean and log of the variance of the latent distribution that a VAE encodes an image as; it may be traced.
 
     Args:
         place: Where the card names the pipeline's call, for errors.
-        **inputs: Of its `encode`.
+        **inputs: Arguments of the VAE's `encode`.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -99,7 +100,7 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
 
 
 class Encoded(_VaeStandIn):
-    """Stands where the VAE stood, and returns of the image what was kept; all else is the VAE's.
+    """Takes the VAE's place in a pipeline, and returns what an earlier stage kept of the image; all else is the VAE's.
 
     Args:
         vae: The VAE; without storage if it is not to decode.
@@ -116,7 +117,7 @@ class Encoded(_VaeStandIn):
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns a latent distribution: the very one, or one of which what was drawn is drawn again."""
+        """Returns a latent distribution from the kept moments; after the loop, one that repeats the kept latents."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         if self.stage == "denoise":
@@ -126,7 +127,7 @@ class Encoded(_VaeStandIn):
         return _output(_Distribution(lambda method, *args: self._draw(getattr(real, method)(*args))))
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the VAE's `decode` returns of latents that are cast to its dtype, where they have another."""
+        """Returns what the VAE's `decode` returns for these latents, cast to the VAE's dtype."""
         return vars(self)["component"].decode(latents.to(self.dtype), *args, **kwargs)
 
     def _draw(self, latents: torch.Tensor) -> torch.Tensor:
@@ -134,6 +135,7 @@ class Encoded(_VaeStandIn):
         return latents
 
     def _kept(self, kind: str, number: int) -> torch.Tensor:
+        """Returns a tensor that an earlier stage kept; refuses that stage's artefact if it lacks the tensor."""
         name = f"{kind}{number}"
         if name not in self.tensors:
             remedy = f"Run --stage {self.stage} with this model" + (" and --image FILE" if kind == MOMENTS else "")
@@ -142,7 +144,7 @@ class Encoded(_VaeStandIn):
 
 
 class _Buffers:
-    """Stands for a module of a VAE whose buffers have no values: a function returns an attribute by its name."""
+    """Takes the place of a module of the VAE whose buffers have no values; `attribute` returns a value by its name."""
 
     def __init__(self, attribute: Callable[[str], Any]) -> None:
         self._attribute = attribute
@@ -152,11 +154,7 @@ class _Buffers:
 
 
 class _Distribution:
-    """A latent distribution that a function draws from.
-
-    Args:
-        draw: Called with the name of the method, and the arguments of that.
-    """
+    """A latent distribution that a function draws from: `draw(name of the method, *arguments)`."""
 
     def __init__(self, draw: Callable[..., torch.Tensor]) -> None:
         self.draw = draw

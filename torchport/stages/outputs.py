@@ -15,7 +15,7 @@ TENSORS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct)
 
 
 def of_call(output: Any, names: Sequence[str], network: str) -> Any:
-    """Returns what a call returns of what its network returned.
+    """Returns what a call returns, from the raw output of its network.
 
     Args:
         output: A tensor, or a tuple, list, mapping or object of several outputs.
@@ -54,9 +54,10 @@ def _by_names(output: Any, names: Sequence[str], network: str) -> Sequence[Any]:
 
 
 def plain(name: str, value: Any, network: str) -> Any:
-    """Returns a tree of tensors in tuples, lists and dicts alone; None stays."""
+    """Returns a tree of tensors with plain tuples, lists and dicts; refuses a leaf that is no tensor. None stays."""
 
     def checked(path: str, leaf: Any) -> Any:
+        """Returns a leaf; refuses one that is no tensor."""
         if not isinstance(leaf, TENSORS):
             fact = f"'{path}' is no tensor, but of the type {type(leaf).__name__}"
             remedy = "It must be tensors in tuples, lists and dicts: the function of `Stage.call` may arrange them"

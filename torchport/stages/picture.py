@@ -50,7 +50,7 @@ def read(file: Path | None) -> Any:
 
 
 def _formats(start: bytes) -> Iterator[str]:
-    """Yields what Pillow may call a file's format, by its first bytes."""
+    """Yields names of formats that a file may have, by its first bytes: Pillow's, then some that it cannot read."""
     from PIL import Image
 
     Image.init()
@@ -64,6 +64,7 @@ def _formats(start: bytes) -> Iterator[str]:
 
 
 def _in_rgb(picture: Any, place: str) -> Any:
+    """Returns a picture in RGB with 8 bits; refuses transparency, and colours that depend on who shows them."""
     from PIL import Image
 
     mode = picture.mode

@@ -86,6 +86,7 @@ class Recorder:
             return _like(self.calls[key].output, "cpu")
 
     def _new_call(self, trees: dict[str, Any], static: Static) -> NetworkCall:
+        """Calls the network on meta, and returns shapes, arithmetic and bytes of this call."""
         from torch.utils.flop_counter import FlopCounterMode
 
         names, network = self.stage.outputs, str(self.stage.network)
@@ -117,7 +118,7 @@ def unit_paths(network: torch.nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Notes the tensors that a network and its units get and return, by id; they are kept, so that no other gets it."""
+    """Notes by id the tensors that a network and its units get and return; keeping them keeps their ids unique."""
 
     def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs, output))
@@ -155,7 +156,7 @@ def network_calls(
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     assert stage.like is not None
-    recorder, numbers = Recorder(module, how, stage, count), []
+    recorder, numbers = Recorder(module, how, stage, count=count), []
     steps = Steps(finished=lambda number, state, timestep=None, kept=None: numbers.append(number))
     try:
         stage.run(parts, recorder, settings, steps, **stage.like(parts, settings), **inputs)

@@ -21,7 +21,7 @@ OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
 class Loop:
-    """A scheduler in a pipeline's loop, whose `step` is ours."""
+    """Takes over the steps of a pipeline's loop: `returned` is called in place of its scheduler's `step`."""
 
     def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0) -> None:
         #: It is changed: upstream asks for its class, so it remains itself.
@@ -34,6 +34,7 @@ class Loop:
 
         @functools.wraps(self.real)  # upstream reads its signature
         def step(*args: Any, **kwargs: Any) -> Any:
+            """Counts a step of the loop, and returns what `returned` does, in the form that upstream asks for."""
             if self.number == 0:
                 self._check_timesteps()
                 count = self.sample(args, kwargs).shape[0]
@@ -42,7 +43,7 @@ class Loop:
                     raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
             self.number += 1
             if "generator" in takes:
-                kwargs.setdefault("generator", self.generator)  # most pipelines leave it to draw what no seed decides
+                kwargs.setdefault("generator", self.generator)  # most pipelines pass none, and no seed would decide
             if kwargs.get("return_dict") is False or "return_dict" not in takes:
                 return self.returned(args, kwargs)
             from diffusers.schedulers.scheduling_utils import SchedulerOutput
@@ -52,7 +53,7 @@ class Loop:
         scheduler.step = step
 
     def _check_timesteps(self) -> None:
-        """Refuses a schedule that divides by zero: `step` would look for a number that equals nothing."""
+        """Refuses timesteps of NaN or infinity, from a division by zero: `step` would never find its own among them."""
         timesteps = torch.as_tensor(self.scheduler.timesteps)
         if not timesteps.isfinite().all():
             name = type(self.scheduler).__name__
@@ -70,7 +71,7 @@ class Loop:
         return None
 
     def begin(self) -> None:
-        """Is called before the network is."""
+        """Is called before the loop's network is."""
 
     def begin_other(self) -> None:
         """Is called in place of a network that is not this stage's."""
@@ -140,7 +141,7 @@ class Replay(Loop):
             self.begun = self.number + 1
 
     def begin_other(self) -> None:
-        """Leaves the loop, or has the step taken with zeros."""
+        """Leaves the loop, or notes that the coming step is taken with zeros and is not to be saved."""
         if self.leaves:
             raise OtherNetwork
         if self.begun:
@@ -160,7 +161,7 @@ class Replay(Loop):
             self.progress.close()  # a loop that is left has items that no step took
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what the step returned when it was taken, or takes it."""
+        """Returns the saved result for a step that is done; takes any other, and passes the state to `finished`."""
         if self.number == 1:
             self.before = dict(vars(self.scheduler))
         if self.number <= self.done:
@@ -194,7 +195,7 @@ class Replay(Loop):
 class Finished(Loop):
     """A loop all of whose steps are done: each returns the finished latents.
 
-    Code of upstream's after the loop draws what it would have drawn in the process that took the steps.
+    If upstream's code draws random numbers after the loop, it gets those that the run which took the steps would draw.
 
     Args:
         state: Of the seed's generator after the last step; None if the artefact lacks it.
@@ -216,7 +217,7 @@ class Finished(Loop):
         return self.latents.shape
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the latents, and as much more as `step` returns beside them, which it is called once for."""
+        """Returns the latents, and what else `step` returns: that is called once, for its other results."""
         shape = self.sample(args, kwargs).shape
         if shape != self.latents.shape:
             fact = f"'latents' has shape {list(self.latents.shape)}, and this job takes {list(shape)}"

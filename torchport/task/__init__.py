@@ -142,7 +142,7 @@ class Task:
         return any(stage.name in DENOISING for stage in self.stages)
 
     def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
-        """Returns the noise that the caller has for a stage, by its name among the stage's inputs."""
+        """Returns the caller's noise by its name among a stage's inputs; an empty dict without any."""
         noise = self.request.noise
         return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
 
@@ -192,14 +192,14 @@ class Task:
         if stage.name == "encode":
             manifest_settings["encode"] = self.job.encode
         if "seed" in manifest_settings:
-            manifest_settings["noise"] = None  # of the seed
+            manifest_settings["noise"] = None  # it is drawn from the seed
             if self.request.noise is not None:
                 raw = self.request.noise.detach().to(torch.float32).contiguous().numpy().tobytes()
                 manifest_settings["noise"] = hashlib.sha256(raw).hexdigest()[:16]
         return manifest_settings
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
-        """Returns what a stage runs beside upstream, as its manifest keeps it: its `card` and its `code`."""
+        """Returns what a stage's manifest keeps of its code: the card, and checksums of family files and patches."""
         texts = {file: _sha256(file)[:16] for file in self.card.code(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
@@ -222,6 +222,7 @@ class Task:
         return flag_settings | {key: value for key, value in flags.items() if value is not None}
 
     def command(self, stage: StageName, folder: Path) -> str:
+        """Returns the command that makes the artefact of a stage in a folder, for errors."""
         request = self.request
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
@@ -237,7 +238,7 @@ class Task:
         return shlex.join([*words, "--out", str(folder)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how a process of ours gets the same task: the family by its name, and no shapes."""
+        """Returns how a child process restores the task from a pickle: it loads the family again; `shapes` is empty."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("family", "shapes")]
         fields = {name: getattr(self, name) for name in names}
         return _with_family, (fields,)
@@ -276,8 +277,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     _check_lora_components(card, job, family, job_document)
     _check_encoders(card, job, family, job_document)
     stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
-    check(request.execution, stages, request.backend == "original", job, slice_)
-    check_step_cache(card, job, stages, request.backend == "original", job_document)
+    check(request.execution, stages, original=request.backend == "original", job=job, machine=slice_)
+    check_step_cache(card, job, stages, original=request.backend == "original", document=job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
@@ -307,7 +308,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
 def accept_like(task: Task, request: Request) -> Task:
     """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone.
 
-    What both name is not read again. The image is not read at all, as by a series.
+    It takes card, job and family from that task. It does not read the image: a series reads its images itself.
     """
     _check_request(request, dry=False)
     _check_image(request, task.family, dry=False, reads_picture=False)
@@ -328,6 +329,7 @@ def _check_encoders(card: Card, job: Job, family: ModuleType, document: Document
 
 
 def _check_stage(request: Request, family: ModuleType) -> None:
+    """Refuses a stage that the family has not, and noise for a stage that goes on from an earlier one's latents."""
     names = [*(stage.name for stage in family.STAGES), "all"]
     if request.stage not in names:
         raise UnknownNameError(f"--stage {request.stage}", "There is no such stage", nearest(request.stage, names))
@@ -338,6 +340,7 @@ def _check_stage(request: Request, family: ModuleType) -> None:
 
 
 def _check_request(request: Request, dry: bool) -> None:
+    """Refuses a request that lacks a prompt, has text that is not Unicode, or has a flag without effect."""
     if request.prompt is None and request.stage in ("encode", "all") and not dry:
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
     for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
@@ -356,7 +359,7 @@ def _check_request(request: Request, dry: bool) -> None:
 
 
 def _check_lora_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a LoRA of what the loop does not call."""
+    """Refuses a LoRA for a component that the denoising loop does not call."""
     names = [str(stage.network) for stage in family.STAGES if stage.name in DENOISING]
     for number, lora in enumerate(job.lora):
         if lora.component not in names:
@@ -368,8 +371,8 @@ def _check_lora_components(card: Card, job: Job, family: ModuleType, document: D
 def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
     """Refuses a LoRA that is not there, or that is a pickle.
 
-    A plan, which is made without the checkpoint's files too, needs none, and checks those that are here itself. Nor
-    does a stage that takes no steps, unless a flag names the file: it is compared with what the steps were taken with.
+    A stage without denoising steps needs no LoRA, unless a flag names one: that is compared with the LoRA of the steps.
+    A plan does not come here: it also works without the files, and checks those that are here itself.
     """
     if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
         return
@@ -383,7 +386,7 @@ def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: 
 def check_step_cache(
     card: Card, job: Job, stages: Sequence[families.Stage], original: bool, document: Document
 ) -> None:
-    """Refuses a step cache that a loop cannot have; a run without denoising steps reads none."""
+    """Refuses a step cache that a denoising loop cannot have; without denoising steps, `cache` has no effect."""
     loops = [stage for stage in stages if stage.name in DENOISING]
     if job.cache is None or not loops:
         return
@@ -404,6 +407,7 @@ def check_step_cache(
 
 
 def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture: bool) -> None:
+    """Refuses a missing image if the model begins with one, and an image that it cannot take or that cannot be read."""
     if request.image is None:
         if (
             family.TAKES_IMAGE == families.ALWAYS
@@ -423,7 +427,7 @@ def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture:
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:
-    """Refuses tiles of a VAE that one of the stages compiles whole: they are another function, unrolled into one."""
+    """Refuses `vae_tiling` if a stage compiles the VAE whole: tiles are another function, unrolled into one program."""
     if card.call is None or not job.vae_tiling:
         return
     if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):
@@ -453,6 +457,7 @@ def _new_folder(request: Request) -> Path:
 
 
 def _settings(request: Request, card: Card, job: Job) -> families.Settings:
+    """Returns the settings that a family's functions get, from the flags, the config and the card."""
     dtypes = {name: job.dtypes.get(name, component.dtype) for name, component in card.components.items()}
     return families.Settings(
         prompt=request.prompt or "",

@@ -106,6 +106,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
 
 
 def _on_devices(machine: Machine, need: Need) -> list[str]:
+    """Returns a list with a clause on the devices that a job needs; an empty list if it needs none."""
     if need.largest is None:
         return []
     most = need.activations.get(need.largest, 0)
@@ -115,7 +116,7 @@ def _on_devices(machine: Machine, need: Need) -> list[str]:
 
 
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
-    """Returns the remedy. If the weights alone would fit, the video is too large."""
+    """Returns what to do: use a smaller video, if the weights alone would fit; else a larger machine, or `instead`."""
     weights = limit is None or max(need.device_bytes.values(), default=0) <= limit
     whole = limit is None or max(map(need.bytes_of, need.device_bytes), default=0) <= limit
     large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
@@ -125,7 +126,7 @@ def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead:
 
 
 def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
-    """Returns how many devices of a platform the processes of this run see, their kind, and their memory in bytes."""
+    """Returns a platform's devices in this run: number, kind and bytes of one; 0, "none" and None if it has none."""
     import jax
 
     hush_libtpu()

@@ -19,6 +19,8 @@ SKIPPED = 2
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
+    """How a request is executed, and what is shown of it."""
+
     #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
     jit: bool = True
     xla_flags: str | None = None
@@ -28,7 +30,7 @@ class Execution:
     strict: bool = False
 
     def row(self, machine: Machine) -> dict[str, object]:
-        """Returns what a manifest says of it: what may change a result's last bits."""
+        """Returns the fields of a manifest that say how a request was executed: what may change last bits."""
         if self.xla_flags is None:
             return {"jit": self.jit, "xla_flags": None}
         chosen = xla_flags.set_of(self.xla_flags, machine)
@@ -40,7 +42,7 @@ COMPILED = Execution()
 
 
 def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
-    """Refuses flags that would have no effect on a request."""
+    """Refuses flags that would have no effect on a request, or contradict it."""
     networks, loops = [s for s in stages if s.network], [s for s in stages if s.name in DENOISING]
     for flag, given in {"--no-jit": not execution.jit, "--strict": execution.strict}.items():
         if given and not networks:
@@ -50,7 +52,7 @@ def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Jo
         fact = "The job has a step cache, which is two compiled programs"
         raise BadValueError("--no-jit", fact, "Leave one of the two out: --set cache=null")
     if execution.profile is not None:
-        _check_profile(execution.profile, bool(loops), original, job)
+        _check_profile(execution.profile, denoises=bool(loops), original=original, job=job)
     if execution.xla_flags is not None:
         place = f"--xla-flags {execution.xla_flags}"
         if original:
@@ -59,6 +61,7 @@ def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Jo
 
 
 def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None:
+    """Refuses `--profile` where no step can be traced, or fewer than `count`."""
     place = f"--profile steps={count}"
     if original:
         raise BadValueError(place, "JAX's profiler does not see --backend original", "Leave one of the two out")

@@ -24,7 +24,7 @@ from torchport.stages.family import Settings, Stage
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
 
-    That of `family: diffusers` is made of the card.
+    For `family: diffusers` the module is made from the card.
     """
     place = document.place(["family"])
     check_call(card, document)
@@ -38,7 +38,7 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
             at = document.place(["components", name, "build"])
             _loaded(file.with_name(component.build.partition(":")[0]), card, at)
             builder(module, component.build, at)
-    check_complete(path, vars(module), place, bool(getattr(module, "VARIANTS", ())))
+    check_complete(path, vars(module), place, variants=bool(getattr(module, "VARIANTS", ())))
     stages = module.STAGES
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
         fact = f"STAGES in '{path}' is no tuple of Stages"
