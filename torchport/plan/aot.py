@@ -83,7 +83,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
     """Returns the call of each encoder of a stage, as shapes of tokens and mask; patches must be in force.
 
-    The result is empty if a plan does not know the embeddings' shapes.
+    The result is empty if the shapes of the embeddings are not known before a run.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:
@@ -185,8 +185,7 @@ class CompiledProgram:
     #: Bytes of the inputs and outputs of the network's blocks in one run, as upstream computes them.
     borders: int
     calls: list[dispatch.Traced]
-    #: For each kernel except attention, the call that moves most bytes.
-    passes: list[dispatch.Pass]
+    passes: list[dispatch.Pass]  #: For each kernel except attention, the call that moves most bytes.
     spots: list[grid.Spot]
     dump: str | None  #: The name of its file in the dump; None where there is none.
     operators: str  #: How many operators it calls, by what is known of them, in words.
@@ -335,12 +334,7 @@ _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
 def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
-    """Runs `compiled` in a process of its own, and returns its programs; the compiler's dump goes into `folder`.
-
-    Args:
-        task: The job; it is pickled for the child, which reads no config again.
-        bounded: See `outlined`.
-    """
+    """Runs `compiled` in a process of its own, and returns its programs; the compiler's dump goes into `folder`."""
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")

@@ -382,7 +382,7 @@ class JobPlan(Figure):
 
     @property
     def at_once_bytes(self) -> int | None:
-        """Bytes on each device if it held the networks of all denoising stages at once; None for a single one, or if one does not fit."""
+        """Bytes on each device if it held all denoising networks at once; None if it has one, or one does not fit."""
         stages = [stage for name, stage in self.stages.items() if name in DENOISING and isinstance(stage, StagePlan)]
         sizes = [(stage.per_device.arguments_bytes, stage.per_device.peak_bytes) for stage in stages]
         known = [(arguments, peak) for arguments, peak in sizes if arguments is not None and peak is not None]

@@ -27,7 +27,6 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def lines(job: JobPlan) -> list[str]:
-    """Returns a plan as lines of text, the verdict first."""
     verdict = "fits" if job.fits else "DOES NOT FIT"
     text = [f"{job.model} on {job.machine}, {job.strategy}, {job.mesh_text}: {verdict}"]
     for name, stage in job.stages.items():
@@ -179,9 +178,7 @@ def _clip_chart(job: JobPlan) -> BarChart | None:
         return None
     kinds = {"encode": "arguments", "write": "rest", "decode": "communication"}
     each = [part for part in job.clip.parts if not part.once]
-    parts = [
-        _bar(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each
-    ]
+    parts = [_bar(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each]
     title = (
         f"A clip, modelled: {job.clip.next_s:.4g} s, {job.clip.times_real_time:.3g} times as long as it plays; the "
         f"first takes {job.clip.first_s:.4g} s"
@@ -229,9 +226,7 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
     return charts
 
 
-def _bars(
-    attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]
-) -> list[BarPart]:
+def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]) -> list[BarPart]:
     """Returns the parts of a time: attention, `largest` by their lines of PyTorch, other operations, communication."""
     by_line: dict[str, float] = {}
     for operation in largest:

@@ -244,11 +244,7 @@ def _unfit(task: Task, flops: int, overflow: Overflow, shared: dict[str, Any]) -
 def combined(
     programs: Sequence[ProgramPlan], steps: int, *, dtypes: dict[str, str], precision: dict[str, str]
 ) -> StagePlan:
-    """Returns a stage's figures from those of its programs: the largest program's bytes; times of all, a step.
-
-    Args:
-        programs: One for each set of input shapes; the stage runs it `times` times.
-    """
+    """Returns a stage's figures from those of its programs: the largest program's bytes, and the times of a step."""
     largest = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
     longest = max(programs, key=lambda program: program.step.flops * program.times)
     alone = len(programs) == 1 and programs[0].times == steps

@@ -53,8 +53,7 @@ class ProgramTime:
     calls: Sequence[Attention]
     passes: dict[str, float]  #: Seconds of one call of each other kernel, by its name.
     flops: int  #: FLOPs of one run, on the whole slice.
-    #: Whether it is a denoising network, which consists of blocks.
-    denoises: bool = True
+    denoises: bool = True  #: Whether it is a denoising network, which consists of blocks.
 
     @property
     def chip(self) -> Chip:
@@ -117,9 +116,9 @@ class ProgramTime:
         )
 
     def largest(self) -> list[Operation]:
-        """Returns the ten longest operations of a block, or of the program if it has no blocks.
+        """Returns the ten longest operations of a block, or of a program without blocks.
 
-        Attention and collectives are not among them.
+        Attention and collectives are not among them: they have figures of their own.
         """
         computation = None if self.loop is None else self.loop.body
         kernels = [
@@ -136,7 +135,7 @@ class ProgramTime:
         return sorted([*kernels, *compiled], key=lambda operation: -operation.ms)[:10]
 
     def underestimates(self) -> list[Underestimate]:
-        """Returns one finding for all operations that count with more than the compiler's estimate, or an empty list."""
+        """Returns one finding for all operations that count with more than their estimate; an empty list if none do."""
         raised = self.program.underestimated()
         if not raised:
             return []
@@ -199,11 +198,7 @@ def floor_seconds(flops: int, machine: Machine) -> float:
 
 
 def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
-    """Returns the collectives of a computation; equal ones (kind, bytes, line of code, links) are counted together.
-
-    Args:
-        computation: The computation's name; None for the whole program, where those of a loop count in each iteration.
-    """
+    """Returns the collectives of a computation, or of the whole program for None; equal ones are counted together."""
     counts: dict[Collective, int] = {}
     for collective in program.collectives(computation):
         # A group of one moves nothing, and has no links.
@@ -231,7 +226,6 @@ def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
 
 
 def _collective_seconds(collective: Collective, chip: Chip) -> float:
-    # The larger of input and output: a reduce-scatter's output is one part of its input.
     size = collective.bytes * (collective.group if collective.kind == "reduce-scatter" else 1)
     share = 1.0 if collective.kind == "collective-permute" else (collective.group - 1) / collective.group
     return collective.count * _MOVED.get(collective.kind, 1.0) * size * share / (collective.ports * chip.link)

@@ -141,7 +141,6 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def data(swept: Sweep) -> dict[str, Any]:
-    """Returns a sweep as JSON data."""
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
     return {
         "model": swept.model,

@@ -77,8 +77,7 @@ class WatchedCall:
         self.observed: Values = {}
         #: The patches that were called since the border before, by border.
         self.patches: dict[Border, frozenset[str]] = {}
-        #: Whether a region of CUDA autocast was entered around a module.
-        self.autocasts = False
+        self.autocasts = False  #: Whether a region of CUDA autocast was entered around a module.
         self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}
         self._call_counts = dict.fromkeys(self.modules, 0)
         self._patch_counts: Mapping[str, int] = {}

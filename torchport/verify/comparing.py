@@ -61,11 +61,7 @@ class Measurements:
 
 
 def compare(request: Request, file: Path, original: Request | None, parent: int) -> Measurements:
-    """Returns how the port differs from a recording of the original, read from `file`; runs in a process of its own.
-
-    Args:
-        original: The original's request, to measure a module's effect on the output in it; None: in the port.
-    """
+    """Returns how the port differs from the recording in `file`; effects are measured in `original`, if it is given."""
     task, found = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
@@ -274,8 +270,7 @@ class LoweredProgram:
     static: dict[str, str]
     outputs: list[str]
     modules: dict[str, str]
-    #: The number of constants of each shape and dtype; scalars are left out.
-    constants: dict[str, int]
+    constants: dict[str, int]  #: The number of constants of each shape and dtype; scalars are left out.
     text: str
 
     @property
@@ -315,10 +310,7 @@ def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram
 
 
 def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[LoweredProgram]) -> list[str]:
-    """Returns a line for each program of a run that a plan has not, with what differs; an empty list if there is none.
-
-    A program that the plan alone has is no difference: a run that stops early may have called fewer.
-    """
+    """Returns a line for each program of a run that a plan has not; a run that stops early may have fewer programs."""
     lines = []
     digests = [program.digest for program in plan]
     for program in run:

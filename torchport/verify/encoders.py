@@ -24,17 +24,11 @@ Values = list[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """The outputs of the original's encoders, in their dtype and in a wider one.
+    """The outputs of the original's encoders, in their dtype and in a wider one, the yardstick's."""
 
-    Attributes:
-        host: The outputs of their modules.
-        wide: The same outputs computed in the wider dtype, the yardstick's.
-        roundings: By output of the stage, the distance of the original's from the yardstick's.
-    """
-
-    host: Values
-    wide: Values
-    roundings: dict[str, float]
+    host: Values  #: The outputs of the encoders' modules.
+    wide: Values  #: The same outputs, computed in the wider dtype.
+    roundings: dict[str, float]  #: The distance of the original from the yardstick, by output of the stage.
 
     def allowed(self, name: str) -> float:
         """Returns the distance that an output of the port may have from the original's: the roundings of both."""
@@ -61,10 +55,9 @@ def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, 
 def encoded(
     task: Task, stage: Stage, folder: Path, yardstick: Yardstick | None
 ) -> tuple[dict[str, torch.Tensor], list[Seam]]:
-    """Returns the outputs of a port's encoders, and for each encoder its first faulty module, or else its worst.
+    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one.
 
-    Args:
-        yardstick: If it is None or has no modules, as in a capture, no module is compared and the list is empty.
+    The modules are an empty list if the yardstick is None or has none, as in a capture.
     """
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)

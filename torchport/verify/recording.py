@@ -66,9 +66,9 @@ class RecordedCall:
 
 
 def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]) -> list[torch.Tensor] | None:
-    """Returns the port's outputs in a step, split into one for each of the original's calls in that step.
+    """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ.
 
-    One call of a port may batch several conditions of guidance. None if the numbers of conditions differ.
+    A port's call may batch several conditions of guidance, for each of which the original has a call.
     """
     rows = torch.cat([output.float() for output in outputs])
     counts = [call.wide_output.shape[0] for call in calls]
@@ -150,7 +150,7 @@ def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes:
     """Records the original, and writes the recording to a file; runs in a process of its own.
 
     Args:
-        steps: The denoising steps to record, from 0; None: those that the loop shows to be of interest.
+        steps: The denoising steps to record, from 0; None: those that `_StepWatch` finds.
     """
     write(recording_of(accept(request), steps, decodes), file)
 

@@ -89,6 +89,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
+
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:

@@ -56,28 +56,21 @@ class Unit:
     """A block, module or code between modules in one call of a network. Distances: max|a - b| / max|yardstick|."""
 
     step: int  #: The denoising step, from 0.
-    #: The call of the network in this step, from 0: guidance may call it twice.
-    call: int
+    call: int  #: The call of the network in this step, from 0: guidance may call it twice.
     network: str
-    #: The module's path in it; empty for the network. Of a forward: its module's.
-    path: str
+    path: str  #: The module's path in it; empty for the network. Of a forward: its module's.
     depth: int  #: The order in which units begin, from 0.
     #: Network, block, module, or forward: what a forward computes itself between the modules that it calls.
     kind: Kind
     name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
-    #: The distance of the original, in the job's dtypes, from the yardstick.
-    rounding: float
-    #: The port's distance if the unit gets the original's inputs: the unit's own error.
-    added: float
-    #: The port's distance if only the network gets the original's inputs: with the errors of all units before. None
-    #: where it was not measured.
+    rounding: float  #: The distance of the original, in the job's dtypes, from the yardstick.
+    added: float  #: The port's distance if the unit gets the original's inputs: the unit's own error.
+    #: The port's distance if only the network gets the original's inputs, with all errors before. None if not measured.
     inherited: float | None = None
     #: How far its own error alone moves the network's output, divided by the rounding there. None if not measured.
     effect: float | None = None
-    #: Which of the calls of its module this is, from 0: a module may be called more than once.
-    number: int = 0
-    #: Whether it stands behind the first fault: effects are not measured there.
-    is_behind: bool = False
+    number: int = 0  #: Which of the calls of its module this is, from 0: a module may be called more than once.
+    is_behind: bool = False  #: Whether it stands behind the first fault: effects are not measured there.
     #: Its own error over the original's if the error of each channel is divided by the channel's greatest value.
     by_channel: float = 0.0
 
@@ -95,10 +88,7 @@ class Unit:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict: an error without an effect on the network's output is none.
-
-        Behind the first fault a unit is at most unclear: its effect is not measured there.
-        """
+        """The verdict; an error without an effect on the output is none, and behind a fault it is at most unclear."""
         verdict = _verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
         return Verdict.UNCLEAR if self.is_behind and verdict is Verdict.OTHER else verdict
 
@@ -107,8 +97,7 @@ class Unit:
 class Seam:
     """A value that passes between the denoising loop and a network, or between stages, compared by name."""
 
-    #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
-    name: str
+    name: str  #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
     stage: str
     step: int | None  #: The denoising step, from 0; None for values before the loop.
     original: str
@@ -131,10 +120,8 @@ class Cause:
     promise: str
     unit: str
     with_it: float
-    #: Without it; None where the network cannot be called without it.
-    without_it: float | None
-    #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
-    how: How
+    without_it: float | None  #: Without it; None where the network cannot be called without it.
+    how: How  #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
     rounding: float | None = None  #: The unit's; None for a value of the loop.
     #: Whether the family's `prepare` changes the unit, so that it may be at fault instead of the patch.
     prepared: bool = False
@@ -159,8 +146,7 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
-    rounding: float
+    rounding: float  #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
     added: float  #: Of the port's.
     frame: int  #: The port's worst frame, from 0.
     #: That frame as PNG, by what it is: the original's, the port's, and their difference.
@@ -184,8 +170,7 @@ class Verification:
     mesh: dict[str, int]
     steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
     total: int
-    #: What the port was compared with: `original` or a folder of a capture.
-    against: str = "original"
+    against: str = "original"  #: What the port was compared with: `original` or a folder of a capture.
     seams: tuple[Seam, ...] = ()
     units: tuple[Unit, ...] = ()
     causes: tuple[Cause, ...] = ()
@@ -193,8 +178,7 @@ class Verification:
     drift: tuple[Drift, ...] = ()
     floor: str = ""  #: The run whose drift is the floor, in words; empty without one.
     decoded: Decoded | None = None
-    #: Notes, a line each: what was not compared.
-    unlike: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()  #: Notes, a line each: what was not compared.
     left_out: int = 0
     programs: tuple[str, ...] = ()
     operators: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -61,10 +61,8 @@ class FinishedRun:
     folder: Path
     manifests: dict[StageName, Manifest]
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
-    #: The last latents of the `denoise` stage, of any shape and floating-point dtype.
-    latents: torch.Tensor
-    #: The stages whose files hold the latents after a step, by its number from 1.
-    steps: dict[int, StageName]
+    latents: torch.Tensor  #: The last latents of the `denoise` stage, of any shape and floating-point dtype.
+    steps: dict[int, StageName]  #: The stages whose files hold the latents after a step, by its number from 1.
 
     @property
     def total(self) -> int | None:
@@ -263,8 +261,7 @@ class Distance:
     same_frames: bool
     #: Those after each step that both runs kept, and at last the last latents of `denoise`.
     latents: list[Latents]
-    #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
-    unkept: str
+    unkept: str  #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
 
     @property
     def warning(self) -> str:
@@ -293,7 +290,6 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
 
 
 def _check_shape(run: FinishedRun, stage: str, name: str, theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """Raises if a run's tensor has another shape than that of the first run; `stage` and `name` are for the text."""
     if theirs.shape != ours.shape:
         fact = f"Its '{name}' have the shape {list(theirs.shape)}, and those of the first run {list(ours.shape)}"
         remedy = "Compare runs of one model, one size and one number of frames"

@@ -46,10 +46,8 @@ CONVENTIONS = {"height": "height", "width": "width", "num_frames": "frames", "nu
 class ConditionCall:
     network: str
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
-    #: How often the network was called with this condition in this step before.
-    number: int
-    #: The network's inputs by path; of each batch, the row of this condition.
-    tensors: dict[str, torch.Tensor]
+    number: int  #: How often the network was called with this condition in this step before.
+    tensors: dict[str, torch.Tensor]  #: The network's inputs by path; of each batch, the row of this condition.
     values: dict[str, Any]
 
 
@@ -104,6 +102,7 @@ class LoopRecord:
 
     def _recorder(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a scheduler's `step` that also records its arguments, and the scheduler's state before."""
+
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if self._depth:  # a call of `super().step`, within a recorded one
@@ -207,11 +206,9 @@ def _has_upstream_loop(task: Task) -> bool:
 def _run_upstream(
     task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
-    """Takes the denoising steps of the original in upstream's loop.
+    """Takes the original's denoising steps in upstream's loop: a pipeline's `__call__`, or `upstream_loop` of a family.
 
-    Args:
-        task: The original's task. Its card names a pipeline, or its family has a function `upstream_loop`.
-        inputs: The outputs of the stages before, and `noise` if the user gives it.
+    `inputs` are the outputs of the stages before, and `noise` if the user gives it.
     """
     settings = task.settings
     if hasattr(task.family, "upstream_loop"):

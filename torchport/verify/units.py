@@ -46,8 +46,7 @@ class MeasuredUnit:
 
     unit: Unit
     border: Border
-    #: The path of the block in which it lies; empty for the network's forward.
-    block: str
+    block: str  #: The path of the block in which it lies; empty for the network's forward.
     #: The patches that were called between the border before and this one.
     patches: frozenset[str] = frozenset()
     block_patches: frozenset[str] = frozenset()
@@ -67,8 +66,7 @@ class Units:
         self.outputs = outputs or port_outputs(port, call)
         #: The rounding of the network's output; see `estimate_rounding`.
         self.rounding = max(call.rounding, least_rounding(call.output))
-        #: The port's values if only the network gets the original's inputs.
-        self.free_values: Values = {}
+        self.free_values: Values = {}  #: The port's values if only the network gets the original's inputs.
         #: The port's call in which each block gets the original's inputs.
         self.forced_call: WatchedCall | None = None
         self._is_estimated = False
@@ -128,10 +126,8 @@ class Units:
         return self._in_roundings(self._distance)
 
     def effects(self, measured: Sequence[MeasuredUnit]) -> list[float | None]:
-        """Returns how far each unit's error alone moves the network's output, divided by the rounding there.
-
-        None for a unit of which a capture has only some rows, or whose value cannot replace the original's.
-        """
+        """Returns how far each unit's error alone moves the output, in roundings; None if it cannot be measured."""
+        # A capture may have only some rows of a value, which cannot replace the whole.
         complete = [unit for unit in measured if not is_sampled(self.call.values[unit.border])]
         changes = [(unit.border, self._port_value(unit)) for unit in complete]
         changes = [(border, value) for border, value in changes if _takes_place(value, self.call.values[border])]
@@ -162,9 +158,8 @@ class Units:
         """Raises `self.rounding`, the rounding of the output, to the one that is to be expected, if that is more.
 
         In the original's output the rounding errors of blocks may cancel by chance. So the effect of each block's
-        rounding on the output is measured alone, and the root of the sum of squares is the expected rounding. This
-        takes two calls of the network for each border; it is left out where it cannot change the verdict on `judged`,
-        a distance of outputs.
+        rounding is measured alone, and the root of the sum of squares is the expected rounding. This takes two calls
+        for each border; it is left out where it cannot change the verdict on `judged`, a distance of outputs.
         """
         ratio = self._in_roundings(judged)
         if self._is_estimated or ratio is None or not ROUNDING < ratio <= CLEAR:
@@ -294,7 +289,7 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
 
 
 def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
-    """Returns the measured blocks of a call, and the modules of the first faulty block.
+    """Returns the measured blocks of a call, and the modules of its first faulty block.
 
     If an earlier call is at fault (`is_over`), neither effects nor modules are measured.
     """

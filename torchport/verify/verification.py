@@ -54,8 +54,7 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 class Options:
     steps: tuple[int, ...] | None = None
     decodes: bool = False
-    #: Another mesh, on which the drift is measured for comparison; None: none.
-    floor: str | None = None
+    floor: str | None = None  #: Another mesh, on which the drift is measured for comparison; None: none.
     #: The folder of a capture, which is used instead of the original; None: the original runs.
     reference: Path | None = None
 
@@ -118,10 +117,9 @@ def _measure_modules(found: Measurements, request: Request, file: Path) -> None:
 
 
 def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Measurements:
-    """Runs the original and the port in parallel, and returns how the port differs from the original.
+    """Runs the original and the port, each in a process, and returns how they differ; if one fails, the other stops.
 
     The port's process imports, checks and plans while the original's runs, but loads no weights before that has ended.
-    If one of the two fails, the other is stopped.
     """
     original = dataclasses.replace(task.request, backend="original") if options.reference is None else None
     no_port, no_original = threading.Event(), threading.Event()
@@ -139,7 +137,7 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Me
         port: Future[Measurements] = pool.submit(compare)
         try:
             with contextlib.suppress(child.ChildStoppedError):  # the port has failed: `port.result()` raises its error
-                _record_original(task, options, file, clock, no_port)
+                _write_recording(task, options, file, clock, no_port)
             with clock.lap("the port"):
                 return port.result()
         except BaseException:
@@ -147,8 +145,7 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Me
             raise
 
 
-def _record_original(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
-    """Writes the recording that the port is compared with: from a capture, or from a run of the original."""
+def _write_recording(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
     if options.reference is not None:
         with clock.lap("the capture"):
             _call("reference:unpack", options.reference, file, stop=stop)
@@ -169,6 +166,7 @@ def capture_original(request: Request, options: Options, folder: Path, limit: in
 
 def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
     """Calls a function of this package, named as `module:function`, in a new process; returns what it returns."""
+
     def ended(end: child.Ended) -> MachineError:
         remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
@@ -199,7 +197,6 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 
 
 def _check_floor(task: Task, mesh: str) -> None:
-    """Raises if the job cannot run on the mesh of `--floor`."""
     try:
         accept(_on_mesh(task, mesh))
     except BadValueError:
@@ -362,8 +359,8 @@ def causes_of_network(
 ) -> Search:
     """Returns the patch that causes a network's error, where each of its units is right for one condition alone.
 
-    The network is called on one device with the inputs of its program: all conditions of guidance in one batch. Nothing
-    is tried if it is right so: then sharding or the compiler is at fault. Runs in a process of its own.
+    The network is called on one device with its program's inputs, all conditions of guidance in one batch. If the
+    output is right then, no patch is tried: sharding or the compiler is at fault. Runs in a process of its own.
     """
     task = accept(request)
     calls = [call for call in read(file).calls if (call.step, call.network) == (unit.step, unit.network)]
@@ -389,7 +386,10 @@ def _search(
     entries: Iterable[patch.Entry],
     error: Callable[[Port], float | None],
 ) -> Search:
-    """Leaves out one patch at a time, until a unit's `error` is gone; returns that patch, and the errors without each."""
+    """Leaves out one patch at a time, until a unit's `error` is gone.
+
+    Returns that patch as the cause (no cause if the error stays), and the error without each patch that was tried.
+    """
     tried: dict[str, float | None] = {}
     for entry in entries:
         tried[entry.id] = _error_without(task, stage, folder, entry, error)
@@ -404,7 +404,7 @@ def causes_of_decoder(
 ) -> tuple[Search, decoder.Parting | None]:
     """Returns the patch that causes a difference of the decoded frames, and the first module that differs.
 
-    Runs in a process of its own. Beside a capture there is no original: the module is None.
+    Without `original`, as beside a capture, the module is None. Runs in a process of its own.
     """
     task, recorded = accept(request), read(file).decoded
     stage = task.family.STAGES[-1]
@@ -426,9 +426,10 @@ def causes_of_decoder(
 
 
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
-    """Returns the patch that causes a seam's difference, found by bisection: half of the patches is left out each time.
+    """Returns the patch that causes a seam's difference, found by bisection.
 
-    `called` are the ids of the patches that were called outside the networks. Runs in a process of its own.
+    Candidates are the patches that were `called` outside the networks, in encoders and loops. Of these, one half is
+    left out at a time.
     """
     task, recorded = accept(request), read(file)
 
@@ -461,10 +462,9 @@ def _is_cured(rounding: float, added: float | None) -> bool:
 
 
 def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.Entry]:
-    """Returns the patches that may cause a unit's error, the most likely first: called in it, in its block, or before.
+    """Returns the patches that may cause a unit's error: called in it, then in its block (or uncounted), then earlier.
 
-    Patches whose calls are not counted come with those of the block. The last are those that were called up to the first
-    module whose output has another shape, as the error may follow from that.
+    Of the earlier ones only those up to the first module whose output has another shape: the error may follow from it.
     """
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     first = [entry for entry in entries if entry.id in measured.patches]
@@ -503,9 +503,9 @@ def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
 
 
 def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> float | None:
-    """Returns a unit's error in this port, reduced to its effect on the network's output if that is less.
+    """Returns a unit's error in this port, or its effect on the network's output if that is less.
 
-    None if the port does not call the unit, or returns another shape.
+    None if the port does not call the unit, or returns another shape there.
     """
     values = inner_values(call.values)
     paths = {*measured.forced, *measured.skipped} - {""}
@@ -528,9 +528,9 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
 
 
 def _eliminated(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) -> Iterator[Cause]:
-    """Yields the only patch without which the network cannot be called; nothing if there are several or none.
+    """Yields a patch as the cause if it is the only one that could not be left out; else yields nothing.
 
-    All others were left out, and the error stayed.
+    It is called where the error stayed without each of the others.
     """
     untried = [key for key, added in tried.items() if added is None]
     if len(untried) == 1:

@@ -55,11 +55,7 @@ def installed() -> bool:
 
 
 def describe(machine: Machine) -> Any:
-    """Returns JAX's description of an absent TPU slice, for whose `devices` programs can be compiled.
-
-    Args:
-        machine: A TPU slice that exists, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or tpu7x:2x2x1.
-    """
+    """Returns JAX's description of an absent TPU slice, such as v6e:2x4: programs can be compiled for its `devices`."""
     place = f"machine {machine.name}"
     if machine.platform != "tpu":
         raise TopologyError(place, f"It is of kind '{machine.platform}'", f"It must be a TPU: {', '.join(TPU_CHIPS)}")

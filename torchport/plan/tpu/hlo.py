@@ -49,8 +49,7 @@ class Instruction:
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bytes: int = 0  #: Of all output arrays, on one device.
     operands: tuple[str, ...] = ()
-    #: The computations that it runs or applies; a loop's condition, then its body.
-    calls: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()  #: The computations that it runs or applies; a loop's condition, then its body.
     #: The compiler's estimate for one execution, or None without one. It may be negative for a convolution with many
     #: passes.
     cycles: int | None = None
@@ -60,12 +59,10 @@ class Instruction:
     #: A collective's groups of devices, as positions in the program's order of devices; a permutation's [source,
     #: target] pairs.
     groups: tuple[tuple[int, ...], ...] = ()
-    #: The id of a collective that is split over several fusions; the same in each of them.
-    chain: str = ""
+    chain: str = ""  #: The id of a collective that is split over several fusions; the same in each of them.
     literal: str = ""  #: The text in the parentheses of a constant or a parameter.
     index: str = ""  #: The index of a get-tuple-element; the direction of a comparison.
-    #: The iterations of a loop, if the compiler wrote them.
-    trips: int | None = None
+    trips: int | None = None  #: The iterations of a loop, if the compiler wrote them.
     #: bfloat16 operations of a convolution, or of all in a fusion, on one device, in all passes (see
     #: `_convolution_flops`). A matrix product is a convolution, too.
     flops: int = 0
@@ -115,8 +112,7 @@ class InstructionRuns:
     #: Whether it runs asynchronously (by DMA, or on the SparseCore): a `-start` instruction starts it, and a `-done`
     #: waits for it.
     beside: bool = False
-    #: Cycles that the arithmetic of its convolutions takes at peak FLOP/s, each time.
-    least: int = 0
+    least: int = 0  #: Cycles that the arithmetic of its convolutions takes at peak FLOP/s, each time.
 
     @property
     def estimated(self) -> int:
@@ -147,8 +143,6 @@ class CollectiveExecution:
 
 @dataclasses.dataclass(frozen=True)
 class HloLoop:
-    """A loop that runs."""
-
     body: str  #: The name of its body's computation.
     trips: int  #: Iterations of one execution.
     times: int  #: Executions.
@@ -206,10 +200,7 @@ class HloProgram:
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
     def unpriced(self) -> list[InstructionRuns]:
-        """Returns the instructions that take time, but have no estimate and no model; the largest output first.
-
-        Collectives, Pallas kernels, and asynchronous or free instructions are not among them.
-        """
+        """Returns the instructions that take time, but have no estimate and no model; the largest output first."""
         left = [run for run in self.walk() if not run.beside and self._is_unpriced(run.instruction)]
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
@@ -452,7 +443,6 @@ class _HloReader:
         self.computations: dict[str, Computation] = {}
 
     def read(self) -> HloProgram:
-        """Returns the program of the file."""
         header = self.lines[0] if self.lines else ""
         if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
             raise self.refusal("It does not begin with a scheduled HloModule")
