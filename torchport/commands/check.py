@@ -145,6 +145,7 @@ def stages_of(pack: Pack) -> list[StagePatches]:
 
 
 def _stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
+    """Returns the patches of each stage of cards, once for each set that a choice of implementations gives."""
     return [
         StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards

@@ -77,7 +77,7 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     if of_floor is not None:
         _check_floor(first, of_floor)
     second = runs.distance(first, runs.read(b))
-    return Comparison(first, second, None if of_floor is None else runs.distance(first, of_floor))
+    return Comparison(first, second, floor=None if of_floor is None else runs.distance(first, of_floor))
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:

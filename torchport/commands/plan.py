@@ -84,7 +84,7 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
     job = planning.plan(request, flags.topology, flags.keep, bounded, stages=(flags.stage,) if flags.stage else ())
     if flags.file is not None:
         plan_report.write(flags.file, job, line)
-    return terminal.Answer(job.model_dump(mode="json"), plan_report.lines(job), int(not job.fits))
+    return terminal.Answer(job.model_dump(mode="json"), plan_report.lines(job), exit_code=int(not job.fits))
 
 
 def _check_combination(flags: PlanFlags) -> None:

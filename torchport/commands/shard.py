@@ -129,6 +129,7 @@ def _row(
 
 
 def _spec_words(spec: Spec | None) -> str:
+    """Returns a sharding spec as text: `[dp, -, (sp, tp)]`, `replicate`, or `free` for None."""
     from torchport.config.strategy import dims_of
 
     if spec is None or spec == "replicate":

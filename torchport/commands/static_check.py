@@ -217,7 +217,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
             place = document.place(["operators", key])
             note = f"accepts {key}, which may differ from PyTorch's"
             report.notes.append(f"{place}: {note}: {why}")
-        _check_demo(pack, card, document, bool(mistakes), report)
+        _check_demo(pack, card, document, has_mistakes=bool(mistakes), report=report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
@@ -344,7 +344,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     tree = tree_of(file)
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
-    family_module.check_complete(as_named(file), names, place, False)
+    family_module.check_complete(as_named(file), names, place, variants=False)
     return _networks_of(bindings["STAGES"].node)
 
 

@@ -39,8 +39,8 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     terminal.log_to_stderr()
     from torchport.porting.trace import trace
 
-    report = trace(request_of(**given), not without_patches)
-    terminal.Answer(data(report), lines(report, not without_patches)).say(as_json)
+    report = trace(request_of(**given), patched=not without_patches)
+    terminal.Answer(data(report), lines(report, patched=not without_patches)).say(as_json)
     sys.exit(1 if report.stoppers else 0)
 
 

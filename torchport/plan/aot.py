@@ -266,19 +266,21 @@ def _program(
     passes = sorted((call for call in noted if isinstance(call, dispatch.Pass)), key=lambda call: call.bytes)
     assert called.flops is not None and called.borders is not None  # `outlined` has them counted
     program = CompiledProgram(
-        memory,
-        {name: list(tensor.shape) for name, tensor in called.tensors.items()},
-        called.times,
-        called.steps,
-        called.flops,
-        called.borders,
-        [call for call in noted if isinstance(call, dispatch.Traced)],
-        list({call.kernel: call for call in passes}.values()),  # sorted by bytes: the largest call of a kernel stays
-        grid.spots(list(network.program.mesh.devices.flat)),
-        next((path.name for path in written), None),
-        network.program.operators.text(),
-        lowered_at - start,
-        end - lowered_at,
+        memory=memory,
+        inputs={name: list(tensor.shape) for name, tensor in called.tensors.items()},
+        times=called.times,
+        steps=called.steps,
+        flops=called.flops,
+        borders=called.borders,
+        calls=[call for call in noted if isinstance(call, dispatch.Traced)],
+        passes=list(
+            {call.kernel: call for call in passes}.values()
+        ),  # sorted by bytes: the largest call of a kernel stays
+        spots=grid.spots(list(network.program.mesh.devices.flat)),
+        dump=next((path.name for path in written), None),
+        operators=network.program.operators.text(),
+        trace_s=lowered_at - start,
+        compile_s=end - lowered_at,
     )
     return program, outputs
 

@@ -179,8 +179,8 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
     networks = [str(stage.network)] if stage.network is not None else encoder_names(task.card, stage)
     # Figures of each call are combined to those of one denoising step, or of one whole decode.
     return combined(
-        [_program_plan(task, program, folder, name in DENOISING) for program in compiled],
-        compiled[0].steps,
+        [_program_plan(task, program, folder, denoises=name in DENOISING) for program in compiled],
+        steps=compiled[0].steps,
         dtypes={network: task.dtype(network) for network in networks},
         precision={network: task.card.components[network].precision for network in networks},
     )

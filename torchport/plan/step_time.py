@@ -181,9 +181,10 @@ class ProgramTime:
 def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
 ) -> ProgramTime:
+    """Returns a compiled program with the models of its calls of attention and of its kernels."""
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {call.kernel: bundles.pass_seconds(call, task.machine) for call in compiled.passes}
-    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
+    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises=denoises)
 
 
 def _block_loop(program: hlo.HloProgram) -> hlo.HloLoop | None:

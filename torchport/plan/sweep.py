@@ -98,7 +98,7 @@ def sweep(
     def work(item: tuple[SweptMesh, Task]) -> JobPlan:
         choice, task = item
         folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
-        return of_task(task, folder, bounded, (STAGE,))
+        return of_task(task, folder, bounded, stages=(STAGE,))
 
     def name(item: tuple[SweptMesh, Task]) -> str:
         return f"{item[0].strategy}, {item[0].mesh_text}"
@@ -133,6 +133,7 @@ def _axes_of(strategy: Strategy) -> set[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """Yields all strings in nested lists and tuples."""
     if isinstance(value, str):
         yield value
     elif value is not None:

@@ -263,7 +263,7 @@ class Port:
     ) -> tuple[Any, WatchedCall]:
         """Returns the network's output, and the call with the recorded values; for the arguments see `WatchedCall`."""
         counts = functools.partial(call_counts, self.ledger)
-        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts, whole)
+        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts=counts, whole=whole)
         with call.watching():
             output = self.compiled(**inputs)
         return output, call

@@ -222,7 +222,9 @@ class _StageComparison:
                 self.found.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue
             rounding = max(call.rounding, least_rounding(call.output))
-            unit = Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
+            unit = Unit(
+                step, call.number, call.network, "", 0, "network", call.network, rounding, added, inherited=added
+            )
             self.found.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
                 self.found.network_inputs[call.network, step] = loop.inputs
@@ -286,16 +288,17 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
     modules = dict(compiled.network.module.named_modules())
     constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
     return LoweredProgram(
-        {path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
-        {name: repr(value) for name, value in static},
-        [f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(lowered.out_info)],
-        {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()},
-        dict(constants),
-        text,
+        arguments={path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
+        static={name: repr(value) for name, value in static},
+        outputs=[f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(lowered.out_info)],
+        modules={path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()},
+        constants=dict(constants),
+        text=text,
     )
 
 
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:
+    """Returns the lowered programs of all calls that a network got in a run."""
     programs = []
     for static, _, tree, kinds in compiled.programs:
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]

@@ -118,7 +118,7 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
     original = (recorded["original"].float() - yardstick).abs()
     worst = int(by_frame.argmax())
     pictures = frame_pictures(recorded["original"][0, worst], frames[0, worst])
-    return Decoded(float(original.max()), float(by_frame.max()), worst, pictures)
+    return Decoded(rounding=float(original.max()), added=float(by_frame.max()), frame=worst, pictures=pictures)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -351,6 +351,7 @@ def _unit_line(verification: Verification) -> str:
 
 
 def _unit_group(unit: Unit) -> str:
+    """Returns the group of `UNIT_VERDICTS` in which a unit is counted."""
     within, harmless, between, fault, behind = UNIT_VERDICTS
     if unit.verdict is Verdict.SAME:
         return harmless if unit.is_harmless else within
@@ -480,6 +481,7 @@ def _heat_of(units: Sequence[Unit]) -> _Heat:
 
 
 def _cell(unit: Unit | None) -> Cell | None:
+    """Returns a unit's cell of the heat map; None where the unit was not measured."""
     if unit is None:
         return None
     kind = "bad" if unit.verdict is Verdict.OTHER else "unclear" if unit.ratio > ROUNDING else "same"

@@ -280,12 +280,12 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
     numbers, unkept = _steps(a, b)
     steps = [_compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
     return Distance(
-        b,
-        differences(a.manifests, b.manifests),
-        _compare_frames(a.frames, b.frames, str(b.folder)),
-        yardstick.is_same(a.frames, b.frames),
-        [*steps, _compare_latents(None, a.latents, b.latents)],
-        unkept,
+        run=b,
+        differences=differences(a.manifests, b.manifests),
+        frames=_compare_frames(a.frames, b.frames, str(b.folder)),
+        same_frames=yardstick.is_same(a.frames, b.frames),
+        latents=[*steps, _compare_latents(None, a.latents, b.latents)],
+        unkept=unkept,
     )
 
 

@@ -60,6 +60,8 @@ class SchedulerStep:
 
 
 class LoopRecord:
+    """What a denoising loop passes to the scheduler and the networks, recorded step by step."""
+
     def __init__(self, chosen: Collection[int]) -> None:
         self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
         self.steps: list[SchedulerStep] = []
@@ -126,6 +128,7 @@ class LoopRecord:
 
 
 def _schedulers() -> list[Any]:
+    """Returns all scheduler classes of diffusers that are imported."""
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
     classes: list[Any] = [SchedulerMixin]
@@ -413,11 +416,11 @@ def value_seams(
         expected, other = theirs.get(name), ours.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
             distance = 0.0 if _is_same(expected, other) else math.inf
-            yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, 0.0)
+            yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, allowed=0.0)
             continue
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
-            yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, 0.0)
+            yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
         longer, shorter = expected, other
         expected = _without_padding(longer, shorter, _masks(name, longer, theirs), stage)
         other = _without_padding(shorter, longer, _masks(name, shorter, ours), stage)
@@ -431,7 +434,7 @@ def value_seams(
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields the seams of two loops, in the order of the loops: step by step, scheduler, networks, latents."""
     counts = str(len(original.steps)), str(len(port.steps))
-    yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), 0.0)
+    yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), allowed=0.0)
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
         constant = _constant(original.steps[0], theirs) & _constant(port.steps[0], ours) if n else set()
         suffix = " of the scheduler" if n else ""

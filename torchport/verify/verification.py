@@ -197,6 +197,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 
 
 def _check_floor(task: Task, mesh: str) -> None:
+    """Raises an error that names --floor if the job cannot run on that mesh."""
     try:
         accept(_on_mesh(task, mesh))
     except BadValueError:
@@ -227,19 +228,20 @@ def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
 
 
 def _verification(task: Task, options: Options, found: Measurements, notes: list[str]) -> Verification:
+    """Returns a verification of what was measured, still without causes."""
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
     dtypes = {name: task.dtype(name) for name in names}
     units = (*found.networks, *(measured.unit for measured in found.measured))
     steps = tuple(sorted({unit.step for unit in units}))
     return Verification(
-        task.card.model,
-        task.request.config,
-        dtypes,
-        {name: found.yardstick.get(name, "none") for name in names},
-        task.job.strategy,
-        {str(axis): size for axis, size in task.job.mesh.items()},
-        steps,
-        task.settings.steps,
+        model=task.card.model,
+        config=task.request.config,
+        dtypes=dtypes,
+        yardstick={name: found.yardstick.get(name, "none") for name in names},
+        strategy=task.job.strategy,
+        mesh={str(axis): size for axis, size in task.job.mesh.items()},
+        steps=steps,
+        total=task.settings.steps,
         seams=found.seams.seams,
         units=units,
         drift=tuple(found.drift),
@@ -421,7 +423,7 @@ def causes_of_decoder(
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
         if without and without[0].verdict is Verdict.SAME:
             errors = decoded.added / LEVELS, tried[entry.id]
-            return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, "absence"),), tried), parted
+            return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, how="absence"),), tried), parted
     return Search((), tried), parted
 
 
@@ -453,7 +455,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     if without > seam.allowed:
         return Search((), {entries[0].id: without})
     entry = entries[0]
-    cause = Cause(entry.id, entry.place, _promise(entry), seam.name, seam.distance, without, "absence")
+    cause = Cause(entry.id, entry.place, _promise(entry), seam.name, seam.distance, without, how="absence")
     return Search((cause,), {entry.id: without})
 
 

@@ -279,6 +279,7 @@ class HloProgram:
                 yield run
 
     def _is_unpriced(self, instruction: Instruction) -> bool:
+        """Returns whether an instruction takes time, but neither the compiler nor a model has a time for it."""
         free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
         free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
         known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
@@ -342,6 +343,7 @@ class _LoopTrips(dict[str, int]):
     def _initial(self, part: Computation, loop: Instruction, index: int) -> int | None:
         """Returns an element of a loop's initial state; None if it is no constant, or if an outer loop changes it."""
 
+        # Element `outer` of the state of the loop around this one, if no iteration changes it.
         def around(outer: int) -> int | None:
             if part.name not in self._loops:
                 return None  # the program's own inputs are not known
@@ -515,8 +517,8 @@ class _HloReader:
         return Instruction(
             name,
             opcode,
-            arrays,
-            sum(size for _, _, size in shapes),
+            shapes=arrays,
+            bytes=sum(size for _, _, size in shapes),
             operands=operands,
             calls=calls,
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
