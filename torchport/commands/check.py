@@ -206,7 +206,7 @@ def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozen
     names, original = (
         [
             name for name in some if not any(static_check.absent_patches(folders, name, "", stage.home))
-        ]  # the card's mistake
+        ]  # a name that does not exist is reported as the card's mistake
         for some in (stage.names, stage.original)
     )
     reading = Report()
@@ -397,7 +397,7 @@ def _not_importable(module: str, error: BaseException) -> TargetError:
 
 
 def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    """Returns pairs of name and `id(value)` for each module's namespace and each of its classes' namespaces."""
+    """Returns the namespaces of modules and of their classes as pairs of name and `id(value)`, to be compared."""
     result: dict[str, list[tuple[str, int]]] = {}
     for name in modules:
         module = sys.modules.get(name)

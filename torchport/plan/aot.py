@@ -144,7 +144,7 @@ def unchecked_loras(task: Task) -> list[str]:
 
 
 def _why_unchecked(task: Task, entry: LoraFile) -> str | None:
-    """Returns why a file cannot be checked; None if it can."""
+    """Returns in words why a plan cannot check that a LoRA file fits; None if it can."""
     if not has_file(expand_home(entry.path)):
         return "the file is not here"
     if network.layout(task, entry.component).rename and _component_folder(task, entry.component) is None:

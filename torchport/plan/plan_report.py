@@ -42,7 +42,7 @@ def lines(job: JobPlan) -> list[str]:
 
 
 def _at_once_lines(job: JobPlan) -> list[str]:
-    """Returns a line that says whether two networks that take turns would fit together; no line for one network."""
+    """Returns a line on whether two denoising networks, of which one is loaded at a time, would fit together."""
     size = job.at_once_bytes
     if size is None:
         return []

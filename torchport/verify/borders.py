@@ -159,9 +159,10 @@ class Copies:
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor: the same copy as before, if the tensor has not changed since."""
         key = id(tensor), tensor._version
         known, copy = (reference() for reference in self._known.get(key, (_no_tensor, _no_tensor)))
-        if copy is None or known is not tensor:  # another tensor may have the id of one that is gone
+        if copy is None or known is not tensor:  # a new tensor can get the id of a freed one
             copy = tensor.detach().clone()
             self._known[key] = weakref.ref(tensor), weakref.ref(copy)
         return copy

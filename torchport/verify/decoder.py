@@ -52,7 +52,7 @@ def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) 
 def _frames(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wide: bool, returned: _Returned | None = None
 ) -> torch.Tensor:
-    """Returns the frames that the original decodes; of the yardstick if `is_wide`. Fills `returned`, if given."""
+    """Returns the frames that the original decodes, in a wider dtype if `is_wide`; `returned` gets modules' outputs."""
     stage = dataclasses.replace(task.family.STAGES[-1], prepare=None)
     parts = network.loaded(task, stage, folder)
     call: Any = None if stage.network is None else network.eager(task, stage, parts, folder)

@@ -190,7 +190,7 @@ class Verification:
 
     @property
     def culprits(self) -> list[Unit]:
-        """The faulty units of the first call that has any, by depth; of blocks only the first, after its modules."""
+        """The faulty units of the first faulty call; if blocks are among them, the first block, after its modules."""
         bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
         if not bad:
             return []

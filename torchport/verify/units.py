@@ -102,7 +102,7 @@ class Units:
         return self._with_shapes(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
     def _with_shapes(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-        """Notes in the units that follow it the first module that returns another shape than the original's, if any."""
+        """Returns units; those after the first module whose output has another shape than the original's name it."""
         assert self.forced_call is not None
         patches: frozenset[str] = frozenset()
         for border, value in self.forced_call.observed.items():

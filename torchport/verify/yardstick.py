@@ -131,7 +131,7 @@ def _in_same_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _rows_as(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's rows that a sampled `template` has; the tensor itself if the template is whole."""
+    """Returns a tensor's rows that a sampled `template` has; unchanged if that is whole, or `tensor` is sampled."""
     numbers = getattr(template, ROWS, None)
     if numbers is None or hasattr(tensor, ROWS):
         return tensor

@@ -280,11 +280,11 @@ class Trips:
 
 
 def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
-    """Returns the seconds of a kernel (not attention) on a device: of its bundles, or of its bytes if that is more."""
+    """Returns the modelled seconds of a kernel: by its schedule, or by its memory traffic if that takes longer."""
     chip = machine.require_tpu()
     kernel = compile_kernel(call.build, dict(call.arguments), machine)
     loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])
-    count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # a loop of one pass is none
+    count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # the compiler unrolls others
     return max(count / chip.clock, call.bytes / chip.bandwidth)
 
 

@@ -322,7 +322,7 @@ class _LoopTrips(dict[str, int]):
         return trips
 
     def _simulated(self, part: Computation, loop: Instruction) -> int | None:
-        """Returns the iterations of a loop that is simulated; None if its condition depends on unknown values."""
+        """Simulates a loop and returns its iterations; None if they depend on unknown values, or are too many."""
         condition, body = (self._computations[called] for called in loop.calls)
         known: dict[tuple[int, int], int | None] = {}
 
@@ -355,7 +355,7 @@ class _LoopTrips(dict[str, int]):
         return self._element(part, loop.operands[0], index, around)
 
     def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns an integer element of a tuple, or None; `parameters` returns those of the computation by index."""
+        """Returns an integer element of a tuple; None if not known. `parameters` returns the computation's by index."""
         instruction = part.instructions[name]
         if instruction.opcode == "parameter":
             return parameters(index)
