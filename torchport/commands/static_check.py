@@ -377,7 +377,7 @@ def _check_config(
 ) -> None:
     """Checks a config: its fields, its machine, and that it is valid for one card of the pack.
 
-    The last only if `is_whole`, so if all cards could be read: the config may be for one that could not.
+    The last only if `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
     """
     try:
         pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack

@@ -218,7 +218,7 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
 def _with_cache(
     outline: StageNetwork, called: recorder.NetworkCall, task: Task, dump: Path, cache: StepCache
 ) -> Iterator[CompiledProgram]:
-    """Yields a program that computes all blocks; and one that reuses cached outputs, if any step does and it fits."""
+    """Yields a program that computes all blocks, then one that reuses outputs, if a step does and the first fits."""
     steps, computed = task.job.steps, len(cache.computed(task.job.steps))
     a_step = called.times // steps
     first = dataclasses.replace(called, static=(*called.static, (step_cache.MODE, "full")), times=a_step * computed)

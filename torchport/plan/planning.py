@@ -247,15 +247,15 @@ def combined(
     """Returns a stage's figures from those of its programs: the largest program's bytes, and the times of a step."""
     largest = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
     longest = max(programs, key=lambda program: program.step.flops * program.times)
-    alone = len(programs) == 1 and programs[0].times == steps
+    is_step = len(programs) == 1 and programs[0].times == steps
     return StagePlan(
         fits=all(program.fits for program in programs),
         per_device=largest.per_device,
-        per_block=longest.per_block if alone else None,
-        per_step=longest.per_step if alone else _communication_of_steps(programs, steps),
-        step=longest.step if alone else _sum_of_steps(programs, steps),
+        per_block=longest.per_block if is_step else None,
+        per_step=longest.per_step if is_step else _communication_of_steps(programs, steps),
+        step=longest.step if is_step else _sum_of_steps(programs, steps),
         attention=longest.attention,
-        largest=longest.largest if alone else _largest_of_steps(programs, steps),
+        largest=longest.largest if is_step else _largest_of_steps(programs, steps),
         findings=[finding for program in programs for finding in program.findings],
         not_modelled=list(dict.fromkeys(text for program in programs for text in program.not_modelled)),
         operators="; ".join(dict.fromkeys(program.operators for program in programs)),

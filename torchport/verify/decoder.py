@@ -135,7 +135,7 @@ class Parting:
 
 
 def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> Parting | None:
-    """Returns the first module whose output differs from the original's; None if there is none that both call."""
+    """Returns the first module whose error is above `FAULT` roundings; None if no module that both call has one."""
     stage = task.family.STAGES[-1]
     if stage.network is None:
         return None
@@ -144,13 +144,13 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
         for returned, is_wide in ((exact, True), (rounded, False)):
             _frames(original, folder, recorded["latents"], is_wide, returned)
     with stage_in_force(task, stage) as ledger:
-        found, patches = _port_returns(task, folder, recorded["latents"], ledger)
-    for path, tensors in found.items():
-        pair, other = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
-        if pair is None or other is None:
+        ported, patches = _port_returns(task, folder, recorded["latents"], ledger)
+    for path, tensors in ported.items():
+        with_exact, with_rounded = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
+        if with_exact is None or with_rounded is None:
             continue
-        added, rounding = distance(*pair), distance(other[1], pair[1])
-        ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(other[1]))
+        added, rounding = distance(*with_exact), distance(with_rounded[1], with_exact[1])
+        ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(with_rounded[1]))
         if ratio > FAULT:
             return Parting(f"{stage.network}.{path}", ratio, patches[path])
     return None

@@ -196,7 +196,7 @@ def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
-    """Returns for each patch what it promises, such as its equivalence; its state where it had no effect."""
+    """Returns the promised equivalence of each patch; for a patch that had no effect, its state instead."""
     rows = {}
     for row in manifest.patches:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))

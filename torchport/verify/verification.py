@@ -228,7 +228,7 @@ def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
 
 
 def _verification(task: Task, options: Options, found: Measurements, notes: list[str]) -> Verification:
-    """Returns a verification of what was measured, still without causes."""
+    """Returns the report of all measurements; the causes of errors are added later."""
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
     dtypes = {name: task.dtype(name) for name in names}
     units = (*found.networks, *(measured.unit for measured in found.measured))

@@ -36,7 +36,7 @@ def widened(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Returns a copy of a module that computes in the yardstick's dtype."""
+    """Returns a copy of a module that computes in a wider dtype, the yardstick's."""
     wide = copy.deepcopy(module).to(dtype)
     for part in wide.modules():  # tensors that are plain attributes, which `.to` leaves as they are
         tables = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
