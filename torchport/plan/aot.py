@@ -273,9 +273,7 @@ def _program(
         flops=called.flops,
         borders=called.borders,
         calls=[call for call in noted if isinstance(call, dispatch.Traced)],
-        passes=list(
-            {call.kernel: call for call in passes}.values()
-        ),  # sorted by bytes: the largest call of a kernel stays
+        passes=list({call.kernel: call for call in passes}.values()),  # the largest call of each: sorted by bytes
         spots=grid.spots(list(network.program.mesh.devices.flat)),
         dump=next((path.name for path in written), None),
         operators=network.program.operators.text(),

@@ -255,7 +255,7 @@ class _WatchedProgram:
         return output
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
-        """Is called after step `number`, counted from 1: keeps the latents, and stops the loop after the last step."""
+        """Keeps the latents after step `number`, counted from 1; raises `LoopStop` after the last step."""
         latents = latents_of(state)
         if latents is not None:
             self.latents[number] = latents.detach().clone()

@@ -224,7 +224,7 @@ class _RecordedLoop:
         return None
 
     def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
-        """Is called after step `number`, counted from 1: records latents and state, and stops after the last step."""
+        """Records the latents and state after step `number`, counted from 1; raises `LoopStop` after the last step."""
         recording = self.recording
         latents = latents_of(state)
         if latents is not None:

@@ -115,7 +115,7 @@ def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> 
     """Writes a recording as a capture of at most `limit` bytes, and returns a text of what it has and what it lacks."""
     table = TensorTable()
     data = _loop_data(original, table)
-    calls, left_out = _calls(original.calls, table, limit)
+    calls, left_out = _call_data(original.calls, table, limit)
     words = f"{len(original.calls)} call(s) of step {', '.join(map(str, original.steps))}: {size_text(table.size)}"
     words += f"; left out: {_list_words(left_out)}" if left_out else ""
     facts = {"schema_version": SCHEMA, **_identity(task), "holds": words, "left_out": left_out}
@@ -168,7 +168,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     }
 
 
-def _calls(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the calls as JSON data, and the names of the blocks that were left out to stay below the limit."""
     rows: list[dict[str, Any]] = []
     for call in calls:
@@ -256,10 +256,10 @@ def read(folder: Path) -> Recording:
     moments = restored(seams["moments"], tensors)
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
-    return Recording(**parts, calls=[_call(row, tensors) for row in data["calls"]], seams=side)
+    return Recording(**parts, calls=[_restored_call(row, tensors) for row in data["calls"]], seams=side)
 
 
-def _call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
+def _restored_call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
     fields: dict[str, Any] = {}
     for name in BORDERS:
         fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
