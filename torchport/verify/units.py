@@ -303,10 +303,10 @@ def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
 
 
 def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-    """Measures the effects of the units with an error above rounding, up to the first faulty unit.
+    """Returns units with the effects of those that have an error above rounding, up to the first faulty unit.
 
-    After `HARMLESS` such units, only those with an error above `FAULT` are measured. If all units together move the
-    output by no more than rounding, that is taken for the effect of each.
+    After `HARMLESS` of them, only effects of errors above `FAULT` are measured. If all units together move the output
+    by no more than rounding, that is taken for the effect of each.
     """
     joint_effect = units.joint_effect
     if joint_effect is not None and joint_effect <= ROUNDING:
