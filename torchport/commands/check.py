@@ -46,7 +46,8 @@ from torchport.source.parsing import is_there, shown
 @dataclasses.dataclass(frozen=True)
 class StagePatches:
     names: tuple[str, ...]
-    original: tuple[str, ...] = ()  #: The names that the original needs, too; it has all plumbing in any case.
+    #: The names that the original needs, too; it has all plumbing in any case.
+    original: tuple[str, ...] = ()
     home: Path | None = None
 
 
@@ -271,8 +272,7 @@ def _in_fresh_process(
 def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
     """Tries groups one after the other in this process, which must be fresh, and returns the findings.
 
-    Args:
-        mode: "armed" imports the targets while the patches are in force, "late" before the patches.
+    The `mode` "armed" imports the targets while the patches are in force, "late" before the patches.
     """
     report = Report()
     for group in groups:

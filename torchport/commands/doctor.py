@@ -205,11 +205,7 @@ def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: 
 
 
 def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
-    """Returns the report's last line: how many problems there are, or the command to try first.
-
-    Args:
-        paths: The packs of `--path`, whose first model is in that command.
-    """
+    """Returns the report's last line: how many problems there are, or a command to try, with a model of `paths`."""
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."

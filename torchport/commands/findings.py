@@ -33,7 +33,8 @@ class Finding:
     text: str
     patch: str
     step: str  #: schema, card, job, targets, drift, apply, undo or called.
-    review: str = ""  #: For drift, the change of the lock file that would accept it, as a unified diff.
+    #: For drift, the change of the lock file that would accept it, as a unified diff.
+    review: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

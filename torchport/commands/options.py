@@ -92,7 +92,6 @@ def prompt(default: str) -> Decorator[Any]:
 
 
 def report(formats: str, multiple: bool = False) -> Decorator[Any]:
-    """Returns the flag `--report`, for a file in one of some formats."""
     more = " Repeatable." if multiple else ""
     name = "files" if multiple else "file"
     return click.option(

@@ -43,7 +43,8 @@ class RuleRow:
     #: run knows, all specs in the order in which they are tried.
     specs: tuple[str, ...]
     matches: int
-    bytes: int | None  #: Bytes of the matched weights on each device; None for inputs and activations.
+    #: Bytes of the matched weights on each device; None for inputs and activations.
+    bytes: int | None
     #: How many tensors use a fallback, whether they are gathered, whether they may be padded.
     notes: tuple[str, ...] = ()
 

@@ -27,7 +27,6 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def lines(job: JobPlan) -> list[str]:
-    """Returns a plan as lines of text, with the verdict in the first."""
     verdict = "fits" if job.fits else "DOES NOT FIT"
     text = [f"{job.model} on {job.machine}, {job.strategy}, {job.mesh_text}: {verdict}"]
     for name, stage in job.stages.items():

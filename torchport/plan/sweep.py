@@ -119,13 +119,13 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy on every mesh that uses all devices of a machine, over the axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        used = [axis for axis in AXES if axis in _axes_of(strategy)]
+        used = [axis for axis in AXES if axis in _axes(strategy)]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:
                 yield SweptMesh(name, {axis: size for axis, size in zip(used, sizes, strict=True) if size > 1})
 
 
-def _axes_of(strategy: Strategy) -> set[str]:
+def _axes(strategy: Strategy) -> set[str]:
     rules: list[Rule] = [rule for group in strategy.weights.values() for rule in group]
     rules += [rule for group in strategy.inputs.values() for rule in group]
     outputs = [rule.outputs for group in strategy.activations.values() for rule in group]
@@ -133,7 +133,6 @@ def _axes_of(strategy: Strategy) -> set[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields all strings in nested lists and tuples."""
     if isinstance(value, str):
         yield value
     elif value is not None:
@@ -175,7 +174,6 @@ def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
 
 
 def lines(swept: Sweep) -> list[str]:
-    """Returns a sweep as lines of text: a table with a row for each plan, then the choices without a plan."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
     rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:

@@ -272,7 +272,8 @@ class LoweredProgram:
     static: dict[str, str]
     outputs: list[str]
     modules: dict[str, str]
-    constants: dict[str, int]  #: The number of constants of each shape and dtype; scalars are left out.
+    #: The number of constants of each shape and dtype; scalars are left out.
+    constants: dict[str, int]
     text: str
 
     @property

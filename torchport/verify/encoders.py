@@ -38,8 +38,7 @@ class Yardstick:
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
     """Runs the original's encoders in their own dtype and in a wider one; the original's patches must be in force.
 
-    Args:
-        original: The stage's outputs in the original's dtype, by name.
+    The stage's outputs in their own dtype are known: `original`.
     """
     names, parts = encoder_names(task.card, stage), network.loaded(task, stage, folder)
     modules: dict[str, torch.nn.Module] = {name: parts[name] for name in names}

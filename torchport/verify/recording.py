@@ -149,8 +149,7 @@ def read(path: Path) -> Recording:
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
     """Records the original, and writes the recording to a file; runs in a process of its own.
 
-    Args:
-        steps: The denoising steps to record, from 0; None: those that `_StepWatch` finds.
+    Denoising steps are counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
     """
     write(recording_of(accept(request), steps, decodes), file)
 

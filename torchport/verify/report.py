@@ -64,13 +64,16 @@ class Unit:
     kind: Kind
     name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
     rounding: float  #: The distance of the original, in the job's dtypes, from the yardstick.
-    added: float  #: The port's distance if the unit gets the original's inputs: the unit's own error.
+    #: The port's distance if the unit gets the original's inputs: the unit's own error.
+    added: float
     #: The port's distance if only the network gets the original's inputs, with all errors before. None if not measured.
     inherited: float | None = None
     #: How far its own error alone moves the network's output, divided by the rounding there. None if not measured.
     effect: float | None = None
-    number: int = 0  #: Which of the calls of its module this is, from 0: a module may be called more than once.
-    is_behind: bool = False  #: Whether it stands behind the first fault: effects are not measured there.
+    #: Which of the calls of its module this is, from 0: a module may be called more than once.
+    number: int = 0
+    #: Whether it stands behind the first fault: effects are not measured there.
+    is_behind: bool = False
     #: Its own error over the original's if the error of each channel is divided by the channel's greatest value.
     by_channel: float = 0.0
 
@@ -97,7 +100,8 @@ class Unit:
 class Seam:
     """A value that passes between the denoising loop and a network, or between stages, compared by name."""
 
-    name: str  #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
+    #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
+    name: str
     stage: str
     step: int | None  #: The denoising step, from 0; None for values before the loop.
     original: str
@@ -121,7 +125,8 @@ class Cause:
     unit: str
     with_it: float
     without_it: float | None  #: Without it; None where the network cannot be called without it.
-    how: How  #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
+    #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
+    how: How
     rounding: float | None = None  #: The unit's; None for a value of the loop.
     #: Whether the family's `prepare` changes the unit, so that it may be at fault instead of the patch.
     prepared: bool = False
@@ -146,7 +151,8 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    rounding: float  #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
+    #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
+    rounding: float
     added: float  #: Of the port's.
     frame: int  #: The port's worst frame, from 0.
     #: That frame as PNG, by what it is: the original's, the port's, and their difference.
@@ -170,7 +176,8 @@ class Verification:
     mesh: dict[str, int]
     steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
     total: int
-    against: str = "original"  #: What the port was compared with: `original` or a folder of a capture.
+    #: What the port was compared with: `original` or a folder of a capture.
+    against: str = "original"
     seams: tuple[Seam, ...] = ()
     units: tuple[Unit, ...] = ()
     causes: tuple[Cause, ...] = ()
@@ -309,7 +316,6 @@ def _joined(head: str, parts: Sequence[str], separator: str = "; ") -> str:
 
 
 def _job_line(verification: Verification) -> str:
-    """Returns the line that says what was compared: model, config, dtypes, strategy, mesh and steps."""
     mesh = ",".join(f"{axis}={size}" for axis, size in verification.mesh.items())
     dtypes = {f"{dtype} beside {verification.yardstick[name]}" for name, dtype in verification.dtypes.items()}
     steps = ", ".join(map(str, verification.steps)) or "none"

@@ -61,8 +61,10 @@ class FinishedRun:
     folder: Path
     manifests: dict[StageName, Manifest]
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
-    latents: torch.Tensor  #: The last latents of the `denoise` stage, of any shape and floating-point dtype.
-    steps: dict[int, StageName]  #: The stages whose files hold the latents after a step, by its number from 1.
+    #: The last latents of the `denoise` stage, of any shape and floating-point dtype.
+    latents: torch.Tensor
+    #: The stages whose files hold the latents after a step, by its number from 1.
+    steps: dict[int, StageName]
 
     @property
     def total(self) -> int | None:
@@ -110,7 +112,6 @@ def read(folder: Path) -> FinishedRun:
 
 
 def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
-    """Returns a tensor of a stage's file by name; raises if the file has none of that name."""
     tensors, _ = save.read(folder, stage, {}, {}, MADE_BY)
     if name not in tensors:
         fact = f"It holds {', '.join(map(repr, sorted(tensors)))}, and no '{name}'"
@@ -261,7 +262,8 @@ class Distance:
     same_frames: bool
     #: Those after each step that both runs kept, and at last the last latents of `denoise`.
     latents: list[Latents]
-    unkept: str  #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
+    #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
+    unkept: str
 
     @property
     def warning(self) -> str:

@@ -47,7 +47,8 @@ class ConditionCall:
     network: str
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
     number: int  #: How often the network was called with this condition in this step before.
-    tensors: dict[str, torch.Tensor]  #: The network's inputs by path; of each batch, the row of this condition.
+    #: The network's inputs by path; of each batch, the row of this condition.
+    tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
 
 

@@ -66,7 +66,8 @@ class Units:
         self.outputs = outputs or port_outputs(port, call)
         #: The rounding of the network's output; see `estimate_rounding`.
         self.rounding = max(call.rounding, least_rounding(call.output))
-        self.free_values: Values = {}  #: The port's values if only the network gets the original's inputs.
+        #: The port's values if only the network gets the original's inputs.
+        self.free_values: Values = {}
         #: The port's call in which each block gets the original's inputs.
         self.forced_call: WatchedCall | None = None
         self._is_estimated = False

@@ -54,7 +54,8 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 class Options:
     steps: tuple[int, ...] | None = None
     decodes: bool = False
-    floor: str | None = None  #: Another mesh, on which the drift is measured for comparison; None: none.
+    #: Another mesh, on which the drift is measured for comparison; None: none.
+    floor: str | None = None
     #: The folder of a capture, which is used instead of the original; None: the original runs.
     reference: Path | None = None
 
@@ -430,8 +431,7 @@ def causes_of_decoder(
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
     """Returns the patch that causes a seam's difference, found by bisection.
 
-    Candidates are the patches that were `called` outside the networks, in encoders and loops. Of these, one half is
-    left out at a time.
+    Candidates are the patches that were `called` outside the networks; one half of them is left out at a time.
     """
     task, recorded = accept(request), read(file)
 

@@ -56,8 +56,10 @@ class Region:
     """Consecutive bundles `[start, end)`: the whole kernel, a loop's body, or code that a predicate can skip."""
 
     kind: Kind
-    start: int  #: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
-    end: int  #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
+    #: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
+    start: int
+    #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
+    end: int
     depth: int  #: How many loops surround its bundles; a loop counts itself.
     inside: tuple[Region, ...] = ()  #: The regions directly in it.
 

@@ -49,7 +49,8 @@ class Instruction:
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bytes: int = 0  #: Of all output arrays, on one device.
     operands: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()  #: The computations that it runs or applies; a loop's condition, then its body.
+    #: The computations that it runs or applies; a loop's condition, then its body.
+    calls: tuple[str, ...] = ()
     #: The compiler's estimate for one execution, or None without one. It may be negative for a convolution with many
     #: passes.
     cycles: int | None = None
@@ -59,7 +60,8 @@ class Instruction:
     #: A collective's groups of devices, as positions in the program's order of devices; a permutation's [source,
     #: target] pairs.
     groups: tuple[tuple[int, ...], ...] = ()
-    chain: str = ""  #: The id of a collective that is split over several fusions; the same in each of them.
+    #: The id of a collective that is split over several fusions; the same in each of them.
+    chain: str = ""
     literal: str = ""  #: The text in the parentheses of a constant or a parameter.
     index: str = ""  #: The index of a get-tuple-element; the direction of a comparison.
     trips: int | None = None  #: The iterations of a loop, if the compiler wrote them.
@@ -112,7 +114,8 @@ class InstructionRuns:
     #: Whether it runs asynchronously (by DMA, or on the SparseCore): a `-start` instruction starts it, and a `-done`
     #: waits for it.
     beside: bool = False
-    least: int = 0  #: Cycles that the arithmetic of its convolutions takes at peak FLOP/s, each time.
+    #: Cycles that the arithmetic of its convolutions takes at peak FLOP/s, each time.
+    least: int = 0
 
     @property
     def estimated(self) -> int:
@@ -165,8 +168,7 @@ class HloProgram:
     def walk(self, computation: str | None = None) -> Iterator[InstructionRuns]:
         """Yields every instruction that runs, and how many times it runs; a fusion is one instruction.
 
-        A loop's condition runs once more than its body. Of a conditional, only the branch with the most estimated
-        cycles is taken to run.
+        A loop's condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
         """
         return self._walk(computation or self.entry, 1, False)
 
@@ -295,8 +297,7 @@ class HloProgram:
 class _LoopTrips(dict[str, int]):
     """The iterations of each loop by the name of its body's computation; computed on the first access.
 
-    If the compiler did not write the number, the loop is simulated: its condition and its state are computed on
-    integers, as far as these depend on constants alone.
+    If the compiler did not write the number, the loop is simulated on integers, which must follow from constants.
     """
 
     def __init__(self, file: Path, computations: Mapping[str, Computation]) -> None:
@@ -311,7 +312,6 @@ class _LoopTrips(dict[str, int]):
         }
 
     def __missing__(self, body: str) -> int:
-        """Returns a loop's iterations; raises if they are not known."""
         part, loop = self._loops[body]
         trips = loop.trips if loop.trips is not None else self._simulated(part, loop)
         if trips is None:
@@ -593,7 +593,6 @@ class _HloReader:
         return source
 
     def row(self, table: str, number: int, columns: tuple[str, ...]) -> list[int]:
-        """Returns the numbers in some columns of a table's row."""
         numbers = dict(re.findall(r"\b(\w+)=(\d+)", self.tables[table].get(number, "")))
         if not numbers.keys() >= set(columns):
             raise self.refusal(f"The table {table} has no row {number} with {', '.join(columns)}")
