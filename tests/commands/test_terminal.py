@@ -198,7 +198,7 @@ def test_text_from_a_pack_does_not_reach_the_terminal_raw(odd, pack, torchport, 
 
 def test_what_is_logged_and_what_click_says_is_printable(torchport, capsys):
     record = logging.LogRecord("torchport", 20, "", 1, "removed %s\nand", ("\x1b[31m.json",), None)
-    assert terminal._Lines("%(message)s").format(record) == "removed \\x1b[31m.json\nand"
+    assert terminal._Formatter("%(message)s").format(record) == "removed \\x1b[31m.json\nand"
     code, out, err = torchport("models", "--\x1b[31m", capsys=capsys)
     assert (code == 2 and err[-1] == "Error: No such option '--\\x1b[31m'.") or "\\x1b[31m" in err[-1]
     check_said(code, out, err)

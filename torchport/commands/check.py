@@ -1,11 +1,11 @@
 """`torchport check`: every patch tried against the upstreams that are installed, in fresh processes.
 
-It needs no accelerator and no weights, goes on after a finding, and gathers all of them.
+It needs no accelerator and no weights, and reports all findings, not only the first.
 
-The patches of one upstream share a process in which its modules are imported under them, beside those of other
-upstreams without which a card's stage could not import it: one that touches CUDA at import needs the patches of
-torch.cuda. Two upstreams cannot share one: what the first imports, the second would find imported before its patches.
-Patches that come late to modules can, so all of them share one more process, which imports everything once.
+The patches of one upstream share a process, in which the upstream's modules are imported while they are in force. With
+them are the patches of other upstreams that a card's stage needs for this import: an upstream that touches CUDA at
+import needs those of torch.cuda. Two upstreams cannot share a process: the first would import modules before the
+patches of the second. One more process imports all modules first, and then tries the patches of all upstreams.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchport.source.parsing import is_there, shown
 @dataclasses.dataclass(frozen=True)
 class StagePatches:
     names: tuple[str, ...]
-    #: Those that the original needs too, beside all plumbing.
+    #: The names that the original needs, too; it has all plumbing in any case.
     original: tuple[str, ...] = ()
     home: Path | None = None
 
@@ -54,10 +54,9 @@ class StagePatches:
 @dataclasses.dataclass(frozen=True)
 class CheckProcess:
     names: tuple[str, ...]  #: `upstream` or `upstream/file`, all of one upstream.
-    #: The ids of patches of others, without which a stage could not import that upstream.
+    #: The ids of other upstreams' patches, without which a stage could not import this upstream.
     beside: tuple[str, ...] = ()
-    #: The folders whose patches are tried; None for all.
-    chosen: tuple[Path, ...] | None = None
+    chosen: tuple[Path, ...] | None = None  #: The folders whose patches are tried; None for all.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +113,14 @@ def command(**given: Any) -> None:
 
 
 def report_of(flags: CheckFlags) -> Report:
-    """Returns what is found over what a command line names; over the packs of --path if it names nothing."""
+    """Returns the findings for the names on a command line; without names, for the packs of --path."""
     pack, report = find_pack(flags.paths), Report()
     checkout = None if flags.upstream_path is None else existing(flags.upstream_path)
     names, models = list(flags.names), [] if flags.model is None else [flags.model]
     if models or not names:
         report.extend(static_check.check_cards(pack, models))
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
-    if models:  # what the pack has not is a finding of the card
+    if models:  # a name that the pack lacks is a finding of the card already
         known = patch.upstreams(pack.folders)
         listed = dict.fromkeys(name for stage in _stage_patches(pack, cards) for name in stage.names)
         names += [name for name in listed if name.partition("/")[0] in known]
@@ -142,11 +141,12 @@ def report_of(flags: CheckFlags) -> Report:
 
 
 def stages_of(pack: Pack) -> list[StagePatches]:
-    """Returns what the stages of a pack's cards put in force; what cannot be read is left to `torchport check`."""
+    """Returns the patches of each stage of a pack's cards; cards that cannot be read are left out."""
     return _stage_patches(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
 
 
 def _stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
+    """Returns the patches of each stage of cards, once for each set that a choice of implementations gives."""
     return [
         StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards
@@ -162,16 +162,16 @@ def check(
     stages: Sequence[StagePatches] = (),
     chosen: tuple[Path, ...] | None = None,
 ) -> Report:
-    """Returns all findings over the patches of the upstreams or files that are named; of all if none is.
+    """Returns all findings for the patches of the named upstreams or files; without names, for those of all.
 
     Args:
-        called: Runs a model's tiny weights and returns what was not called.
-        stages: What stages put in force together. An upstream is tried beside what such a stage needs to import it.
+        called: Runs a model with tiny weights, and returns findings for patches that were not called.
+        stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
     """
     report = Report()
     groups = _groups(folders, static_check.known_names(folders, names), stages, report)
     groups = [dataclasses.replace(group, chosen=chosen) for group in groups]
-    alive = []  # an upstream that ends the process under its patches would end that of all the others
+    alive = []  # without upstreams that ended their process: they would also end the one that all share
     for number, group in enumerate(progress.track(groups, "check", "upstream"), 1):
         progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
         result, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
@@ -187,27 +187,27 @@ def check(
 def _groups(
     folders: patch.Folders, names: Iterable[str], stages: Sequence[StagePatches], report: Report
 ) -> list[CheckProcess]:
-    """Returns what each process tries: an upstream for each set of patches that stages put in force beside it."""
+    """Returns what each process tries: an upstream, once with each set of other patches that its stages need."""
     by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         by_upstream.setdefault(name.partition("/")[0], []).append(name)
     aids = {stage: _aids(folders, stage, report) for stage in stages}
     groups = []
     for upstream, chosen in by_upstream.items():
-        itself = {entry.id for entry in static_check.read(folders, chosen, Report())}
-        stages_of_it = [stage for stage in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
-        using = [aids[stage] - itself for stage in stages_of_it]
+        own_ids = {entry.id for entry in static_check.read(folders, chosen, Report())}
+        users = [stage for stage in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
+        using = [aids[stage] - own_ids for stage in users]
         sets = [ids for ids in dict.fromkeys(using) if not any(ids < other for other in using)]
         groups += [CheckProcess(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
     return groups
 
 
 def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
-    """Returns the ids of a stage's patches without which upstream may not even import: plumbing and stubs."""
+    """Returns the ids of a stage's patches that upstream may need to be imported: plumbing, stubs, the original's."""
     names, original = (
         [
             name for name in some if not any(static_check.absent_patches(folders, name, "", stage.home))
-        ]  # the card's mistake
+        ]  # a name that does not exist is reported as the card's mistake
         for some in (stage.names, stage.original)
     )
     reading = Report()
@@ -218,9 +218,9 @@ def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozen
 
 
 def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
-    """Returns the findings of patches whose modules were imported before them; all groups share one process.
+    """Returns the findings for patches that are applied after their modules are imported, all groups in one process.
 
-    Where that ends without an answer, each group has a process of its own, which says whose modules end it.
+    If that process dies, each group is tried again in a process of its own, to find the upstream that ends it.
     """
     if not groups:
         return Report()
@@ -236,7 +236,7 @@ def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Pat
 def require_applied(
     folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None, stages: Sequence[StagePatches] = ()
 ) -> None:
-    """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason."""
+    """Raises if a patch cannot be applied to the named upstreams; drift of their sources does not count."""
     for finding in check(folders, names, upstream_path, stages=stages).findings:
         if finding.step != "drift":
             fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
@@ -247,7 +247,7 @@ def require_applied(
 def _in_fresh_process(
     folders: patch.Folders, groups: Sequence[CheckProcess], mode: str, upstream_path: Path | None
 ) -> tuple[Report, bool]:
-    """Returns what one process finds over some groups, and whether it ended without an answer."""
+    """Returns the findings of one process for some groups, and whether the process died."""
     ends: list[child.Ended] = []
 
     def refusal(end: child.Ended) -> PatchError:
@@ -270,10 +270,9 @@ def _in_fresh_process(
 
 
 def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
-    """Returns what is found over groups, one after the other in this process, a fresh one.
+    """Tries groups one after the other in this process, which must be fresh, and returns the findings.
 
-    Args:
-        mode: "armed" imports the targets under the patches, "late" before them.
+    The `mode` "armed" imports the targets while the patches are in force, "late" before the patches.
     """
     report = Report()
     for group in groups:
@@ -282,11 +281,12 @@ def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) ->
 
 
 def _walk(folders: patch.Folders, group: CheckProcess, mode: str, report: Report) -> None:
+    """Tries the patches of a group; when one raises, it is a finding, and the others are tried again without it."""
     entries = static_check.read(folders, group.names, report)
     mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
     good = [entry for entry in mine if _is_sound(entry, entries, report)]
     aids = _applied_first(folders, group, good, report)
-    if mode == "late":  # without its stub a module is not imported at all, neither before patches nor after
+    if mode == "late":  # stubs come first even here: without its stub a module cannot be imported at all
         aids, good = [*aids, *(entry for entry in good if entry.stub)], [entry for entry in good if not entry.stub]
     while good:
         try:
@@ -298,31 +298,31 @@ def _walk(folders: patch.Folders, group: CheckProcess, mode: str, report: Report
             report.add(error, "apply", culprit)
             count = len(good) + len(aids)
             good, aids = ([entry for entry in part if entry.id != culprit] for part in (good, aids))
-            if len(good) + len(aids) == count:
+            if len(good) + len(aids) == count:  # no patch is to blame: it would raise again
                 break
 
 
 def _applied_first(
     folders: patch.Folders, group: CheckProcess, entries: Sequence[patch.Entry], report: Report
 ) -> list[patch.Entry]:
-    """Returns the entries without which the targets' packages would not import at all.
+    """Returns the entries without which the targets' packages could not be imported.
 
-    They are those that stages put in force beside them, and all that are in force while such a package is imported. A
-    package that is not here is none that the targets' packages import.
+    These are the ones that stages need with them, and all that are in force while such a package is imported. Entries
+    of packages that are not installed are left out.
     """
     packages = {entry.module.partition(".")[0] for entry in entries}
     chosen = {entry.id for entry in entries}
-    aside = Report()
-    everything = static_check.read(folders, patch.upstreams(folders), aside)
+    reading = Report()  # only its findings are kept: cases of these entries belong to their own upstreams
+    everything = static_check.read(folders, patch.upstreams(folders), reading)
     aids = [e for e in everything if e.id in group.beside or e.lifetime.while_importing in packages]
     aids = [entry for entry in aids if entry.id not in chosen and (entry.stub or is_there(entry.package))]
-    aids = [entry for entry in aids if _is_sound(entry, everything, aside)]
-    report.findings += aside.findings
+    aids = [entry for entry in aids if _is_sound(entry, everything, reading)]
+    report.findings += reading.findings
     return aids
 
 
 def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> bool:
-    """Checks what needs no import of upstream; returns whether the entry can be tried."""
+    """Checks an entry without importing upstream; returns whether it can be applied to upstream's modules."""
     try:
         fits = static_check.is_needed(entry, report)
         if fits is None:
@@ -339,28 +339,28 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
 
 
 def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
-    """Applies, applies twice, undoes, and compares the namespaces."""
+    """Applies patches, applies them a second time, undoes them, and reports namespaces that are not as before."""
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}
-        _import_all([module for module in modules if module not in served])  # those cannot come before their stub
+        _import_all([module for module in modules if module not in served])  # the others need their stub first
     before = _identities(modules)
     for entry in entries:
         report.try_entry(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
         report.findings += _unapplied(ledger.rows(), entries)
-        inside = _identities(modules)
+        patched = _identities(modules)
         with patch.applied(entries, accept_drift=True):
             pass
-        if _identities(modules) != inside:
+        if _identities(modules) != patched:
             report.findings.append(of_entry(entries[0], "A second application changed something.", "apply"))
     after = _identities(modules)
     first = {entry.module: entry for entry in reversed(entries)}
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")
-    imported = {id(module) for module in list(sys.modules.values())}  # one that was imported meanwhile may be new
+    imported = {id(module) for module in list(sys.modules.values())}  # a submodule imported meanwhile is no change
     for key in sorted(before.keys() & after.keys()):
         known = {name for name, _ in before[key]}
         if [pair for pair in after[key] if pair[0] in known or pair[1] not in imported] != before[key]:
@@ -369,6 +369,7 @@ def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
 
 
 def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:
+    """Returns a finding for each patch that the ledger's rows show as not applied, though its module is imported."""
     waiting = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
     result = []
     for row in rows:
@@ -385,7 +386,7 @@ def _import_all(modules: Sequence[str]) -> None:
 
 
 def _not_importable(module: str, error: BaseException) -> TargetError:
-    """Returns the refusal of an upstream that fails while it is imported, at the line that fails."""
+    """Returns the error for an upstream whose import raises, with the line that raises."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     place = f"{shown(frames[-1].filename)}:{frames[-1].lineno}"
     if isinstance(error, SyntaxError) and error.filename:
@@ -396,7 +397,7 @@ def _not_importable(module: str, error: BaseException) -> TargetError:
 
 
 def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    """Returns, for each module and each of its classes, the names with the identity of what they are."""
+    """Returns the namespaces of modules and of their classes as pairs of name and `id(value)`, to be compared."""
     result: dict[str, list[tuple[str, int]]] = {}
     for name in modules:
         module = sys.modules.get(name)
@@ -410,7 +411,7 @@ def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
 
 
 def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
-    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called."""
+    """Runs a card's demo with tiny weights in a fresh process; returns findings for patches that were not called."""
     from PIL import Image
 
     from torchport.stages.family import ALWAYS
@@ -447,7 +448,7 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
 
 def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:
-    """Returns a finding for each patch that must be called in a stage and, by a manifest's rows, was not."""
+    """Returns a finding for each patch that a stage must call, but did not by the rows of the run's manifest."""
     calls = {row["id"]: row for row in rows}
     report = Report()
     for entry in entries:

@@ -1,4 +1,4 @@
-"""`torchport compare A B`: how far two runs are from each other, beside what rounding alone makes."""
+"""`torchport compare A B`: how far two runs are from each other, and how far rounding alone moves a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 class Comparison:
     a: FinishedRun
     b: Distance
-    #: How far a run of the same job on another mesh is from it, if there is one.
+    #: The distance from A of A's job on another mesh: rounding alone; None if no such run was named.
     floor: Distance | None = None
 
     @property
@@ -54,19 +54,19 @@ class Comparison:
 
     @property
     def other_video(self) -> list[Difference]:
-        """The differences for which A and B show different things."""
+        """The differences in the settings that say what a video shows, such as the prompt."""
         from torchport.verify import runs
 
         return [row for row in self.b.differences if row.key in runs.WHAT]
 
     @property
     def distances(self) -> list[Distance]:
-        """That of B, and of the floor."""
+        """The distances from A: B's, and the floor's if there is one."""
         return [self.b] if self.floor is None else [self.b, self.floor]
 
 
 def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
-    """Returns how far two runs are from each other."""
+    """Returns how far two runs are from each other, by their folders; raises if one of the folders is A's again."""
     from torchport.verify import runs
 
     for other, place in ((b, str(b)), (floor, f"--floor {floor}")):
@@ -77,11 +77,11 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     if of_floor is not None:
         _check_floor(first, of_floor)
     second = runs.distance(first, runs.read(b))
-    return Comparison(first, second, None if of_floor is None else runs.distance(first, of_floor))
+    return Comparison(first, second, floor=None if of_floor is None else runs.distance(first, of_floor))
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
-    """Refuses a run that is lossy, or differs from the first one in more than how it rounds, or in nothing."""
+    """Raises if the floor is a lossy run, or differs from A in nothing, or in more than fields that change rounding."""
     from torchport.verify import runs
 
     lossy = runs.lossy(floor.manifests)
@@ -99,18 +99,18 @@ def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
 
 
 def data(comparison: Comparison) -> dict[str, Any]:
-    """Returns a comparison as JSON has it: what is infinite, or is not there, is null."""
+    """Returns a comparison as JSON data; numbers that are infinite or missing are null."""
     floor = comparison.floor
     return {
         "a": str(comparison.a.folder),
         "identical": comparison.is_same,
         "other_video": [row.field for row in comparison.other_video],
-        "b": _data(comparison.b),
-        "floor": None if floor is None else _data(floor),
+        "b": _distance_data(comparison.b),
+        "floor": None if floor is None else _distance_data(floor),
     }
 
 
-def _data(distance: Distance) -> dict[str, Any]:
+def _distance_data(distance: Distance) -> dict[str, Any]:
     from torchport.verify.report import finite
 
     return {
@@ -144,7 +144,7 @@ def _rows(rows: Sequence[Difference]) -> str:
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:
-    """Returns the table of the frames, a column for B and one for the floor."""
+    """Returns the lines of the table of frames, with a column for B and one for the floor."""
     count, _, height, width = comparison.a.frames.shape
     cells: dict[str, Callable[[Distance], str]] = {
         "PSNR, dB": lambda d: _decibels(d.frames.psnr),
@@ -171,7 +171,7 @@ def _of_frame(value: str, frame: int | None) -> str:
 
 
 def _latent_lines(comparison: Comparison) -> list[str]:
-    """Returns the table of the latents, a line for each step, and two columns for B and two for the floor."""
+    """Returns the table of latents: a line for each step, with two columns for B and two for the floor."""
     head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
     rows = []
     by_step = [{latents.step: latents for latents in each.latents} for each in comparison.distances]

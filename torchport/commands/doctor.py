@@ -22,7 +22,7 @@ from torchport.progress import size_text, table
 
 State = Literal["ok", "note", "bad"]
 TRIED = {"torchax": "0.0.13"}
-"""Versions that torchport is tried with, where others are allowed and may compute otherwise."""
+"""Versions that torchport is tested with; others are allowed, but may compute other results."""
 
 
 @terminal.command("doctor")
@@ -40,14 +40,13 @@ def command(paths: tuple[str, ...], as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    #: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
-    state: State
+    state: State  #: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
     what: str
     fact: str  #: Its state, and for `bad` the remedy.
 
 
 def examine(paths: Sequence[str]) -> list[Diagnosis]:
-    """Returns a diagnosis of each thing; it changes nothing, and uses no network."""
+    """Returns the diagnoses of this machine; changes nothing, and uses no network."""
     from torchport.task import devices
 
     pack = find_pack(paths)
@@ -65,6 +64,7 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
 
 
 def _versions() -> list[Diagnosis]:
+    """Returns whether the installed packages have the versions that torchport requires."""
     from packaging.specifiers import SpecifierSet
 
     from torchport.save import manifest
@@ -93,15 +93,15 @@ def _versions() -> list[Diagnosis]:
 
 
 def _operators() -> Diagnosis:
-    """Returns for which versions the table of operators was made, and which of them are others here."""
+    """Returns for which versions of packages the table of operators was made, and which differ here."""
     from torchport import engine
     from torchport.save import manifest
 
     what = "table of operators"
     made = engine.table_versions()
-    here = manifest.versions()
+    installed = manifest.versions()
     text = ", ".join(map(" ".join, made.items()))
-    others = [f"{name} {here[name]}" for name, version in made.items() if here[name].partition("+")[0] != version]
+    others = [f"{name} {installed[name]}" for name, v in made.items() if installed[name].partition("+")[0] != v]
     fact = f"made with {text}"
     if not others:
         return Diagnosis("ok", what, fact)
@@ -138,7 +138,7 @@ def _disk() -> list[Diagnosis]:
 
 
 def _jax_cache() -> list[Diagnosis]:
-    """Returns whether JAX keeps compiled programs in torchport's cache, and may load them."""
+    """Returns whether JAX caches compiled programs in torchport's folder, and whether that folder can be trusted."""
     folder = cache.jax_folder()
     if cache.is_off():
         return [Diagnosis("note", "compiled programs", f"not kept: {cache.VARIABLE} is {cache.OFF}")]
@@ -153,6 +153,7 @@ def _jax_cache() -> list[Diagnosis]:
 
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:
+    """Returns for each model card whether its checkpoint is in Hugging Face's cache, and its tiny one on disk."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from torchport.load import tiny
@@ -177,11 +178,11 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
 
 
 DEMO = "configs/demo.yaml"
-"""The job that README begins with."""
+"""The first job in README."""
 
 
 def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
-    """Returns combinations of settings that are known to fail or to compute wrong numbers."""
+    """Returns the settings that are known to fail together or to compute wrong numbers; if none is, one "ok"."""
     findings = []
     flags = environment.get("LIBTPU_INIT_ARGS", "") + " " + environment.get("XLA_FLAGS", "")
     fusion = xla_flags.nan_pair(environment)
@@ -204,11 +205,7 @@ def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: 
 
 
 def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
-    """Returns the one line that ends the report.
-
-    Args:
-        paths: The packs, as `--path` names them: their first model is the one to try, with its demo.
-    """
+    """Returns the report's last line: how many problems there are, or a command to try, with a model of `paths`."""
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."

@@ -43,7 +43,7 @@ LANGUAGES = {"job": "yaml", "card": "yaml", "rules": "yaml", "patch": "yaml", "c
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One error, provoked and mended: an entry of `examples.yaml`, where each field is explained."""
+    """An example of one error, wrong and right: an entry of `examples.yaml`, where each field is explained."""
 
     kind: str
     wrong: str
@@ -54,7 +54,7 @@ class Example:
 
     @property
     def sides(self) -> tuple[tuple[str, str], tuple[str, str]]:
-        """The kind and the text of the wrong side and of the right one."""
+        """The kind of text (a key of `PLACES`) and the text, of the wrong example and of the right one."""
         return (self.kind, self.wrong), (self.right_kind or self.kind, self.right)
 
 
@@ -74,7 +74,7 @@ def command(id: str | None, everything: bool, web: bool) -> None:
 
 
 def _address(key: str) -> str:
-    """Returns where the site explains an id."""
+    """Returns the address of the page that explains an id; raises if the installed package names no site."""
     found = importlib.metadata.distributions(name="torchport")
     urls = [url.split(", ") for package in found for url in package.metadata.get_all("Project-URL", ())]
     site = dict(urls).get("Documentation")
@@ -89,7 +89,7 @@ def page() -> str:
 
 
 def section(key: str) -> str:
-    """Returns what an error or a finding of scan means, two examples, and the cure; of a group, what lies in it."""
+    """Returns the Markdown for an error or a finding of scan: meaning, examples, cure; of a group, its errors, too."""
     if key.upper() in RULES:
         return scan_section(key.upper())
     kinds = {kind.id: kind for kind in errors.kinds()}
@@ -102,7 +102,7 @@ def section(key: str) -> str:
 
 
 def scan_section(id: str) -> str:
-    """Returns what a finding of `torchport scan` means, a wrong and a right example, and the cure."""
+    """Returns the Markdown for a finding of `torchport scan`: meaning, a wrong and a right example, and the cure."""
     rule = RULES[id]
     blocks = [
         f"{side}:\n\n```{_language(text)}\n{text}\n```" for side, text in (("Wrong", rule.wrong), ("Right", rule.right))
@@ -120,7 +120,7 @@ def _language(text: str) -> str:
 
 
 def _group(kind: type[errors.TorchportError]) -> list[str]:
-    """Returns a paragraph about the errors that a kind consists of, or about the group that it is part of."""
+    """Returns a paragraph that lists the errors of a group, or names an error's group; empty for any other error."""
     inner = kind.__subclasses__()
     if inner:
         listed = "\n".join(f"- {kind.id} `{kind.__name__}`: {_first_line(kind)}" for kind in inner)
@@ -136,6 +136,7 @@ def _first_line(kind: type[errors.TorchportError]) -> str:
 
 
 def _example(key: str) -> list[str]:
+    """Returns the paragraphs of an error's example and its cure; an empty list if there is none."""
     example = examples().get(key)
     if example is None:
         return []
@@ -157,6 +158,7 @@ def examples() -> dict[str, Example]:
 
 
 def _nearest(key: str, known: list[str]) -> str:
+    """Returns the remedy for an id that does not exist: the most similar name, or the nearest number."""
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
         close = errors.closest(key, [*known, *RULES])
         return f"{f'Did you mean {close!r}? ' if close else ''}`torchport explain --all` lists them"

@@ -1,4 +1,4 @@
-"""What `torchport check` finds, what it tried, and the exit code that follows."""
+"""The findings of `torchport check`, the steps that it tried, the exit code, and the formats of reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finding:
     text: str
     patch: str
     step: str  #: schema, card, job, targets, drift, apply, undo or called.
-    #: For drift, what accepting it would change in the lock file, as a unified diff.
+    #: For drift, the change of the lock file that would accept it, as a unified diff.
     review: str = ""
 
 
@@ -44,29 +44,29 @@ class Case:
     place: str  #: `file:line`.
     patch: str
     step: str
-    skipped: str = ""  #: Why it was not tried after all; empty where it was.
+    skipped: str = ""  #: Why the step was skipped; empty if it was tried.
 
 
 @dataclasses.dataclass
 class Report:
-    """All that was found, and all that was tried."""
+    """All findings of a check, and all steps that it tried."""
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
     cases: list[Case] = dataclasses.field(default_factory=list)
-    #: What is worth knowing and no mistake, a line each, in the text alone.
+    #: Facts worth knowing that are no mistakes, a line each; printed only as text.
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def try_entry(self, entry: Entry, step: str, skipped: str = "") -> None:
-        """Notes that a step of an entry is tried, or why it is not."""
+        """Notes that a step is tried on an entry, or why it is skipped."""
         self.cases.append(Case(entry.place, entry.id, step, skipped))
 
     def add(self, error: TorchportError, step: str, patch: str = "", review: str = "") -> None:
-        """Adds a refusal as a finding, once, and each other mistake that it was found with."""
+        """Adds an error and its `others`, which were found with it, as findings; none is added twice."""
         findings = [of_error(mistake, step, patch, review) for mistake in (error, *error.others)]
         self.findings += [finding for finding in findings if finding not in self.findings]
 
     def extend(self, other: Report) -> None:
-        """Adds what another report has and this one has not; a patch is tried in more than one process."""
+        """Adds the entries of another report that this one lacks: two processes may try the same patch."""
         self.findings = [*dict.fromkeys([*self.findings, *other.findings])]
         self.cases = [*dict.fromkeys([*self.cases, *other.cases])]
         self.notes = [*dict.fromkeys([*self.notes, *other.notes])]
@@ -77,12 +77,12 @@ def of_error(error: TorchportError, step: str, patch: str = "", review: str = ""
 
 
 def of_entry(entry: Entry, text: str, step: str) -> Finding:
-    """Returns what no error of its own says about an entry."""
+    """Returns a finding about an entry for which there is no error class of its own."""
     return Finding(PatchError.id, entry.place, text, entry.id, step)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Returns 0 if there are none, else the lowest of 3 drift, 4 late or aliased, 5 not called; 1 for any other."""
+    """Returns 0 without findings, else the lowest of 3 (drift), 4 (late or aliased), 5 (not called); else 1."""
     codes = {_CODES.get(finding.id, 1) for finding in findings}
     return min(codes - {1}, default=1) if codes else 0
 
@@ -114,13 +114,13 @@ def as_github(report: Report) -> str:
 
 
 def _file_and_line(place: str) -> tuple[str, int]:
-    """Returns a place's file and its line; the place and 0 where it has no line."""
+    """Returns the file and the line of a place `file:line`; the place and 0 if it has no line."""
     file, _, line = place.rpartition(":")
     return (file, int(line)) if line.isdecimal() else (place, 0)
 
 
 def _escaped(value: str, more: str = "") -> str:
-    """Returns what a workflow command may hold: `%`, CR, LF and `more` as it reads them, other controls as `repr` does.
+    """Returns a text escaped for a GitHub workflow command: `%`, CR, LF and `more` as %XX, other controls as `repr`.
 
     Source: `actions/toolkit`, packages/core/src/command.ts; properties need `:` and `,` as well.
     """
@@ -129,7 +129,7 @@ def _escaped(value: str, more: str = "") -> str:
 
 
 def as_sarif(report: Report) -> str:
-    """Returns the findings as SARIF 2.1.0, with files relative to the repository that the current folder is in."""
+    """Returns the findings as SARIF 2.1.0, with files relative to the root of the current git repository."""
     ids = sorted({finding.id for finding in report.findings})
     here = Path.cwd()
     root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
@@ -154,7 +154,7 @@ def as_sarif(report: Report) -> str:
 
 
 def _rule(id: str) -> dict[str, Any]:
-    """Returns what SARIF knows of an id: the documentation of its class, or of a scan's rule."""
+    """Returns the SARIF rule of an id, with the docstring of its error class, or the text of scan's rule."""
     if id in RULES:
         name, title, page = RULES[id].kind, RULES[id].title, scan_section(id)
     else:
@@ -172,9 +172,9 @@ def _rule(id: str) -> dict[str, Any]:
 
 
 def _uri(file: str, root: Path) -> str:
-    """Returns a file as a reference: relative to a repository if it lies in it, else absolute."""
+    """Returns a file as a URI: relative to the repository's root if it lies in it, else absolute."""
     path = Path(os.path.normpath(Path.cwd() / file))
-    # A name that is no UTF-8 is quoted by its bytes, as `as_uri` does.
+    # A name that is not UTF-8 is quoted by its bytes, as `as_uri` does.
     return urllib.parse.quote(os.fsencode(path.relative_to(root))) if path.is_relative_to(root) else path.as_uri()
 
 
@@ -186,15 +186,15 @@ def _fingerprint(finding: Finding, root: Path) -> str:
 
 
 def as_junit(report: Report) -> str:
-    """Returns a test case for each patch and step, in one suite per file, as JUnit's XML.
+    """Returns JUnit XML: a suite for each file, with a test case for each patch and step.
 
-    The elements and attributes are those that Jenkins' schema and Surefire's have in common: no file, no line.
+    It has only elements and attributes that the schemas of Jenkins and Surefire share: no file, no line.
     """
     suites: dict[str, dict[tuple[str, str], list[Case | Finding]]] = {}
     everything: list[Case | Finding] = [*report.cases, *report.findings]
     for item in everything:
         file, _ = _file_and_line(item.place)
-        if isinstance(item, Finding) and item.patch:  # what upstream's file shows belongs to the patch
+        if isinstance(item, Finding) and item.patch:  # a finding at upstream's file goes to the patch's file
             place = next((case.place for case in report.cases if case.patch == item.patch), item.place)
             file, _ = _file_and_line(place)
         suites.setdefault(file, {}).setdefault((item.patch, item.step), []).append(item)
@@ -208,12 +208,13 @@ def as_junit(report: Report) -> str:
 
 
 def _suite(file: str, tests: Mapping[tuple[str, str], Sequence[Case | Finding]]) -> ElementTree.Element:
+    """Returns the test suite of a file; `tests` has the cases and findings of each patch and step."""
     suite = ElementTree.Element("testsuite", name=printable(file))
-    for (patch, step), all_of_it in tests.items():
+    for (patch, step), items in tests.items():
         name = f"{patch or Path(file).name} {step}"
         case = ElementTree.SubElement(suite, "testcase", classname=printable(file), name=printable(name), time="0")
-        failures = [item for item in all_of_it if isinstance(item, Finding)]
-        reasons = [item.skipped for item in all_of_it if isinstance(item, Case) and item.skipped]
+        failures = [item for item in items if isinstance(item, Finding)]
+        reasons = [item.skipped for item in items if isinstance(item, Case) and item.skipped]
         if reasons and not failures:
             ElementTree.SubElement(case, "skipped", message=printable(reasons[0]))
         for failure in failures:
@@ -234,11 +235,11 @@ FORMATS: dict[str, Callable[[Report], str]] = {
     "junit": as_junit,
 }
 ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
-"""The format of a file that `--report` names, by its ending."""
+"""The format of a `--report` file, by its ending."""
 
 
 def check_report_file(file: Path, formats: Collection[str]) -> None:
-    """Refuses a file that no report can be written to, before minutes are spent on it."""
+    """Raises if no report can be written to a file, before a check takes minutes."""
     endings = {ending: form for ending, form in ENDINGS.items() if form in formats}
     if file.suffix not in endings:
         known = ", ".join(f"{ending} ({form})" for ending, form in endings.items())

@@ -42,13 +42,13 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
     from torchport.porting import draft
     from torchport.porting.draft import PatchDraftRequest, home
 
-    wish = PatchDraftRequest(**_named(given))
+    request = PatchDraftRequest(**_given_flags(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        drafted = draft.write_draft(wish, home.home(out, draft.upstreams(wish, checkout)))
-    listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
+        drafted = draft.write_draft(request, home.home(out, draft.upstreams(request, checkout)))
+    listed = f"List {request.names} under 'patches' of the card, for the stages that need it"
     left = [f"fill in     {step}." for step in (*drafted.left, listed)]
-    last = f"then        {home.check_command(out, upstream_path, wish.package)}"
+    last = f"then        {home.check_command(out, upstream_path, request.package)}"
     terminal.say([*drafted.lines, *left, last])
 
 
@@ -86,13 +86,13 @@ def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **give
         words = ["torchport", "run", "--path", str(out), "--model", given["name"], "--config", job]
         terminal.say([*lines, f"then        {shlex.join([*words, '--prompt', 'A cat walks'])}"])
         return
-    wish = model.ModelDraftRequest(**_named(given))
+    request = model.ModelDraftRequest(**_given_flags(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        lines = model.write(wish, home.home(out, model.upstreams(wish, checkout)), checkout)
+        lines = model.write(request, home.home(out, model.upstreams(request, checkout)), checkout)
     terminal.say([*lines, f"then        {home.check_command(out, upstream_path)}"])
 
 
-def _named(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the flags that were given; the others keep the defaults of a wish."""
+def _given_flags(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags that the user gave; the others keep the defaults of a draft request."""
     return {name: value for name, value in given.items() if value is not None}

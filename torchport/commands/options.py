@@ -1,4 +1,4 @@
-"""Flags that several commands have: each is declared here once, with one type, one metavar and one meaning."""
+"""Flags that several commands share: each is declared here once, with one type, metavar and meaning."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
     """Returns the flag `--config`.
 
     Args:
-        default: What is taken without it, in words. If there is nothing, only a pipeline can do without the flag.
-        published: When a pipeline's job is that of its published weights: with a checkpoint, or always but for tiny.
+        default: The default job in words, for the help. Empty: the flag is required, except for a pipeline as model.
+        published: When a pipeline's job has the published size, not the demo's: never, if a checkpoint is named, or
+            always except with tiny weights.
     """
     words = {
         "named": "a pipeline's demo; with its weights, its published size",
@@ -99,7 +100,7 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
 
 
 def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the job where a pipeline is named without one; see `config`. Flags that are given come before this."""
+    """Returns the value of `--config`: for a pipeline by default its job; click has parsed the other flags before."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         hint = f"A pipeline has '{DERIVED}' before its name." if model.endswith("Pipeline") else None
@@ -111,7 +112,7 @@ def _pipelines_job(published: str, context: click.Context, parameter: click.Para
 
 
 def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Derives the card of a pipeline that is named in place of a card."""
+    """Returns the value of `--model`; if it is a pipeline, `diffusers:NAME`, its card is derived first."""
     if value is not None and value.startswith(DERIVED):
         from torchport.porting import derive
 
@@ -120,14 +121,10 @@ def derived(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def taken(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
-    """Calls a class or a function with those flags that are its parameters, and takes them out."""
+    """Calls a class or a function with the flags that are its parameters, and removes these from `given`."""
     return kind(**{name: given.pop(name) for name in inspect.signature(kind).parameters if name in given})
 
 
 def with_fields(overrides: tuple[str, ...], **fields: object) -> tuple[str, ...]:
-    """Returns the overrides of a config, with fields that have a flag of their own behind those of `--set`.
-
-    Args:
-        fields: The values of the other flags; None for one that was not given.
-    """
+    """Returns the overrides of `--set`, and after them those of other flags; None for a flag that was not given."""
     return (*overrides, *(f"{name}={value}" for name, value in fields.items() if value is not None))

@@ -89,7 +89,7 @@ def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.
 
 
 def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns one row per entry: what it changes, what it promises, and whether it would be applied here."""
+    """Returns a row of facts for each patch, such as its target, its promised equivalence and whether it is locked."""
     return [_row(entry) for entry in entries_of(folders, names)]
 
 
@@ -107,6 +107,7 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
+    """Returns all fields of a patch, the installed versions of its packages, and its rows in the lock."""
     versions.installed.cache_clear()
     entries = {entry.id: entry for entry in entries_of(folders)}
     if key not in entries:
@@ -127,17 +128,18 @@ def lock(
     check_apply: Callable[[Sequence[str]], None] | None = None,
     chosen: Sequence[Path] | None = None,
 ) -> list[str]:
-    """Locks the targets of whole upstreams as reviewed; returns one line per target that is new, changed or dropped.
+    """Locks the targets of whole upstreams as reviewed; returns a line for each target that is new, changed or dropped.
 
     Args:
-        names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
-        check_apply: Refuses upstreams, by name, on which their patches cannot be applied, before a lock is written.
+        names: Upstreams, or files of them: their whole upstreams are locked. All upstreams if empty.
+        check: Whether nothing is written.
+        check_apply: Called with upstreams before a lock is written; raises if their patches cannot be applied.
     """
     from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
 
-    versions.installed.cache_clear()  # read again: packages may have changed since this process began
+    versions.installed.cache_clear()  # packages may have changed since this process began
     for name in names:
-        patch.read(folders, [name])  # refuses a name that is not there
+        patch.read(folders, [name])  # raises if there is no such file
     upstreams = sorted({name.partition("/")[0] for name in names})
     upstreams = upstreams or patch.upstreams(folders if chosen is None else chosen)
     entries = [

@@ -1,4 +1,4 @@
-"""`torchport plan`: one job's plan, or a sweep over strategies and meshes, as the flags say."""
+"""`torchport plan`: the plan of one job, or with --sweep those of all strategies and meshes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFlags:
-    """The flags of the command that are not those of a request."""
+    """The flags of the command that are no fields of a `Request`."""
 
     topology: str | None = None
     strategy: str | None = None
@@ -71,14 +71,10 @@ def command(**given: Any) -> None:
 
 
 def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
-    """Returns what the flags ask for; a page, if one is asked for, has been written.
-
-    Args:
-        line: The command line itself, which the page names.
-    """
+    """Returns the plan or the sweep; with --report, also writes the HTML page, which shows the command `line`."""
     if flags.file is not None:
         folder.check_writable("--report", flags.file)
-    _check(flags)
+    _check_combination(flags)
     from torchport.plan import plan_report, planning, sweep
 
     bounded = flags.scores != "any"
@@ -88,10 +84,10 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
     job = planning.plan(request, flags.topology, flags.keep, bounded, stages=(flags.stage,) if flags.stage else ())
     if flags.file is not None:
         plan_report.write(flags.file, job, line)
-    return terminal.Answer(job.model_dump(mode="json"), plan_report.lines(job), int(not job.fits))
+    return terminal.Answer(job.model_dump(mode="json"), plan_report.lines(job), exit_code=int(not job.fits))
 
 
-def _check(flags: PlanFlags) -> None:
+def _check_combination(flags: PlanFlags) -> None:
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
     for name, value in {"--stage": flags.stage, "--report": flags.file}.items():

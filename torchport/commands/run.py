@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
-    """The flags of the command that are not those of a request, its execution or a cluster."""
+    """The flags of the command that are no fields of a `Request`, its `Execution` or a cluster."""
 
     prompts: Path | None
     together: int | None
@@ -34,7 +34,7 @@ class RunFlags:
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Reads the value of --profile, `steps=2`: it says what it counts."""
+    """Returns the number in the value of --profile, `steps=2`; None if the flag was not given."""
     if value is None:
         return None
     name, _, digits = value.partition("=")
@@ -110,6 +110,7 @@ def command(**given: Any) -> None:
 
 
 def lines(summary: Summary, quiet: bool = False) -> list[str]:
+    """Returns the report of a run: seconds of each stage, and at last the path of the video or the output folder."""
     from torchport.config.card import DENOISING
     from torchport.save import CONTACT_SHEET
 
@@ -127,7 +128,7 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
         running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
         text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")
     if summary.seconds:
-        text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({_clip(summary.seconds)})")
+        text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({_clip_words(summary.seconds)})")
     if summary.upstream is not None:
         text.append(f"{summary.upstream}")
     sheet = summary.folder / CONTACT_SHEET
@@ -135,8 +136,8 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     return [*text, place]
 
 
-def _clip(seconds: Mapping[str, float]) -> str:
-    """Returns the seconds of a run by the parts that `torchport plan` has of a clip."""
+def _clip_words(seconds: Mapping[str, float]) -> str:
+    """Returns in words the seconds of a run, by the parts of a clip that `torchport plan` shows."""
     parts: dict[str, float] = {}
     for key, value in seconds.items():
         stage, verb = key.split()
@@ -146,7 +147,7 @@ def _clip(seconds: Mapping[str, float]) -> str:
 
 
 def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:
-    """Makes the videos of a file of prompts, prints a table of them, and returns the exit code: 1 if one failed."""
+    """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed."""
     from torchport.processes import hosts
     from torchport.run import series
 
@@ -162,6 +163,7 @@ def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster
 
 
 def _folder_of_series(file: Path, request: Request) -> Path:
+    """Returns the folder of --out; raises if there is none, or if a flag does not go with --prompts."""
     place = f"--prompts {file}"
     if request.prompt is not None:
         raise BadValueError(place, "--prompt is given too", "Leave one out: each line of the file has a prompt")

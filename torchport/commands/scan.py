@@ -1,4 +1,4 @@
-"""`torchport scan`: what in a codebase will not port, as lines, JSON or SARIF."""
+"""`torchport scan`: the code of a codebase that will not port to TPU, as text, JSON or SARIF."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class ScanFlags:
     paths: tuple[str, ...]
 
     def form(self) -> str:
+        """Returns the format to print; raises if flags ask for two."""
         if self.as_json and self.as_sarif:
             raise BadValueError(
                 "--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report"
@@ -77,14 +78,14 @@ def command(**given: Any) -> None:
 
 
 def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
-    """Returns the findings to show: those on the path, and files that could not be read; or all."""
+    """Returns the findings to show: those in code that the entry leads to, and unreadable files; or all."""
     if everything:
         return list(report.findings)
     return [finding for finding in report.findings if finding.reach == report.wanted or not finding.meaning.in_code]
 
 
 def text(report: ScanReport, everything: bool = False) -> str:
-    """Returns a line for each finding, and a last line that counts those on the path."""
+    """Returns a line for each finding to show, and a last line with their counts."""
     some = shown(report, everything)
     lines = [printable(_line(finding)) for finding in some if not finding.only]
     for only, words in GUARDS.items():
@@ -102,6 +103,7 @@ _ABSENT = "install it, or stub it and rewrite what calls it"
 
 
 def _line(finding: ScanFinding) -> str:
+    """Returns a finding as a line: place, rule, code, and whether a patch covers it or is needed."""
     place = f"{finding.file}:{finding.line}" if finding.line else finding.file
     if not finding.meaning.in_code:
         return f"{place}: {finding.rule} {finding.kind}: {finding.text}"
@@ -115,7 +117,7 @@ def _line(finding: ScanFinding) -> str:
 
 
 def as_json(report: ScanReport, everything: bool = False) -> str:
-    """Returns the findings with all that is known of them, one in each line, and what they were counted over."""
+    """Returns JSON: numbers of files and lines that were read, and the findings, each with all its fields in a line."""
     rows = [json.dumps(_row(finding)) for finding in shown(report, everything)]
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
     absent = [dataclasses.asdict(absent) for absent in report.absent]
@@ -144,5 +146,5 @@ def _as_finding(finding: ScanFinding) -> findings.Finding:
 
 
 def exit_code(report: ScanReport) -> int:
-    """Returns 1 if something on the path that nothing guards needs a patch that is not there, else 0."""
+    """Returns 1 if unguarded code that the entry leads to needs a patch that is missing, else 0."""
     return int(bool(report.unpatched()))

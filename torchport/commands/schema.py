@@ -28,20 +28,20 @@ def command(kind: Kind) -> None:
 
 
 def schema(kind: Kind) -> dict[str, Any]:
-    """Returns the JSON Schema of a kind of YAML file, for editors: torchport refuses what it refuses, and more."""
+    """Returns the JSON Schema of a kind of YAML file, for editors; torchport's checks are stricter."""
     if kind == "patch":
         return _described(patch.schema(), vars(declared))
     model: type[Frozen] = card.Card if kind == "card" else card.Job
     raw = model.model_json_schema(by_alias=True)
     definitions = {**raw.pop("$defs", {}), model.__name__: raw}
     top: dict[str, Any] = {"$schema": DIALECT, "title": f"torchport {kind}", "$ref": f"#/$defs/{model.__name__}"}
-    if kind == "card":  # one that extends another need not have what that one has
+    if kind == "card":  # a card that extends another needs only these two fields
         top["anyOf"] = [{"$ref": top.pop("$ref")}, {"type": "object", "required": ["model", "extends"]}]
     return _described({**top, "$defs": definitions}, {**vars(step_cache), **vars(strategy), **vars(card)})
 
 
 def _described(schema: dict[str, Any], models: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema whose definitions and fields say what they mean, as the docstrings of the models do."""
+    """Adds descriptions to the definitions and fields of a schema, from the docstrings of `models`; returns it."""
     for name, definition in schema["$defs"].items():
         model = models[name]
         definition["description"] = summary(model)
@@ -51,16 +51,16 @@ def _described(schema: dict[str, Any], models: Mapping[str, Any]) -> dict[str, A
 
 
 def _describe(part: dict[str, Any], texts: dict[str, str]) -> None:
-    """Gives the fields of an object their meanings, also those of an object among alternatives."""
+    """Adds descriptions to the properties of an object schema, also within its `anyOf`."""
     for key, field in part.get("properties", {}).items():
-        field.pop("title", None)  # the name again, in capitals
+        field.pop("title", None)  # pydantic's: the field's name, capitalised
         field["description"] = texts[key]
     for alternative in part.get("anyOf", ()):
         _describe(alternative, texts)
 
 
 def summary(model: type) -> str:
-    """Returns a class's docstring without its section of fields, on one line for each paragraph."""
+    """Returns a class's docstring without its section `Attributes:`, each paragraph on one line."""
     text = (inspect.getdoc(model) or "").partition("\nAttributes:\n")[0].strip()
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
@@ -81,6 +81,7 @@ def _from_docstring(kind: type) -> dict[str, str]:
 
 
 def _below_fields(kind: type) -> dict[str, str]:
+    """Returns the docstring below each field of a class; from the source, as Python does not keep them."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     texts: dict[str, str] = {}

@@ -39,18 +39,18 @@ class RuleRow:
     component: str
     kind: str  #: `weights`, `inputs` or `activations`.
     pattern: str
-    #: The specs in use: one, or several if some tensors use `otherwise`. For inputs whose shapes are not known
-    #: beforehand, all specs in the order in which they are tried.
+    #: The specs in use: one, or several if some tensors use a fallback of `otherwise`. For inputs whose shapes only a
+    #: run knows, all specs in the order in which they are tried.
     specs: tuple[str, ...]
     matches: int
-    #: Of the matched weights on each device; None if the sizes are not known beforehand.
+    #: Bytes of the matched weights on each device; None for inputs and activations.
     bytes: int | None
     #: How many tensors use a fallback, whether they are gathered, whether they may be padded.
     notes: tuple[str, ...] = ()
 
 
 def request_of(model: str, config: str | None, strategy: str | None, paths: tuple[str, ...], **fields: Any) -> Request:
-    """Returns the request whose rules are shown: without a config, the published network on the strategy's own mesh."""
+    """Returns the request whose rules are shown; without a config, for the published network on the strategy's mesh."""
     from torchport.config.pack import find_pack
     from torchport.task import Request
 
@@ -64,9 +64,9 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
 
 
 def rule_rows(request: Request) -> list[RuleRow]:
-    """Returns the rules of the job's strategy, for all networks, from published shapes: no weights are read.
+    """Returns a row for each rule of the job's strategy and each network; from shapes, no weights are read.
 
-    A shared rule that nothing of a network is called by has no row.
+    A rule that several networks share has no row for a network in which it matches nothing.
     """
     from torchport.compile import network
     from torchport.compile.in_force import in_force
@@ -80,6 +80,7 @@ def rule_rows(request: Request) -> list[RuleRow]:
 
 
 def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
+    """Yields the rows of one network: rules for weights, then for inputs, then for activations."""
     from torchport import shard
     from torchport.compile import preflight
     from torchport.compile.rules import of_task
@@ -96,7 +97,7 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
         if rehearsal.calls:
             yield _row(name, "inputs", entry, inputs, None, ())
         else:
-            order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
+            order = tuple(map(_spec_words, (entry.spec, *entry.otherwise)))
             more = ("the first that divides",) if entry.otherwise else ()
             yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
     by_module = activations.rule_by_module(rehearsal.module, rules.own.activations, rules.place("activations"))
@@ -105,11 +106,11 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
         count = sum(rule is kind for rule in by_module.values())
         if kind.is_shared and not count:
             continue
-        yield RuleRow(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
+        yield RuleRow(name, "activations", kind.match, tuple(map(_spec_words, kind.outputs)), count, None, notes)
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
-    """Yields each rule with the tensors whose first match it is."""
+    """Yields each rule with the fitted rules of the tensors for which it is the first that matches."""
     from torchport import shard
 
     for rule in rules:
@@ -121,14 +122,15 @@ def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tu
 def _row(
     name: str, kind: str, rule: Rule, matches: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]
 ) -> RuleRow:
-    """Returns a rule's row: the specs of its tensors, and how many use another spec than the first."""
-    fallen = sum(fitted_rule.spec != rule.spec for fitted_rule in matches.values())
-    more = (*notes, f"{fallen} by fallback from {_spec(rule.spec)}") if fallen else notes
-    specs = tuple(dict.fromkeys(_spec(fitted_rule.spec) for fitted_rule in matches.values()))
+    """Returns a rule's row; its notes say how many of the matched tensors use a fallback spec."""
+    fallbacks = sum(fitted_rule.spec != rule.spec for fitted_rule in matches.values())
+    more = (*notes, f"{fallbacks} by fallback from {_spec_words(rule.spec)}") if fallbacks else notes
+    specs = tuple(dict.fromkeys(_spec_words(fitted_rule.spec) for fitted_rule in matches.values()))
     return RuleRow(name, kind, rule.match, specs, len(matches), size, more)
 
 
-def _spec(spec: Spec | None) -> str:
+def _spec_words(spec: Spec | None) -> str:
+    """Returns a sharding spec as text: `[dp, -, (sp, tp)]`, `replicate`, or `free` for None."""
     from torchport.config.strategy import dims_of
 
     if spec is None or spec == "replicate":

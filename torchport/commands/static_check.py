@@ -1,6 +1,6 @@
-"""`torchport check --static`: what files and upstream's source say, in this process. Nothing of upstream is imported.
+"""`torchport check --static`: checks of files and of upstream's source, without importing upstream or a pack's Python.
 
-No Python of the pack runs either. `torchport check` begins with the same checks.
+`torchport check` begins with the same checks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from torchport.source.bindings import binding_at
 from torchport.source.parsing import tree_of
 
 _MARK = "fill in "
-"""What the exception of a drafted function begins with."""
+"""The text of a drafted function's `NotImplementedError` begins with this."""
 _WORDS = "say here "
-"""What a drafted text of an entry begins with."""
+"""A text that is still to be written in a drafted entry begins with this."""
 
 
 def check(
@@ -52,23 +52,24 @@ def check(
     upstream_path: Path | None = None,
     chosen: Sequence[Path] | None = None,
 ) -> Report:
-    """Returns the findings over the patches of the upstreams or files that are named; of all if none is."""
+    """Returns the findings for the patches of the named upstreams or files; without names, for those of all."""
     report = Report()
     versions.installed.cache_clear()
     entries = read(folders, known_names(folders, names), report)
     with on_path(upstream_path):
         for entry in entries:
             if chosen is None or entry.folder.parent in chosen:
-                _check_written(entry, entries, report)
+                _check_entry(entry, entries, report)
     return report
 
 
 def with_entries(folders: patch.Folders) -> list[str]:
-    """Returns the upstreams of which folders have a file of patches; such a folder may hold a family alone."""
+    """Returns the upstreams that have a file of patches; an upstream's folder may have only a family."""
     return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in stack_of(folders))]
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
+    """Returns the names, or all upstreams if there are none; raises for a name without patches."""
     known, having = patch.upstreams(folders), with_entries(folders)
     for name in names:
         if name.partition("/")[0] not in known:
@@ -83,11 +84,7 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
 
 
 def check_file(folders: patch.Folders, name: str, place: str) -> None:
-    """Refuses a name of a patch file that is not there; whether it can be read is another question.
-
-    Args:
-        name: `upstream/file`.
-    """
+    """Raises if the patch file `name`, as `upstream/file`, does not exist; does not read it."""
     upstream, _, file = name.partition("/")
     files = {other for root in stack_of(folders) for other in _files(root, upstream)}
     if name not in files:
@@ -96,10 +93,9 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
 
 
 def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
-    """Returns the entries of every file that can be read, each id once; each other file becomes a finding.
+    """Returns the entries of every file that can be read, each id once; an unreadable file is added to `report`.
 
-    Args:
-        home: The highest folder in which the names are looked up, as `patch.read` takes it.
+    The highest folder in which the names are looked up is `home`, as in `patch.read`.
     """
     stack = stack_of(folders)
     readable: dict[str, None] = {}
@@ -124,14 +120,14 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
 
 
 def _files(root: Path, name: str) -> list[str]:
-    """Returns the names of an upstream's files in one folder, so that a bad one does not hide the others."""
+    """Returns the names `upstream/file` of an upstream's patch files in one folder, to be read one by one."""
     upstream, _, chosen = name.partition("/")
     files = sorted((root / upstream).glob("*.yaml"))
     return [f"{upstream}/{file.stem}" for file in files if file.name != LOCK and (not chosen or file.stem == chosen)]
 
 
-def _check_written(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> None:
-    """Checks an entry and the file that it names, without running that."""
+def _check_entry(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> None:
+    """Checks an entry, and the Python file that it names without running it."""
     try:
         loaded = checks.parsed(entry, entry.reference) if entry.reference else None
         if entry.needed and "probe" in entry.needed:
@@ -146,13 +142,13 @@ def _check_written(entry: patch.Entry, entries: Sequence[patch.Entry], report: R
 
 
 def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
-    """Returns whether an entry is to be applied here; None if it is not needed."""
+    """Returns None if an entry is not needed with the installed versions, False if they do not fit it, else True."""
     try:
         reason = versions.outcome(entry, probe)
     except UnsupportedError as error:
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)
-        return False  # what changed in that version is looked for all the same
+        return False  # the caller still checks the source, to show what changed in that version
     if reason is not None:
         report.try_entry(entry, "targets", skipped=f"not needed: {reason}")
         return None
@@ -160,12 +156,11 @@ def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | 
 
 
 def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry], report: Report) -> bool:
-    """Checks an entry against upstream's source; returns whether it can be tried.
+    """Checks an entry against upstream's source, and adds findings to `report`; returns whether it can be tried.
 
     Args:
-        loaded: What it names, or what stands for that.
-        entries: All entries: the lock has one row for all that change one target.
-        report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
+        loaded: The replacement that the entry names, or its parsed source.
+        entries: All entries: those that change the same target share a row of the lock.
     """
     report.try_entry(entry, "targets")
     tree = tree_of(file_of(entry, entry.reference)) if entry.reference else None
@@ -177,25 +172,25 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         state = _drift(entry, entries, report)
         checks.check_source(entry, loaded)
         if state == "unlocked":
-            report.findings.append(_unlocked(entry, entries))
+            report.findings.append(_unlocked_finding(entry, entries))
     except TorchportError as error:
         report.add(error, "targets", entry.id)
         return False
     return True
 
 
-def _unlocked(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
+def _unlocked_finding(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
     text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
     text = f"{text} (with the --path and --upstream-path that are used here)."
     try:
         review = drift.review(entry, entries)
-    except TargetError:  # what it relies on cannot be read, so there is no row to review
+    except TargetError:  # its target cannot be read, so there is no row to review
         review = ""
     return Finding(DriftError.id, entry.place, text, entry.id, "drift", review)
 
 
 def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> str | None:
-    """Returns what the lock says of a target; None where its source drifted, which becomes a finding."""
+    """Returns the state of an entry's target in the lock; None if its source drifted, which is added to `report`."""
     try:
         state = drift.check(entry)
     except DriftError as error:
@@ -207,10 +202,10 @@ def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -
 
 
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
-    """Returns the findings over the model cards that are named; over all cards and configs if none is."""
+    """Returns the findings for the named model cards; without names, for all cards and configs."""
     report = Report()
     cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
-    sound = []  # a card with a mistake judges no job: what it says of one may follow from the mistake
+    sound = []  # only cards without mistakes judge jobs: an error could follow from the mistake
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
         mistakes = list(_mistakes(pack, card, document))
@@ -221,7 +216,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
             place = document.place(["operators", key])
             note = f"accepts {key}, which may differ from PyTorch's"
             report.notes.append(f"{place}: {note}: {why}")
-        _check_demo(pack, card, document, bool(mistakes), report)
+        _check_demo(pack, card, document, has_mistakes=bool(mistakes), report=report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
@@ -234,7 +229,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
 
 
 def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns those of the named cards that can be read; each other becomes a finding."""
+    """Returns the named cards that can be read; the others are added to `report`."""
     cards = []
     for name in sorted(models):
         try:
@@ -250,7 +245,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
 
 
 def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields what a card names that is not there, or that contradicts itself."""
+    """Yields an error for each thing that a card names but does not exist, and for each contradiction in it."""
     home = pack.home(card.model).patches
     lists: list[tuple[list[str | int], list[str]]] = [(["original"], card.original), (["script"], card.script)]
     lists += [(["patches", stage], names) for stage, names in card.patches.items()]
@@ -279,7 +274,7 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
 
 
 def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields the refusal of a function that builds a component and is not in the file that a card names."""
+    """Yields an error for each component whose `build` function, as `file:function`, does not exist."""
     family = family_module.file_of(pack, card, document.place(["family"]))
     for name, component in card.components.items():
         if component.build is None:
@@ -301,6 +296,7 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
 
 
 def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, report: Report) -> None:
+    """Checks that a card's demo exists and can be read; and if the card has no mistakes, that they fit together."""
     try:
         job, job_document = pack.job(pack.demo(card))
     except UnknownNameError as error:
@@ -313,22 +309,22 @@ def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, 
 
 
 def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | None = None) -> Iterator[TorchportError]:
-    """Yields the refusal of a name of patches, at the line of a card; mistakes inside the file are not the card's."""
+    """Yields an error if the patches that a card names at `place` do not exist; none for mistakes in their file."""
     try:
         patch.read(folders, [name], home)
     except UnknownNameError as error:
         yield UnknownNameError(place, error.fact, error.remedy, name=name)
     except BadValueError as error:
-        if error.place == name:  # no name of patches at all
+        if error.place == name:  # it has not the form of such a name
             yield BadValueError(place, error.fact, error.remedy, name=name)
     except TorchportError:
         return
 
 
 def _conflicts(pack: Pack, names: Sequence[str], home: Path) -> Iterator[TorchportError]:
-    """Yields the refusal of two patches of one stage that claim one target."""
+    """Yields an error if two patches of one stage change the same target."""
     fitting = []
-    for entry in read(pack.folders, names, Report(), home):  # what cannot be read is another finding
+    for entry in read(pack.folders, names, Report(), home):  # unreadable files are reported elsewhere
         with contextlib.suppress(UnsupportedError):
             fitting += [entry] if versions.outcome(entry, probe=False) is None else []
     try:
@@ -338,7 +334,7 @@ def _conflicts(pack: Pack, names: Sequence[str], home: Path) -> Iterator[Torchpo
 
 
 def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
-    """Returns the components that a family's stages compile, from its source. None if the source does not show it."""
+    """Returns the components that a family's stages compile, read from its source; None if that does not show it."""
     check_call(card, document)
     if card.call is not None:
         return set(card.call.compiled)
@@ -347,17 +343,17 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     tree = tree_of(file)
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
-    family_module.check_complete(as_named(file), names, place, False)
+    family_module.check_complete(as_named(file), names, place, variants=False)
     return _networks_of(bindings["STAGES"].node)
 
 
 def _networks_of(statement: ast.stmt | None) -> set[str] | None:
-    """Returns the words after `network=` in a tuple of calls; None if there is another form in it."""
+    """Returns the values of `network=` in the calls of a tuple; None if there are none, or the statement differs."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
     calls = value.elts if isinstance(value, ast.Tuple) else []
     networks: set[str] = set()
     for call in calls:
-        if not isinstance(call, ast.Call) or len(call.args) > 5:  # the sixth of a Stage is its network
+        if not isinstance(call, ast.Call) or len(call.args) > 5:  # the sixth argument of `Stage` is `network`
             return None
         keywords = call.keywords
         if any(keyword.arg is None for keyword in keywords):
@@ -378,12 +374,12 @@ def _check_config(
     is_whole: bool,
     report: Report,
 ) -> None:
-    """Checks a config: its fields, its machine, and that some card of the pack can do it.
+    """Checks a config: its fields, its machine, and that it is valid for one card of the pack.
 
-    Where a card cannot be read or has mistakes, the job may be its own: no other card judges it, unless `is_whole`.
+    The last only if `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
     """
     try:
-        pack.highest(f"configs/{file.name}")  # refuses a name that it takes without saying so
+        pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
         parse_machine(job.machine, document.place(["machine"]))
@@ -392,7 +388,7 @@ def _check_config(
         report.add(error, "schema")
         return
     refusals = [error for card in cards for error in _job_mistake(job, card, document)]
-    places = {finding.place for finding in report.findings}  # of a card whose demo it is
+    places = {finding.place for finding in report.findings}  # reported already, as the demo of a card
     if not cards or not is_whole:
         return
     if len(refusals) == len(cards) and not any(error.place in places for error in refusals):
@@ -407,11 +403,7 @@ def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigErr
 
 
 def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[ReplacementError]:
-    """Yields the refusal of an entry that is a draft.
-
-    Args:
-        tree: The file that its function is in; None for one without.
-    """
+    """Yields an error if an entry is a draft; `tree` is the parsed file of its function, None without one."""
     promise = entry.equivalence.written()
     reason = next(iter(promise.values())) if isinstance(promise, dict) else ""
     texts = {"why": entry.why, "equivalence": reason, "scope_reason": entry.scope_reason}
@@ -424,7 +416,7 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
 
 
 def _unwritten(tree: ast.Module) -> set[str]:
-    """Returns the functions and classes at the top of a file that raise what a draft raises."""
+    """Returns the names of a file's top-level functions and classes that are still drafts."""
     return {
         node.name
         for node in tree.body

@@ -1,4 +1,4 @@
-"""The terminal of every command: checks the values of flags, prints text, and sets the exit code."""
+"""What all commands share: checks of flag values, safe printing, logging, and exit codes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from torchport.processes import current_folder, watch
 
 log = logging.getLogger("torchport")
 AGAIN = 0.05
-"""Seconds after which a lost Ctrl-C is sent again: time to leave the code that lost it."""
+"""Seconds until a lost Ctrl-C is sent again: time for Python to leave the callback that lost it."""
 
 
 class Command(click.Command):
-    """A command whose flags' values are checked before it runs, whichever flags they are."""
+    """A click command that checks the values of all its flags before it runs."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses as click does, and checks the values as they were written: click changes an empty path."""
+        """Parses arguments as click does, but checks the values as the user wrote them: click changes an empty path."""
         args_as_written = list(args)
         rest = super().parse_args(ctx, args)  # --help ends here
         values, _, _ = self.make_parser(ctx).parse_args(args_as_written)
@@ -42,14 +42,14 @@ class Command(click.Command):
                 given = values.get(str(option.name))
                 for value in given if isinstance(given, list | tuple) else [given]:
                     if isinstance(value, str):
-                        _check(option, value)
+                        _check_value(option, value)
         if current_folder() is None:
             raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
         return rest
 
 
 def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Returns a decorator that makes such a command of a function."""
+    """Returns a decorator that turns a function into a `Command`."""
     return click.command(name, cls=Command)
 
 
@@ -58,23 +58,23 @@ class Group(click.Group):
     group_class = type
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. With -v, before it or as its own flag, the traceback of what led to an error comes first."""
+        """Runs a command. If it raises and -v is given, prints the traceback of the error's cause first."""
         try:
             return super().invoke(ctx)
         except TorchportError as error:
             trace = error.trace or (error.__cause__ and "".join(traceback.format_exception(error.__cause__)))
             if ctx.parent is None and trace and (ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)):
-                _complain(_lines(trace.rstrip()))
+                _complain(_escaped_lines(trace.rstrip()))
             raise
 
 
 def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
-    """Returns a decorator that makes such a group of a function."""
+    """Returns a decorator that turns a function into a `Group`."""
     return click.group(name, cls=Group)
 
 
-def _check(option: click.Parameter, value: str) -> None:
-    """Refuses a value of a flag, or of an argument that is a path, if no command could use it."""
+def _check_value(option: click.Parameter, value: str) -> None:
+    """Raises if no command could use a value of a flag or path argument: not Unicode, empty, or no possible path."""
     is_flag, kind = isinstance(option, click.Option), option.metavar or ""
     name = max(option.opts, key=len) if is_flag else option.human_readable_name
     try:
@@ -89,19 +89,18 @@ def _check(option: click.Parameter, value: str) -> None:
     try:
         Path(value).stat()
     except (FileNotFoundError, NotADirectoryError):
-        return  # each command says itself whether it has to be there
+        return  # whether the file must exist depends on the command
     except OSError as error:
         raise refused(name, value, error) from error
 
 
 def say(text: str | Iterable[str]) -> None:
-    """Prints lines to standard output, with control characters escaped so that no text can control the terminal.
+    """Prints to standard output, with control characters escaped so that no text can control the terminal.
 
-    Args:
-        text: Some lines, or each of them: what is one then stays one, whatever names of files are in it.
+    Of a list, each item is printed as one line: line breaks in it, as from a file name, are escaped, too.
     """
     lines = text if isinstance(text, str) else "\n".join(line.replace("\n", r"\n") for line in text)
-    click.echo(_lines(lines))
+    click.echo(_escaped_lines(lines))
 
 
 def say_json(data: Any) -> None:
@@ -110,7 +109,7 @@ def say_json(data: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a command prints, as data and as text, and its exit code."""
+    """The output of a command, as JSON data and as lines of text, and its exit code."""
 
     data: Any
     lines: list[str]
@@ -123,47 +122,47 @@ class Answer:
             say(self.lines)
 
 
-def _lines(text: str) -> str:
+def _escaped_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-class _Lines(logging.Formatter):
-    """What is logged, printable: names of files are in it. `seconds` are those since the command began."""
+class _Formatter(logging.Formatter):
+    """Escapes control characters in log lines, as from file names; adds `seconds` since the command began."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.seconds = record.relativeCreated / 1000
-        return _lines(super().format(record))
+        return _escaped_lines(super().format(record))
 
 
 def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
-    """Logs what a person is to see: errors alone, torchport's lines, or upstream's as well; with seconds in a file."""
+    """Logs errors if `quiet`, torchport's lines by default, and upstream's if `verbose`; adds seconds in a file."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines("%(message)s" if sys.stderr.isatty() else "%(seconds)6.1f s  %(message)s"))
+    handler.setFormatter(_Formatter("%(message)s" if sys.stderr.isatty() else "%(seconds)6.1f s  %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO if verbose else logging.ERROR)
     if not verbose:
-        warnings.simplefilter("ignore")  # upstream's; ours are errors or log lines
+        warnings.simplefilter("ignore")  # all are upstream's: torchport raises or logs
     log.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
 
 
 def run(command: click.Command) -> int:
-    """Runs a command line and returns its exit code; a refusal is a line on stderr for each mistake, no traceback."""
+    """Runs a command line and returns its exit code; prints torchport's errors on stderr, without a traceback."""
     sys.unraisablehook = _unraisable
     try:
-        return _run(command)
+        return _run_with_output(command)
     except TorchportError as error:
         complain(error)
         return error.exit_code
     except click.ClickException as error:
         usage = io.StringIO()
         error.show(usage)
-        _complain(_lines(usage.getvalue().rstrip()))
+        _complain(_escaped_lines(usage.getvalue().rstrip()))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         watch.end(StoppedError.exit_code, watch.AT_ONCE)
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Sends a Ctrl-C again that was lost in a callback, such as JAX's in the garbage collector."""
+    """Sends Ctrl-C again if Python dropped its exception in a callback, such as JAX's in the garbage collector."""
     if what.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(what)
         return
@@ -173,7 +172,7 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def complain(error: TorchportError) -> None:
-    """Prints an error to standard error: each mistake with its id."""
+    """Prints an error to standard error, a line with an id for each mistake."""
     _complain(error.report())
 
 
@@ -183,11 +182,11 @@ def _complain(text: str) -> None:
 
 
 class _UnwrittenError(OSError):
-    """Standard output cannot be written; an OSError of another file is not of this class."""
+    """Raised if standard output cannot be written; tells this from an OSError of another file."""
 
 
 class _Output:
-    """Standard output, whose errors have a class of their own."""
+    """Standard output that raises `_UnwrittenError` if it cannot be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -208,18 +207,19 @@ class _Output:
             raise _UnwrittenError(error.errno, error.strerror) from error
 
 
-def _run(command: click.Command) -> int:
+def _run_with_output(command: click.Command) -> int:
+    """Runs a command and flushes its output; returns the exit code, 1 if the reader of a pipe has closed it."""
     stream = sys.stdout
     if stream is None:  # it was closed, and click prints nothing
         return _exit_code(command)
     try:
         with contextlib.redirect_stdout(cast("TextIO", _Output(stream))):
             code = _exit_code(command)
-            sys.stdout.flush()  # what Python could not write at its own end would be no line of ours
+            sys.stdout.flush()  # an error at Python's own flush, at exit, could not be reported
             return code
     except _UnwrittenError as error:
         with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # or Python would try again at its end
+            os.dup2(nowhere.fileno(), stream.fileno())  # so that Python does not try again at exit
         if error.errno == errno.EPIPE:
             return 1  # the reader has closed the pipe
         fact = f"It cannot be written: {error.strerror}"

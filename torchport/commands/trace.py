@@ -1,4 +1,4 @@
-"""`torchport trace`: what stops a job's networks from being traced, as text or as data."""
+"""`torchport trace`: the places that stop a job's networks from being traced, as text or JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchport.task import Request
 
 SHOWN = 10
-"""Constants that are listed, the largest ones."""
+"""How many constants are listed: the largest ones."""
 
 
 @terminal.command("trace")
@@ -39,8 +39,8 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     terminal.log_to_stderr()
     from torchport.porting.trace import trace
 
-    report = trace(request_of(**given), not without_patches)
-    terminal.Answer(data(report), lines(report, not without_patches)).say(as_json)
+    report = trace(request_of(**given), patched=not without_patches)
+    terminal.Answer(data(report), lines(report, patched=not without_patches)).say(as_json)
     sys.exit(1 if report.stoppers else 0)
 
 
@@ -60,8 +60,9 @@ def data(report: TraceReport) -> dict[str, Any]:
 
 
 def lines(report: TraceReport, patched: bool) -> list[str]:
-    text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]
-    text += _of_programs(report)
+    """Returns a trace as lines of text: stoppers, programs, operators, constants, stages left out, and a verdict."""
+    text = [line for stopper in report.stoppers for line in _stopper_lines(stopper)]
+    text += _program_lines(report)
     text += [f"{stage}: {operators}" for stage, operators in report.operators.items()]
     if report.constants:
         total = sum(constant.bytes for constant in report.constants)
@@ -72,10 +73,10 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
         more = len(report.constants) - SHOWN
         text += [f"  and {more} smaller ones"] if more > 0 else []
     text += [f"{stage}: not traced, {reason}" for stage, reason in report.skipped.items()]
-    return [*text, _last(report, patched)]
+    return [*text, _verdict_line(report, patched)]
 
 
-def _of_stopper(stopper: Stopper) -> Iterator[str]:
+def _stopper_lines(stopper: Stopper) -> Iterator[str]:
     often = f" ({stopper.times} times)" if stopper.times > 1 else ""
     yield f"{stopper.id} {stopper.place}: {stopper.fact}{often}. {stopper.remedy}."
     for frame in reversed(stopper.frames):
@@ -85,7 +86,7 @@ def _of_stopper(stopper: Stopper) -> Iterator[str]:
     yield from (f"  {line}" for line in stopper.entry.splitlines())
 
 
-def _of_programs(report: TraceReport) -> Iterator[str]:
+def _program_lines(report: TraceReport) -> Iterator[str]:
     for program in report.programs:
         if not program.because:
             yield f"{program.stage}: one program, called {program.times} times"
@@ -95,7 +96,7 @@ def _of_programs(report: TraceReport) -> Iterator[str]:
             yield f"{program.stage}: another program {program.because}"
 
 
-def _last(report: TraceReport, patched: bool) -> str:
+def _verdict_line(report: TraceReport, patched: bool) -> str:
     stages = ", ".join(report.stages) or "no stage"
     patches = "with" if patched else "without"
     if not report.stoppers:

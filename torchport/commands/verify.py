@@ -1,4 +1,4 @@
-"""`torchport verify`: whether a port makes the same picture; and if not, where, and through which patch."""
+"""`torchport verify`: whether a port makes the original's picture; if not, the module and the patch at fault."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torchport.verify.report import Verification
 
 ENDINGS = (".html", ".json", ".sarif")
-"""Of the names of reports."""
+"""The endings that the file of `--report` may have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifyFlags:
-    """The flags of the command that are not those of a request."""
+    """The flags of the command that are no fields of a `Request`."""
 
     against: str = "original"
     steps: str | None = None
@@ -86,12 +86,11 @@ def command(**given: Any) -> None:
 
 
 def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verification | None]:
-    """Returns what a verification says, and the verification; None where the original is captured alone.
+    """Returns the command's output, and the verification; None in its place if only the original is captured.
 
-    Args:
-        request: Of the port. Without a prompt it takes the card's own, which its tiny weights have.
+    A port's request without a prompt gets the prompt of the card's tiny weights.
     """
-    _check(flags)
+    _check_combination(flags)
     from torchport.config.pack import find_pack
     from torchport.verify import reference, report
     from torchport.verify.verification import Options, capture_original, verify
@@ -99,23 +98,24 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
     if request.prompt is None:
         request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
     steps = None if flags.steps is None else _steps(flags.steps)
-    wanted = Options(steps, flags.decode, flags.floor, _reference(flags.against))
+    chosen = Options(steps, flags.decode, flags.floor, _capture_folder(flags.against))
     if flags.capture is not None:
-        with _named(f"--capture {flags.capture}"):
+        with _naming(f"--capture {flags.capture}"):
             atomic.make_folder(flags.capture)
         limit = reference.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
-        words = capture_original(request, wanted, flags.capture, limit)
+        words = capture_original(request, chosen, flags.capture, limit)
         lines = [f"captured in {flags.capture}: {words}"]
         return terminal.Answer({"capture": str(flags.capture), "holds": words}, lines), None
-    result = verify(request, wanted)
+    result = verify(request, chosen)
     return terminal.Answer(report.data(result), report.lines(result), result.exit_code), result
 
 
 def write_report(file: Path, verification: Verification) -> None:
+    """Writes a verification to a file as HTML, JSON or SARIF, by the file's ending."""
     from torchport.commands import findings
     from torchport.verify import report
 
-    with _named(f"--report {file}"):
+    with _naming(f"--report {file}"):
         if file.suffix == ".html":
             report.write(file, verification)
         elif file.suffix == ".json":
@@ -125,16 +125,16 @@ def write_report(file: Path, verification: Verification) -> None:
 
 
 @contextlib.contextmanager
-def _named(flag: str) -> Iterator[None]:
-    """Names the flag in the refusal of a file or folder that cannot be written."""
+def _naming(flag: str) -> Iterator[None]:
+    """Makes the flag the place of an `OutputError`, for the length of a `with`."""
     try:
         yield
     except OutputError as error:
         raise OutputError(flag, error.fact, "Free space there, or name another place") from error
 
 
-def _check(flags: VerifyFlags) -> None:
-    """Refuses flags that do not go together, and a report that cannot be written."""
+def _check_combination(flags: VerifyFlags) -> None:
+    """Raises if flags do not go together, or if the report cannot be written."""
     if flags.capture is not None:
         others = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.file}
         for flag in (flag for flag, given in others.items() if given):
@@ -156,7 +156,7 @@ def _check(flags: VerifyFlags) -> None:
 
 
 def findings_of(verification: Verification) -> findings.Report:
-    """Returns the patches at fault as findings, each at the entry's line; without one, what differs, at the job."""
+    """Returns a finding for each patch at fault; if none is known, one for the job with the verdict's line."""
     from torchport.commands import findings
 
     if verification.exit_code and not verification.causes:
@@ -171,7 +171,8 @@ def findings_of(verification: Verification) -> findings.Report:
     return found
 
 
-def _reference(against: str) -> Path | None:
+def _capture_folder(against: str) -> Path | None:
+    """Returns the folder in a value of --against, `run:DIR`; None for `original`."""
     if against == "original":
         return None
     kind, _, name = against.partition(":")

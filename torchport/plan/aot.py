@@ -1,7 +1,6 @@
-"""One stage of a job as shapes alone: its network on meta, its inputs as the verb itself makes them, its program.
+"""Ahead-of-time compilation of a job's stage for an absent TPU, from shapes: the network's weights are on `meta`.
 
-A stage is compiled for a TPU that is not there in a process of its own: the environment, the folder of the dump
-included, has to be set before libtpu is loaded.
+It runs in a process of its own: libtpu reads its environment, the dump's folder included, once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ from torchport.stages import family, recorder
 from torchport.task import Task, encoder_names
 
 SCHEDULED = "*after_codegen.txt"
-"""Files of the dump that have a scheduled program; see `hlo`."""
+"""The names of the dump's files that have a scheduled program; see `hlo`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageNetwork:
-    """A stage's network, and all that its verb calls it with, before anything is lowered."""
+    """A stage's network and the calls of it that a run makes, as shapes, before anything is lowered."""
 
     program: compile.Compiled
     called: list[recorder.NetworkCall]
-    #: Calls of attention and of kernels beside it; more with every lowering.
+    #: The calls of attention and of other kernels; every lowering adds its own.
     kernels: list[dispatch.Traced | dispatch.Pass]
 
 
 @contextlib.contextmanager
 def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True) -> Iterator[StageNetwork]:
-    """Gives a stage as shapes alone, under its patches; what is traced must be traced inside.
+    """Yields a stage's network as shapes, with its patches in force: lower its programs inside the `with`.
 
     Args:
-        stage: One with a network whose inputs' shapes are known beforehand (`Stage.like`).
-        bounded: Whether scores lie within the bounds that the card names.
+        stage: A stage with a network whose inputs' shapes are known before a run (`Stage.like`); raises for others.
+        bounded: Whether attention scores are taken to be within the bounds that the card names.
     """
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
@@ -70,7 +69,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         parts, mesh = network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
         module, how = network.module_of(stage, parts), network.how(stage, task)
         weights = network.shapes(task, stage, module, mesh)
-        # What upstream keeps of a call, as tables of positions, would be on meta where the program is traced.
+        # A copy is called: upstream may cache tensors in the module, as position tables, which would be on `meta`.
         called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
         preflight.input_rules(task, stage.network, called)
         network.restore_attributes(task, stage.network, parts[stage.network])
@@ -82,9 +81,9 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
-    """Returns what each encoder of a stage is called with, for each prompt: its tokens and their mask.
+    """Returns the call of each encoder of a stage, as shapes of tokens and mask; patches must be in force.
 
-    Patches must be in force. An encoder takes two operations for each parameter and token.
+    The result is empty if the shapes of the embeddings are not known before a run.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:
@@ -93,25 +92,26 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
         inputs = first.like(network.outlines(task, first), task.settings)
     embeddings = {name: x for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
     for name in encoder_names(task.card, stage):
-        # `prompt_embeds_2` is what `text_encoder_2` makes.
-        made = [x for key, x in embeddings.items() if _number(key) == _number(name)] or [*embeddings.values()]
+        # `prompt_embeds_2` is the output of `text_encoder_2`.
+        made = [x for key, x in embeddings.items() if _suffix(key) == _suffix(name)] or [*embeddings.values()]
         if made:
             tokens, times = max(x.shape[-2] for x in made), sum(x.shape[0] for x in made)
             config = load.configuration(network.published(task, name)) if task.encodes_on_devices(stage) else {}
             tokens = min(tokens, config.get("max_position_embeddings") or tokens)  # CLIP's vector beside T5's tokens
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-            flops = 2 * network.parameters(task, name) * tokens
+            flops = 2 * network.parameters(task, name) * tokens  # a multiply and an add
             shapes = {"input_ids": ids, "attention_mask": ids}
             calls[name] = recorder.NetworkCall(shapes, (), times, flops, None, {}, borders=0)
     return calls
 
 
-def _number(name: str) -> str:
+def _suffix(name: str) -> str:
     found = re.search(r"_(\d+)(?=_mask$|$)", name)
     return "" if found is None else found[1]
 
 
 def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.sharding.Mesh) -> StageNetwork:
+    """Returns an encoder that runs on the devices, with its one call, ready to be lowered."""
     module, written = copy.deepcopy(network.published(task, name)), rules.of_shared(name, ported.STRATEGY)
 
     def first(module: Any, **inputs: Any) -> Any:
@@ -122,10 +122,7 @@ def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.shar
 
 
 def check_loras(task: Task, stage: family.Stage) -> None:
-    """Refuses a LoRA file of a stage's network that is here and would be refused when it is loaded.
-
-    Merged weights have the same shapes, so nothing else of a plan depends on it.
-    """
+    """Raises for a LoRA file that does not fit a stage's network; files that are not here are not checked."""
     name = str(stage.network)
     layout = network.layout(task, name)
     here = [entry for entry in task.job.lora if entry.component == name and _why_unchecked(task, entry) is None]
@@ -141,13 +138,13 @@ def check_loras(task: Task, stage: family.Stage) -> None:
 
 
 def unchecked_loras(task: Task) -> list[str]:
-    """Returns what a plan takes for granted of LoRA files, in words: those that it cannot check."""
+    """Returns a line for each LoRA file that a plan cannot check: it assumes that the file fits."""
     whys = [(entry.path, _why_unchecked(task, entry)) for entry in task.job.lora]
     return [f"the LoRA '{path}' fits: {why}" for path, why in whys if why is not None]
 
 
 def _why_unchecked(task: Task, entry: LoraFile) -> str | None:
-    """Returns why a file cannot be checked; None if it can."""
+    """Returns in words why a plan cannot check that a LoRA file fits; None if it can."""
     if not has_file(expand_home(entry.path)):
         return "the file is not here"
     if network.layout(task, entry.component).rename and _component_folder(task, entry.component) is None:
@@ -163,7 +160,7 @@ def _component_folder(task: Task, component: str) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes of a program on one device, by the compiler's memory analysis; `resident` is what lies there beside it."""
+    """Bytes of a program on one device, by the compiler's memory analysis; `resident` is other data on the device."""
 
     argument: int
     temp: int
@@ -174,7 +171,7 @@ class DeviceBytes:
 
     @property
     def peak(self) -> int:
-        """What the program takes at most; outputs that lie in an argument's memory count once."""
+        """The most bytes in use at a time; outputs in a donated argument's memory (`alias`) count once."""
         return self.argument + self.temp + self.output + self.generated_code - self.alias + self.resident
 
 
@@ -183,28 +180,27 @@ class CompiledProgram:
     memory: DeviceBytes | Overflow
     inputs: dict[str, list[int]]
     times: int
-    steps: int  #: The denoising steps of all the verb's calls; 1 for another stage.
-    flops: int  #: Of one run, on the whole slice.
-    #: Bytes of what the network's units get and return in one run, as upstream computes it.
+    steps: int  #: The denoising steps of the stage; 1 for another stage.
+    flops: int  #: FLOPs of one run, on the whole slice.
+    #: Bytes of the inputs and outputs of the network's blocks in one run, as upstream computes them.
     borders: int
     calls: list[dispatch.Traced]
-    #: Of each kernel beside attention the call that moves most.
-    passes: list[dispatch.Pass]
+    passes: list[dispatch.Pass]  #: For each kernel except attention, the call that moves most bytes.
     spots: list[grid.Spot]
     dump: str | None  #: The name of its file in the dump; None where there is none.
-    operators: str  #: How many it calls, by what is known of them, in words.
+    operators: str  #: How many operators it calls, by what is known of them, in words.
     trace_s: float
     compile_s: float
 
     def holding(self, resident: int) -> CompiledProgram:
-        """Returns the same, with so many bytes on each device beside it."""
+        """Returns the program with `resident` further bytes on each device; unchanged if it does not fit anyway."""
         if isinstance(self.memory, Overflow):
             return self
         return dataclasses.replace(self, memory=dataclasses.replace(self.memory, resident=resident))
 
 
 def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
-    """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side."""
+    """Compiles a task's only stage, one program for each set of input shapes; runs in the child process."""
     [stage] = task.stages
     devices = absent.describe(task.machine).devices
     if task.encodes_on_devices(stage):
@@ -222,13 +218,13 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
 def _with_cache(
     outline: StageNetwork, called: recorder.NetworkCall, task: Task, dump: Path, cache: StepCache
 ) -> Iterator[CompiledProgram]:
-    """Yields the two programs of a step cache: what computes all blocks, and what takes them from before."""
+    """Yields a program that computes all blocks, then one that reuses outputs, if a step does and the first fits."""
     steps, computed = task.job.steps, len(cache.computed(task.job.steps))
     a_step = called.times // steps
-    whole = dataclasses.replace(called, static=(*called.static, (step_cache.MODE, "full")), times=a_step * computed)
-    full, outputs = _program(outline, whole, task.machine, dump)
+    first = dataclasses.replace(called, static=(*called.static, (step_cache.MODE, "full")), times=a_step * computed)
+    full, outputs = _program(outline, first, task.machine, dump)
     kept = None if outputs is None else outputs[1]
-    # Beside what a program takes and returns, an extrapolation holds its differences.
+    # An extrapolation also keeps differences of earlier steps on the devices, besides inputs and outputs.
     kept_bytes = cache.differences * sum(_bytes(leaf) for leaf in jax.tree.leaves(kept))
     yield full.holding(kept_bytes)
     if kept is not None and computed < steps:
@@ -239,7 +235,7 @@ def _with_cache(
             inputs={**called.inputs, step_cache.KEPT: kept},
             static=(*called.static, (step_cache.MODE, "reuse")),
             times=a_step * (steps - computed),
-            flops=called.flops * cache.apart // blocks,  # blocks are nearly all of it
+            flops=called.flops * cache.apart // blocks,  # only these blocks are computed; other work is small
         )
         yield _program(outline, reused, task.machine, dump)[0].holding(kept_bytes)
 
@@ -252,7 +248,7 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def _program(
     network: StageNetwork, called: recorder.NetworkCall, machine: Machine, dump: Path
 ) -> tuple[CompiledProgram, Any]:
-    """Compiles for one set of shapes; returns the program's outputs as shapes, too, or None if it does not fit."""
+    """Compiles for one set of shapes; returns the program, and its outputs as shapes, or None if it does not fit."""
     written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
     start, lowered_at = time.monotonic(), None
     network.program.operators = network.program.network.operators()
@@ -265,30 +261,30 @@ def _program(
     except VmemError as error:
         memory = _overflow(error, network.kernels[traced:])
     written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
-    lowered_at = lowered_at or end  # a tile may be refused while it is traced
+    lowered_at = lowered_at or end  # None if tracing raised, as for a tile that is too large
     noted = network.kernels[traced:]
     passes = sorted((call for call in noted if isinstance(call, dispatch.Pass)), key=lambda call: call.bytes)
     assert called.flops is not None and called.borders is not None  # `outlined` has them counted
     program = CompiledProgram(
-        memory,
-        {name: list(tensor.shape) for name, tensor in called.tensors.items()},
-        called.times,
-        called.steps,
-        called.flops,
-        called.borders,
-        [call for call in noted if isinstance(call, dispatch.Traced)],
-        list({call.kernel: call for call in passes}.values()),  # of each kernel the call that moves most
-        grid.spots(list(network.program.mesh.devices.flat)),
-        next((path.name for path in written), None),
-        network.program.operators.text(),
-        lowered_at - start,
-        end - lowered_at,
+        memory=memory,
+        inputs={name: list(tensor.shape) for name, tensor in called.tensors.items()},
+        times=called.times,
+        steps=called.steps,
+        flops=called.flops,
+        borders=called.borders,
+        calls=[call for call in noted if isinstance(call, dispatch.Traced)],
+        passes=list({call.kernel: call for call in passes}.values()),  # the largest call of each: sorted by bytes
+        spots=grid.spots(list(network.program.mesh.devices.flat)),
+        dump=next((path.name for path in written), None),
+        operators=network.program.operators.text(),
+        trace_s=lowered_at - start,
+        compile_s=end - lowered_at,
     )
     return program, outputs
 
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
-    """Returns what of a kernel does not fit into vector memory; the last one traced, where it was not yet compiled."""
+    """Returns the kernel that does not fit into VMEM; if tracing raised the error, that is the last kernel traced."""
     tile = getattr(error, "tile", None)
     return Overflow(
         what="vmem",
@@ -307,10 +303,10 @@ def _name(call: dispatch.Traced | dispatch.Pass) -> str:
 def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
     """Compiles, and returns the bytes on each device, and the outputs as shapes with shardings.
 
-    Where it does not fit, it returns the bytes needed and at hand, and None.
+    If the program does not fit into HBM, returns an `Overflow` and None.
 
     Raises:
-        VmemError: A kernel's tile does not fit the chip's vector memory.
+        VmemError: A kernel's tile does not fit into the chip's VMEM.
     """
     try:
         program = lowered.compile()
@@ -338,12 +334,7 @@ _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
 def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
-    """Returns what `compiled` does, from a process of its own, with the compiler's dump in a folder.
-
-    Args:
-        task: The job; it travels as it is, and nothing of it is read again.
-        bounded: Whether scores lie within the bounds that the card names.
-    """
+    """Runs `compiled` in a process of its own, and returns its programs; the compiler's dump goes into `folder`."""
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
@@ -360,7 +351,7 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
 
 
 def _environment(task: Task, dump: Path) -> dict[str, str]:
-    """Returns the variables of a process that compiles a task, the request's compiler flags among them."""
+    """Returns the environment variables of a process that compiles a task, with the user's XLA flags."""
     variables, name = absent.compiling(dump), task.request.execution.xla_flags
     if name is None:
         return variables

@@ -1,4 +1,4 @@
-"""The seconds from a prompt to the file of the video, by part: what is planned of each part, and what limits it."""
+"""The planned seconds from a prompt to the video file (a clip), by part, and what limits each part."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchport.stages.family import Stage
 from torchport.task import Task
 
 HOST_FLOPS = 1e12
-"""Floating-point operations that a host does in a second, where a plan says how long it takes."""
+"""Floating-point operations of a host in a second, as plans assume."""
 READ = 1e9
-"""Bytes of weights that a host reads in a second, from a disk or over a network."""
+"""Bytes of weights that a host reads in a second, from a disk or over a network, as plans assume."""
 ENCODED = 135e6
-"""Pixels that become video.mp4 in a second. x264 took 0.06 CPU-s for a million of a noisy video; it uses all cores."""
+"""Pixels that a host encodes in a second. x264 took 0.06 CPU-s for a million of a noisy video; it uses all cores."""
 ONE_HOST, MANY_HOSTS = 8, 4
-"""Chips that one host has at most, and chips of each host of a larger slice."""
+"""The most chips of a slice with one host, and the chips of each host in a larger slice."""
 ASSUMED = (
     f"a clip: the host does {HOST_FLOPS / 1e12:.3g} TFLOP/s, reads weights at {READ / 1e9:.3g} GB/s and writes "
     f"{ENCODED / 1e6:.3g} Mpixel/s; what moves between host and devices takes no time"
@@ -30,18 +30,18 @@ ASSUMED = (
 
 
 def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
-    """Returns the seconds of a clip; None where a stage with a network was not planned, or does not fit."""
+    """Returns the planned seconds of a clip; None if a stage with a network was not planned or does not fit."""
     stages = [stage for stage in task.family.STAGES if stage.network is not None or task.encodes_on_devices(stage)]
     if any(stage.name not in planned or planned[stage.name].step.model_s is None for stage in stages):
         return None
     encode = [] if task.job.encode == "devices" else _encode(task)
-    parts = [_load(task), _compile(planned), *encode, *(_computed(planned[s.name], s) for s in stages)]
+    parts = [_load(task), _compile(planned), *encode, *(_on_devices(planned[s.name], s) for s in stages)]
     parts.append(_write(task))
     seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
     chips = task.machine.devices // chip.devices
     price = task.job.price_per_chip_hour
-    of_host = chips if chips <= ONE_HOST else MANY_HOSTS
+    chips_of_host = chips if chips <= ONE_HOST else MANY_HOSTS
     return Clip(
         parts=parts,
         first_s=seconds[True] + seconds[False],
@@ -51,7 +51,7 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
         chip_s=seconds[False] * chips,
         dollars=None if price is None else seconds[False] * chips * price / 3600,
         host_bytes=preflight.host_bytes(task),
-        host_memory_bytes=None if chip.host_memory is None else chip.host_memory * of_host,
+        host_memory_bytes=None if chip.host_memory is None else chip.host_memory * chips_of_host,
     )
 
 
@@ -69,7 +69,7 @@ def _compile(planned: Mapping[str, StagePlan]) -> ClipPart:
 
 
 def _encode(task: Task) -> Iterator[ClipPart]:
-    """Yields the encoders' time on the host."""
+    """Yields one part: the time of the text encoders, which run on the host."""
     stage = task.family.STAGES[0]
     with in_force(task, [stage]):
         calls = aot.encoder_calls(task, stage).values()
@@ -78,7 +78,8 @@ def _encode(task: Task) -> Iterator[ClipPart]:
     yield ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)
 
 
-def _computed(plan: StagePlan, stage: Stage) -> ClipPart:
+def _on_devices(plan: StagePlan, stage: Stage) -> ClipPart:
+    """Returns the time of a stage on the devices; its limit is the largest share of it."""
     step = plan.step.known
     assert step is not None
     rest = step.model_s - step.attention_s

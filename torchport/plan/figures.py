@@ -120,7 +120,7 @@ class KnownTime(ModelledTime[float]):
 
     @property
     def factor(self) -> float:
-        """By what all but attention was divided; 1 where there is nothing else, or no calibration."""
+        """The factor of the calibration; 1 without a calibration, or where attention takes all of the time."""
         if self.model_s == self.uncalibrated_s:
             return 1.0
         return (self.other_s + self.communication_s) / (self.model_s - self.attention_s)
@@ -382,7 +382,7 @@ class JobPlan(Figure):
 
     @property
     def at_once_bytes(self) -> int | None:
-        """Bytes on each device if the networks of all stages that denoise lay there at once; None without two known."""
+        """Bytes on each device if it held all denoising networks at once; None if it has one, or one does not fit."""
         stages = [stage for name, stage in self.stages.items() if name in DENOISING and isinstance(stage, StagePlan)]
         sizes = [(stage.per_device.arguments_bytes, stage.per_device.peak_bytes) for stage in stages]
         known = [(arguments, peak) for arguments, peak in sizes if arguments is not None and peak is not None]
@@ -391,7 +391,7 @@ class JobPlan(Figure):
         return sum(arguments for arguments, _ in known) + max(peak - arguments for arguments, peak in known)
 
     def stage(self, name: str) -> StagePlan:
-        """Returns the figures of a stage."""
+        """Returns the figures of a stage; raises if it was not compiled."""
         stage = self.stages[name]
         if isinstance(stage, StageLeftOut):
             raise BadValueError(f"stage {name}", "It was not compiled", stage.why)

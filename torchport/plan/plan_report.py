@@ -1,4 +1,4 @@
-"""A plan in words, and as a page for people: nothing is computed here that the plan's figures do not say."""
+"""A plan as text for the terminal and as an HTML page; all figures are from `figures`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lines(job: JobPlan) -> list[str]:
 
 
 def _at_once_lines(job: JobPlan) -> list[str]:
-    """Returns whether two networks that take turns would fit on the devices together."""
+    """Returns a line on whether two denoising networks, of which one is loaded at a time, would fit together."""
     size = job.at_once_bytes
     if size is None:
         return []
@@ -64,9 +64,9 @@ def _clip_lines(job: JobPlan) -> list[str]:
         f"  {part.part:13} {part.seconds:7.3g} s{'  (the first alone)' if part.once else ''}  {part.limit}"
         for part in clip.parts
     ]
-    whole = "a size that is not known" if clip.host_memory_bytes is None else size_text(clip.host_memory_bytes)
+    memory = "a size that is not known" if clip.host_memory_bytes is None else size_text(clip.host_memory_bytes)
     verdict = "" if clip.fits_host else ": DOES NOT FIT"
-    return [*text, f"  the host's memory: {size_text(clip.host_bytes)} of {whole}{verdict}"]
+    return [*text, f"  the host's memory: {size_text(clip.host_bytes)} of {memory}{verdict}"]
 
 
 def _verification_lines(job: JobPlan) -> list[str]:
@@ -82,35 +82,35 @@ def _verification_lines(job: JobPlan) -> list[str]:
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     text = [_memory_line(stage.per_device)]
-    text += [f"  DOES NOT FIT: {line}" for line in _words(stage, Overflow)]
+    text += [f"  DOES NOT FIT: {line}" for line in _finding_lines(stage, Overflow)]
     text += _block_lines(stage.per_block) if stage.per_block else []
-    whole = "per step" if name in DENOISING else f"a {name}"
+    scope = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
         moved, count = (
             moved_bytes(stage.per_step.collectives),
             sum(collective.count for collective in stage.per_step.collectives),
         )
-        text.append(f"  {whole:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
+        text.append(f"  {scope:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
     if step := stage.step.known:
         left = step.model_s - step.attention_s
         divided = "" if step.factor == 1.0 else f"; the last two divided by {step.factor:.3g} make {left:.3g}"
         text.append(
-            f"  {whole:8}  {step.model_s:.3g} s by the model (attention {step.attention_s:.3g}, other "
+            f"  {scope:8}  {step.model_s:.3g} s by the model (attention {step.attention_s:.3g}, other "
             f"{step.other_s:.3g}, communication {step.communication_s:.3g}{divided}); "
             f"the arithmetic alone at peak takes {stage.step.floor_s:.3g} s"
         )
     if stage.largest:
-        scope = " of a block" if stage.per_block else ""
-        text.append(f"  the most expensive operations{scope}:")
+        of_block = " of a block" if stage.per_block else ""
+        text.append(f"  the most expensive operations{of_block}:")
     text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
-    text += [f"  {line}" for line in _words(stage, Underestimate)]
+    text += [f"  {line}" for line in _finding_lines(stage, Underestimate)]
     text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
     text += [f"  {stage.operators}"] if stage.operators else []
     text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
 
 
-def _words(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
+def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
     return [_finding_line(finding) for finding in stage.findings if isinstance(finding, kind)]
 
 
@@ -156,12 +156,12 @@ def _block_lines(block: BlockTime) -> list[str]:
 
 
 def write(file: Path, job: JobPlan, command: str) -> None:
-    """Writes a plan as a page; an older file gives way, once the new one is complete."""
+    """Writes a plan as an HTML page; an older file is replaced when the new one is complete."""
     atomic.write_text(file, page_of(job, command))
 
 
 def page_of(job: JobPlan, command: str) -> str:
-    """Returns a plan as one HTML page that refers to nothing outside itself."""
+    """Returns a plan as one self-contained HTML page; `command` is the command line that makes the plan."""
     return page.rendered(
         TEMPLATE,
         plan=job,
@@ -173,14 +173,12 @@ def page_of(job: JobPlan, command: str) -> str:
 
 
 def _clip_chart(job: JobPlan) -> BarChart | None:
-    """Returns the parts of a clip as one bar: those that each clip takes."""
+    """Returns the times of a clip's parts as one bar, without those of the first clip alone; None without a clip."""
     if job.clip is None:
         return None
     kinds = {"encode": "arguments", "write": "rest", "decode": "communication"}
     each = [part for part in job.clip.parts if not part.once]
-    parts = [
-        _time(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each
-    ]
+    parts = [_bar(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each]
     title = (
         f"A clip, modelled: {job.clip.next_s:.4g} s, {job.clip.times_real_time:.3g} times as long as it plays; the "
         f"first takes {job.clip.first_s:.4g} s"
@@ -189,27 +187,28 @@ def _clip_chart(job: JobPlan) -> BarChart | None:
 
 
 def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
+    """Returns the fields of the page's template for one stage."""
     if isinstance(stage, StageLeftOut):
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
         "name": name,
-        "findings": [f"Does not fit: {line}" for line in _words(stage, Overflow)],
-        "estimates": _words(stage, Underestimate),
-        "charts": [*_times(name, stage), _memory(stage.per_device)],
-        "tables": [_programs(stage), _collectives(name, stage), _operations(stage)],
+        "findings": [f"Does not fit: {line}" for line in _finding_lines(stage, Overflow)],
+        "estimates": _finding_lines(stage, Underestimate),
+        "charts": [*_time_charts(name, stage), _memory_chart(stage.per_device)],
+        "tables": [_program_table(stage), _collective_table(name, stage), _operation_table(stage)],
         "not_modelled": stage.not_modelled,
     }
 
 
-def _times(name: str, stage: StagePlan) -> list[BarChart]:
-    """Returns the bars of a step and of a block, those that the plan has figures for."""
+def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
+    """Returns the bar charts of a step's time and of a block's, as far as the plan knows them."""
     block, charts = stage.per_block, []
     if step := stage.step.known:
         what = "One step" if name in DENOISING else "The whole stage"
-        # The parts make up the whole as it is modelled: attention as it is, all else divided.
+        # So that the parts add up to `model_s`, all but attention are divided by the calibration's factor.
         factor = step.factor
         other, moved = (1e3 * seconds / factor for seconds in (step.other_s, step.communication_s))
-        # Operations are a block's where there are blocks.
+        # If there are blocks, `stage.largest` has operations of a block, which do not belong into a step's bar.
         largest = (
             [] if block else [operation.model_copy(update={"ms": operation.ms / factor}) for operation in stage.largest]
         )
@@ -217,20 +216,18 @@ def _times(name: str, stage: StagePlan) -> list[BarChart]:
         title = f"{what}, {known}: {step.model_s:.4g} s; below it the arithmetic alone at peak, the floor"
         floor_s = stage.step.floor_s
         floor = BarPart("floor", "floor: arithmetic alone at peak", floor_s * 1e3, f"{floor_s:.4g} s")
-        split = _split(1e3 * step.attention_s, other, moved, largest)
-        charts.append(BarChart(title, split, step.model_s * 1e3, floor))
+        bars = _bars(1e3 * step.attention_s, other, moved, largest)
+        charts.append(BarChart(title, bars, step.model_s * 1e3, floor))
     if block and block.attention_ms is not None:
-        split = _split(block.attention_ms, block.other_ms, block.communication_ms, stage.largest)
-        total = sum(part.amount for part in split)
+        bars = _bars(block.attention_ms, block.other_ms, block.communication_ms, stage.largest)
+        total = sum(part.amount for part in bars)
         title = f"One of {block.count} blocks, modelled: {total:.4g} ms, before any factor"
-        charts.append(BarChart(title, split, total))
+        charts.append(BarChart(title, bars, total))
     return charts
 
 
-def _split(
-    attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]
-) -> list[BarPart]:
-    """Returns the parts of a time; operations by their line of PyTorch, and what is left of the others in one."""
+def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]) -> list[BarPart]:
+    """Returns the parts of a time: attention, `largest` by their lines of PyTorch, other operations, communication."""
     by_line: dict[str, float] = {}
     for operation in largest:
         by_line[operation.source or operation.opcode] = (
@@ -238,18 +235,18 @@ def _split(
         )
     others = "everything else (compiler)" if largest else "other (compiler)"
     return [
-        _time("attention", "attention (model)", attention_ms),
-        *(_time("operation", line, ms, max(1 - 0.08 * n, 0.2)) for n, (line, ms) in enumerate(by_line.items(), 1)),
-        _time("rest", others, other_ms - sum(by_line.values())),
-        _time("communication", "communication (model)", communication_ms),
+        _bar("attention", "attention (model)", attention_ms),
+        *(_bar("operation", line, ms, max(1 - 0.08 * n, 0.2)) for n, (line, ms) in enumerate(by_line.items(), 1)),
+        _bar("rest", others, other_ms - sum(by_line.values())),
+        _bar("communication", "communication (model)", communication_ms),
     ]
 
 
-def _time(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
+def _bar(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
     return BarPart(kind, label, ms, f"{ms / 1e3:.4g} s" if ms >= 1e3 else f"{ms:.4g} ms", shade)
 
 
-def _memory(device: Memory) -> BarChart:
+def _memory_chart(device: Memory) -> BarChart:
     peak, hbm = device.peak_bytes or 0, device.hbm_bytes
     if device.arguments_bytes is None or device.temporaries_bytes is None:
         sizes = [("rest", "asked for", peak)]
@@ -266,7 +263,7 @@ def _memory(device: Memory) -> BarChart:
     return BarChart(title, parts, float(max(peak, hbm)))
 
 
-def _programs(stage: StagePlan) -> PageTable:
+def _program_table(stage: StagePlan) -> PageTable:
     rows = []
     for program in stage.programs:
         model, peak = program.step.model_s, program.per_device.peak_bytes
@@ -283,7 +280,7 @@ def _programs(stage: StagePlan) -> PageTable:
     return page.table("Programs", heads, rows)
 
 
-def _collectives(name: str, stage: StagePlan) -> PageTable:
+def _collective_table(name: str, stage: StagePlan) -> PageTable:
     per = stage.per_block or stage.per_step
     caption = f"Collectives of {'a block' if stage.per_block else 'a step' if name in DENOISING else 'the stage'}"
     rows = [
@@ -293,7 +290,7 @@ def _collectives(name: str, stage: StagePlan) -> PageTable:
     return page.table(caption, "kind|times#|bytes of output#|among#|line", rows)
 
 
-def _operations(stage: StagePlan) -> PageTable:
+def _operation_table(stage: StagePlan) -> PageTable:
     caption = f"Most expensive operations{' of a block' if stage.per_block else ''}, by the compiler's estimate"
     rows = [(f"{operation.ms:.4g}", operation.opcode, operation.source) for operation in stage.largest]
     return page.table(caption, "ms#|operation|line", rows)

@@ -1,7 +1,7 @@
-"""`torchport plan`: does this job trace, shard and fit on that slice, and how fast should it be; no TPU is needed.
+"""`torchport plan`: whether a job traces, shards and fits on a TPU slice, and its modelled speed, without a TPU.
 
-What the compiler says is exact: bytes per device, collectives, its own estimate of cycles for all but the kernels. The
-rest is a model, printed as one: see `step_time`. All but attention is divided by the one factor of `calibration.yaml`.
+Bytes per device, collectives, and estimated cycles of all but the kernels come from the compiler. Other times are
+modelled, see `step_time`. All but attention is divided by the factor of `calibration.yaml`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.task import Request, Task, accept, check_tiling, encoder_names
 
 VERIFY_CALLS, VERIFY_LARGE_CALLS = 5, 3
-"""Calls of the original that a verification makes for each of the loop's, at most, up to `BORDERS_LIMIT` and above it.
+"""How often a verification runs the original for each call in the loop, at most: up to `BORDERS_LIMIT`, and above it.
 
-Its own: with the units' values noted, and those of all modules. The yardstick's: free, with the original's values at
-the units, and at all modules. Above the limit, modules are left out.
+In the job's dtype it records the blocks, and then all modules. In the yardstick's dtype it runs freely, with the
+original's values at the blocks, and with those at all modules. Above the limit, modules are left out.
 """
 
 
@@ -63,10 +63,9 @@ def plan(
 
     Args:
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
-        bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
-        stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes. By
-            default those that denoise, and all others with a network whose inputs are known beforehand; `all` is every
-            one with a network.
+        bounded: Whether attention scores are assumed to be within the card's bounds; no weights are read to check it.
+        stages: The stages to compile, one after the other, as a compiler takes gigabytes. The default is the denoising
+            stages, and others with a network whose input shapes are known before a run; `all` is all with a network.
     """
     task = accept(on_slice(request, topology_name), dry=True)
     with progress.waiting(f"plan {task.card.model} on {task.machine.name}"):
@@ -79,27 +78,27 @@ def on_slice(request: Request, topology_name: str | None) -> Request:
 
 
 def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ()) -> JobPlan:
-    """Returns the plan of a job that has been read and checked; arguments and refusals are those of `plan`."""
-    stages = _named(task, stages)
+    """Returns the plan of a job that is read and checked already; for the arguments see `plan`."""
+    stages = _chosen(task, stages)
     _check(task, stages)
     with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
         planned = {name: _stage_plan(task, name, folder / name, bounded) for name in _announced(stages)}
-    whole = clip.of_plans(task, planned)
+    clip_plan = clip.of_plans(task, planned)
     job = JobPlan(
         model=task.card.model,
         machine=task.machine.name,
         strategy=task.job.strategy,
         mesh=dict(task.job.mesh),
-        fits=all(stage.fits for stage in planned.values()) and (whole is None or whole.fits_host),
+        fits=all(stage.fits for stage in planned.values()) and (clip_plan is None or clip_plan.fits_host),
         versions=versions(),
         assumptions=[
             step_time.calibration_words(step_time.shipped_calibration(), versions()),
             *_assumptions(task, bounded),
-            *([] if whole is None else [clip.ASSUMED]),
+            *([] if clip_plan is None else [clip.ASSUMED]),
         ],
         lossy=lossy(task),
         stages={stage.name: planned.get(stage.name) or _left_out(task, stage) for stage in task.family.STAGES},
-        clip=whole,
+        clip=clip_plan,
         verification=verification_cost(task, planned),
     )
     if keep is not None:
@@ -107,8 +106,8 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     return job
 
 
-def _named(task: Task, stages: Sequence[str]) -> list[str]:
-    """Returns the stages to compile: those that are named, or else all that can be."""
+def _chosen(task: Task, stages: Sequence[str]) -> list[str]:
+    """Returns the stages to compile: those that the user names, or else all whose input shapes are known."""
     networks = [stage for stage in task.family.STAGES if stage.network is not None or task.encodes_on_devices(stage)]
     if "all" in stages:
         return [stage.name for stage in networks]
@@ -117,7 +116,7 @@ def _named(task: Task, stages: Sequence[str]) -> list[str]:
 
 
 def _announced(stages: Sequence[str]) -> Iterator[str]:
-    """Yields stages; while one of several is compiled, a person sees which."""
+    """Yields the names of stages, and shows which of several is being compiled."""
     for number, name in enumerate(stages, 1):
         with progress.waiting(f"compile {name} ({number} of {len(stages)})") if len(stages) > 1 else nullcontext():
             yield name
@@ -130,7 +129,7 @@ def require_tpu(machine: Machine) -> Chip:
 
 
 def _check(task: Task, stages: Sequence[str]) -> None:
-    """Refuses a machine that is no TPU, and stages that cannot be compiled for it."""
+    """Raises if the machine is no TPU, or if a stage cannot be compiled for it."""
     require_tpu(task.machine)
     networks = {stage.name: str(stage.network) for stage in task.family.STAGES if stage.network is not None}
     encoding = [stage.name for stage in task.family.STAGES if task.encodes_on_devices(stage)]
@@ -146,6 +145,7 @@ def _check(task: Task, stages: Sequence[str]) -> None:
 
 
 def _left_out(task: Task, stage: Stage) -> StageLeftOut:
+    """Returns why a stage was not compiled."""
     if stage.network is None and not task.encodes_on_devices(stage):
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)
@@ -155,6 +155,7 @@ def _left_out(task: Task, stage: Stage) -> StageLeftOut:
 
 
 def _assumptions(task: Task, bounded: bool) -> list[str]:
+    """Returns in words what a plan assumes without a check."""
     text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [text.format(name) for name in task.card.score_bounds]
     flags = task.request.execution.xla_flags
@@ -163,7 +164,7 @@ def _assumptions(task: Task, bounded: bool) -> list[str]:
 
 
 def lossy(task: Task) -> list[str]:
-    """Returns what makes a job's result another than the model's own, in words."""
+    """Returns in words the settings that change a job's result on purpose: int8 attention and a step cache."""
     eight_bits = [f"attention splash_int8 {LOSSY_INT8}"] if task.job.attention == "splash_int8" else []
     cache, steps = task.job.cache, task.job.steps
     if cache is None or len(cache.computed(steps)) == steps:
@@ -172,26 +173,28 @@ def lossy(task: Task) -> list[str]:
 
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
+    """Compiles a stage in a process of its own, and returns its figures; the compiler's dump goes into `folder`."""
     compiled = aot.compiled_in_child(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
     networks = [str(stage.network)] if stage.network is not None else encoder_names(task.card, stage)
-    # What is counted once for each call becomes what one denoising step takes, or one whole decode.
+    # Figures of each call are combined to those of one denoising step, or of one whole decode.
     return combined(
-        [_program_plan(task, program, folder, name in DENOISING) for program in compiled],
-        compiled[0].steps,
+        [_program_plan(task, program, folder, denoises=name in DENOISING) for program in compiled],
+        steps=compiled[0].steps,
         dtypes={network: task.dtype(network) for network in networks},
         precision={network: task.card.components[network].precision for network in networks},
     )
 
 
 def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoises: bool) -> ProgramPlan:
+    """Returns the figures of one compiled program, which are read from the compiler's dump in `folder`."""
     names = ("inputs", "times", "operators", "trace_s", "compile_s")
     shared = {name: getattr(compiled, name) for name in names} | {"borders_bytes": compiled.borders}
     shared["dump"] = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"
     if isinstance(compiled.memory, Overflow):
         return _unfit(task, compiled.flops, compiled.memory, shared)
     sizes, chip = compiled.memory, task.machine.require_tpu()
-    # Where there is no dump, `hlo` says what is in the folder in its stead.
+    # If the program has no dump, `hlo.read` gets the folder, and raises with the names of the files in it.
     program = hlo.read(folder / (compiled.dump or ""), flops_per_cycle=chip.cores * chip.bundle_flops)
     time = program_time(task, compiled, program, denoises)
     return ProgramPlan(
@@ -215,7 +218,7 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoi
 
 
 def _unfit(task: Task, flops: int, overflow: Overflow, shared: dict[str, Any]) -> ProgramPlan:
-    """Returns what is known of a program that does not fit: the compiler made none."""
+    """Returns the few figures of a program that does not fit; the compiler makes no program then."""
     limit = overflow.limit_bytes if overflow.what == "hbm" else None
     unknown = dict.fromkeys(StepTime.model_fields) | {"floor_s": floor_seconds(flops, task.machine), "flops": flops}
     return ProgramPlan(
@@ -241,22 +244,18 @@ def _unfit(task: Task, flops: int, overflow: Overflow, shared: dict[str, Any]) -
 def combined(
     programs: Sequence[ProgramPlan], steps: int, *, dtypes: dict[str, str], precision: dict[str, str]
 ) -> StagePlan:
-    """Returns a stage's figures from those of its programs: bytes of the largest, sums of the rest.
-
-    Args:
-        programs: One for each set of shapes, with `times`, how often the stage calls it.
-    """
-    first = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
+    """Returns a stage's figures from those of its programs: the largest program's bytes, and the times of a step."""
+    largest = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
     longest = max(programs, key=lambda program: program.step.flops * program.times)
-    alone = len(programs) == 1 and programs[0].times == steps
+    is_step = len(programs) == 1 and programs[0].times == steps
     return StagePlan(
         fits=all(program.fits for program in programs),
-        per_device=first.per_device,
-        per_block=longest.per_block if alone else None,
-        per_step=longest.per_step if alone else _communication_of_steps(programs, steps),
-        step=longest.step if alone else _sum_of_steps(programs, steps),
+        per_device=largest.per_device,
+        per_block=longest.per_block if is_step else None,
+        per_step=longest.per_step if is_step else _communication_of_steps(programs, steps),
+        step=longest.step if is_step else _sum_of_steps(programs, steps),
         attention=longest.attention,
-        largest=longest.largest if alone else _largest_of_steps(programs, steps),
+        largest=longest.largest if is_step else _largest_of_steps(programs, steps),
         findings=[finding for program in programs for finding in program.findings],
         not_modelled=list(dict.fromkeys(text for program in programs for text in program.not_modelled)),
         operators="; ".join(dict.fromkeys(program.operators for program in programs)),
@@ -270,6 +269,7 @@ def combined(
 
 
 def _largest_of_steps(programs: Sequence[ProgramPlan], steps: int) -> list[Operation]:
+    """Returns the ten most expensive operations of all programs, with their milliseconds in an average step."""
     each = [
         operation.model_copy(update={"ms": operation.ms * program.times / steps})
         for program in programs
@@ -279,6 +279,7 @@ def _largest_of_steps(programs: Sequence[ProgramPlan], steps: int) -> list[Opera
 
 
 def _communication_of_steps(programs: Sequence[ProgramPlan], steps: int) -> Communication:
+    """Returns the collectives of all programs in an average step; their time is None if one does not fit."""
     sent = [
         collective.model_copy(update={"count": collective.count * program.times / steps})
         for program in programs
@@ -290,7 +291,7 @@ def _communication_of_steps(programs: Sequence[ProgramPlan], steps: int) -> Comm
 
 
 def _sum_of_steps(programs: Sequence[ProgramPlan], steps: int) -> StepTime:
-    """Returns the seconds and the arithmetic of all calls, a step; None for what is not known of one of them."""
+    """Returns the time and FLOPs of all programs in an average step; a field is None if one program has it as None."""
     total: dict[str, float | None] = {}
     for name in StepTime.model_fields:
         each = [getattr(program.step, name) for program in programs]
@@ -300,6 +301,7 @@ def _sum_of_steps(programs: Sequence[ProgramPlan], steps: int) -> StepTime:
 
 
 def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> VerificationCost | None:
+    """Returns the memory and FLOPs of `torchport verify` for a step; None if no denoising stage was planned."""
     stages = [stage for stage in task.denoising if stage.name in planned]
     if not stages:
         return None

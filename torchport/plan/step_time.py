@@ -1,7 +1,7 @@
-"""How long a compiled program should take: what its compiler estimates, and models of what it does not.
+"""The expected time of a compiled program: the compiler's estimates, and models of kernels and collectives.
 
-The compiler estimates all but kernels and collectives. Attention is modelled by its share of peak, other kernels by
-their own instruction schedules, collectives by bytes and links. The parts run one after the other.
+The compiler estimates all but these. Attention is modelled by its share of peak FLOP/s, other kernels by their
+instruction schedules, collectives by bytes and links. The model lets nothing overlap.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from torchport.shard import grid
 from torchport.task import Task
 
 SECOND_ARRAY = 1.025
-"""How much longer attention takes with a text's keys in an array of their own, taken in pieces: by the kernel's
-instruction schedule for 111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
+"""How much longer attention takes if the text's keys are in a second array: by the kernel's instruction schedule for
+111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
 _MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
-"""How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
+"""How often a collective of n devices moves its larger array through a device's links; times (n - 1) / n."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTime:
-    """A compiled program on a slice, with the times that its compiler does not estimate."""
+    """A compiled program on a slice, with all that its modelled time depends on."""
 
     program: hlo.HloProgram
     machine: Machine
     spots: Sequence[grid.Spot]
-    #: The calls of attention, as they were traced: once where blocks are stacked.
+    #: The traced calls of attention: one for all blocks where these are stacked in a loop.
     calls: Sequence[Attention]
-    passes: dict[str, float]
-    flops: int  #: Of one run, on the whole slice.
-    #: Whether it is a network of blocks, as those that denoise are.
-    denoises: bool = True
+    passes: dict[str, float]  #: Seconds of one call of each other kernel, by its name.
+    flops: int  #: FLOPs of one run, on the whole slice.
+    denoises: bool = True  #: Whether it is a denoising network, which consists of blocks.
 
     @property
     def chip(self) -> Chip:
@@ -62,7 +61,7 @@ class ProgramTime:
 
     @functools.cached_property
     def loop(self) -> hlo.HloLoop | None:
-        """The loop over blocks, if they run in one; unrolled ones cannot be told apart."""
+        """The loop over blocks; None if there is none, as if blocks are unrolled."""
         return _block_loop(self.program) if self.denoises else None
 
     @property
@@ -70,13 +69,14 @@ class ProgramTime:
         return max(self.calls, key=lambda call: call.flops_per_device, default=None)
 
     def block(self) -> BlockTime | None:
+        """Returns the modelled time of one block; None if blocks do not run in a loop."""
         if self.loop is None:
             return None
         body, sent = self.loop.body, _collectives(self.program, self.loop.body, self.spots)
         kernels = self.program.kernels(body)
         return BlockTime(
             count=self.loop.trips * self.loop.times,
-            other_ms=self._ms(self.loop.cycles) + 1e3 * self._in_passes(body),
+            other_ms=self._ms(self.loop.cycles) + 1e3 * self._kernel_seconds(body),
             kernels=[
                 KernelTime(kernel=name, count=times, ms=1e3 * self.passes[name])
                 for name, times in kernels.items()
@@ -92,20 +92,21 @@ class ProgramTime:
         return Communication(communication_ms=1e3 * communication_seconds(sent, self.chip), collectives=sent)
 
     def parts(self) -> Parts[float]:
-        # Attention that is no kernel is XLA's, and in its estimate. What a loop repeats is traced once, and its
-        # attention is the largest.
+        """Returns the modelled seconds of attention, of other operations and of collectives."""
+        # Attention without a kernel is in the compiler's estimate. A loop's is traced once; it is the largest call.
         spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
         loop = _block_loop(self.program) if spent else None
-        more = loop.trips * loop.times - 1 if loop else 0
+        repeats = loop.trips * loop.times - 1 if loop else 0
         return Parts[float](
-            attention_s=(sum(spent) + more * max(spent, default=0.0)) / 1e3,
-            other_s=self.program.cycles() / self.chip.clock + self._in_passes(None),
+            attention_s=(sum(spent) + repeats * max(spent, default=0.0)) / 1e3,
+            other_s=self.program.cycles() / self.chip.clock + self._kernel_seconds(None),
             communication_s=communication_seconds(_collectives(self.program, None, self.spots), self.chip),
         )
 
     def step(self) -> StepTime:
+        """Returns the modelled time of one run; that of a denoising step is also divided by the calibration factor."""
         parts = self.parts()
-        by = shipped_calibration() if self.denoises else None  # it was fitted to steps that denoise
+        by = shipped_calibration() if self.denoises else None  # it was fitted to denoising steps
         return StepTime(
             **parts.model_dump(),
             uncalibrated_s=calibrated(parts, None),
@@ -115,7 +116,10 @@ class ProgramTime:
         )
 
     def largest(self) -> list[Operation]:
-        """Returns what takes longest of a block, or where there is none of the program; no attention or collective."""
+        """Returns the ten longest operations of a block, or of a program without blocks.
+
+        Attention and collectives are not among them: they have figures of their own.
+        """
         computation = None if self.loop is None else self.loop.body
         kernels = [
             Operation(ms=1e3 * times * self.passes[name], opcode="kernel", source=name)
@@ -131,7 +135,7 @@ class ProgramTime:
         return sorted([*kernels, *compiled], key=lambda operation: -operation.ms)[:10]
 
     def underestimates(self) -> list[Underestimate]:
-        """Returns what counts with more than the compiler's estimate, all of it in one finding."""
+        """Returns one finding for all operations that count with more than their estimate; an empty list if none do."""
         raised = self.program.underestimated()
         if not raised:
             return []
@@ -149,6 +153,7 @@ class ProgramTime:
         ]
 
     def not_modelled(self) -> list[str]:
+        """Returns in words what takes time on a TPU, but is in no part of the model."""
         facts, unpriced = [], self.program.unpriced()
         if unpriced:
             size = sum(runs.instruction.bytes * runs.times for runs in unpriced)
@@ -166,7 +171,7 @@ class ProgramTime:
             facts.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
         return list(dict.fromkeys(facts))
 
-    def _in_passes(self, computation: str | None) -> float:
+    def _kernel_seconds(self, computation: str | None) -> float:
         return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(computation).items())
 
     def _ms(self, cycles: int) -> float:
@@ -176,28 +181,25 @@ class ProgramTime:
 def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
 ) -> ProgramTime:
+    """Returns a compiled program with the models of its calls of attention and of its kernels."""
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {call.kernel: bundles.pass_seconds(call, task.machine) for call in compiled.passes}
-    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
+    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises=denoises)
 
 
 def _block_loop(program: hlo.HloProgram) -> hlo.HloLoop | None:
-    """Returns the loop over blocks: of those with a kernel, the one that takes longest."""
+    """Returns the loop over blocks: the longest loop with a Pallas kernel in it; None if there is none."""
     loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
     return max(loops, key=lambda loop: loop.cycles, default=None)
 
 
 def floor_seconds(flops: int, machine: Machine) -> float:
-    """Returns how long the arithmetic alone takes at peak on a slice."""
+    """Returns the seconds that the FLOPs alone take at the peak of a slice."""
     return flops / (machine.require_tpu().flops * machine.devices)
 
 
 def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
-    """Returns the collectives of a computation, those of one kind, size, line and links counted together.
-
-    Args:
-        computation: The computation's name; None for all, loops' as often as they run.
-    """
+    """Returns the collectives of a computation, or of the whole program for None; equal ones are counted together."""
     counts: dict[Collective, int] = {}
     for collective in program.collectives(computation):
         # A group of one moves nothing, and has no links.
@@ -220,7 +222,7 @@ def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequen
 
 
 def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
-    """Returns the model's time of some collectives: bytes over links, nothing overlapped."""
+    """Returns the modelled seconds of collectives: bytes by the links' bandwidth, without any overlap."""
     return sum(_collective_seconds(collective, chip) for collective in sent)
 
 
@@ -231,7 +233,7 @@ def _collective_seconds(collective: Collective, chip: Chip) -> float:
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:
-    """Returns a call of attention; a kernel's has its share of peak and its time, by the table of tiles."""
+    """Returns the figures of a call of attention; with time and share of peak FLOP/s only if a kernel computes it."""
     chip, split = task.machine.require_tpu(), math.prod(task.job.mesh.values())
     flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size // split
     sizes = dataclasses.asdict(call) | {"flops_per_device": flops}
@@ -241,7 +243,7 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
     heads = call.heads // math.prod(task.job.mesh.get(axis, 1) for axis in dispatch.HEAD_AXES)
     _, size = transposed.grouping(max(heads, 1), call.head_size)
     row = tiles.row(chip.name, implementation, size, call.bounded)
-    # Features are padded to what the row is for, and padding is no useful arithmetic.
+    # The row of the table is for a padded head size; arithmetic on padding is not useful.
     useful = call.head_size / size
     share = useful * row.peak_percent / (SECOND_ARRAY if call.arrays > 1 else 1)
     return KernelAttention(
@@ -256,11 +258,10 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
 """The one factor between modelled and measured step times, which `benchmarks/calibrate.py` fits.
 
-What is estimated is divided by it: everything but attention by the compiler, communication by bytes over links. 1.6
-says that these estimates, beside attention as it is, are 1.6 times what measured steps leave room for. Attention is not
-divided: its time is the kernel's own instruction schedule, which has no stalls in it and so bounds a step from below.
-There is one factor for all models, machines, kernels and meshes: with one for each, the model would only repeat what
-was measured.
+All estimates but attention's are divided by it: those of the compiler, and those of collectives. A factor of 1.6 says
+that these estimates are 1.6 times the measured time of a step without attention. Attention is not divided: its time is
+from the kernel's instruction schedule, which has no stalls, so that it is a lower bound. There is one factor for all
+models, machines, kernels and meshes: with one for each, the model would only repeat the measurements.
 """
 
 
@@ -287,7 +288,7 @@ def shipped_calibration() -> Calibration | None:
 
 
 def calibrated(parts: Parts[float], by: Calibration | None) -> float:
-    """Returns a model's seconds: attention as it is, all else divided by the factor, if there is one."""
+    """Returns the sum of a model's seconds; all but attention is divided by the factor, if there is one."""
     rest = parts.other_s + parts.communication_s
     return parts.attention_s + (rest if by is None else rest / by.factor)
 

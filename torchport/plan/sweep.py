@@ -32,7 +32,7 @@ SWEPT = ("strategy", "mesh")
 
 @dataclasses.dataclass(frozen=True)
 class SweptMesh:
-    """A strategy on a mesh, both axes of size 1 and axes that the strategy does not use left out."""
+    """A strategy on a mesh; the mesh lacks axes of size 1, and axes that the strategy does not use."""
 
     strategy: str
     mesh: dict[Axis, int]
@@ -51,7 +51,7 @@ class SweptMesh:
 class Sweep:
     model: str
     machine: str
-    #: Choices with their plans, the fastest first; those that do not fit come last.
+    #: Strategies and meshes with their plans, the fastest first; those that do not fit come last.
     planned: list[tuple[SweptMesh, JobPlan]]
     failed: list[tuple[SweptMesh, TorchportError]]
     skipped: list[tuple[SweptMesh, TorchportError]]
@@ -64,11 +64,11 @@ def sweep(
     bounded: bool = True,
     count: int | None = None,
 ) -> Sweep:
-    """Returns the plans of a job under every strategy of its card, on every mesh of its slice that is valid.
+    """Returns the plans of a job for every strategy of its card on every valid mesh of its slice.
 
     Args:
-        keep: A folder for the compiler's dumps, a folder in it for each plan.
-        count: How many compilations at once; by default as many as there is room for.
+        keep: A folder for the compiler's dumps, with a subfolder for each plan.
+        count: The number of parallel compilations; by default as many as the machine has room for.
     """
     swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]
     if swept:
@@ -81,16 +81,16 @@ def sweep(
     require_tpu(machine)
     valid: list[tuple[SweptMesh, Task]] = []
     skipped: list[tuple[SweptMesh, TorchportError]] = []
-    bare = True
+    is_unpatched = True
     with contextlib.ExitStack() as patches:
         for choice in choices(card, machine):
             try:
                 overrides = (*job_request.overrides, *choice.overrides)
                 task = accept(dataclasses.replace(job_request, overrides=overrides), dry=True)
-                if bare:  # every choice has the same patches, and applying them takes longest
+                if is_unpatched:  # all choices have the same patches, which take long to apply
                     patches.enter_context(in_force(task, task.stages))
-                    bare = False
-                network.check_heads(task)  # by the network's configuration, which its class has
+                    is_unpatched = False
+                network.check_heads(task)  # needs the patches, as it reads the network's class
                 valid.append((choice, task))
             except MeshError as error:
                 skipped.append((choice, error))
@@ -98,7 +98,7 @@ def sweep(
     def work(item: tuple[SweptMesh, Task]) -> JobPlan:
         choice, task = item
         folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
-        return of_task(task, folder, bounded, (STAGE,))
+        return of_task(task, folder, bounded, stages=(STAGE,))
 
     def name(item: tuple[SweptMesh, Task]) -> str:
         return f"{item[0].strategy}, {item[0].mesh_text}"
@@ -116,28 +116,28 @@ def sweep(
 
 
 def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
-    """Yields every strategy on every mesh of as many devices as the machine has, over the axes that it uses."""
+    """Yields every strategy on every mesh that uses all devices of a machine, over the axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        used = [axis for axis in AXES if axis in _named(strategy)]
+        used = [axis for axis in AXES if axis in _axes(strategy)]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:
                 yield SweptMesh(name, {axis: size for axis, size in zip(used, sizes, strict=True) if size > 1})
 
 
-def _named(strategy: Strategy) -> set[str]:
+def _axes(strategy: Strategy) -> set[str]:
     rules: list[Rule] = [rule for group in strategy.weights.values() for rule in group]
     rules += [rule for group in strategy.inputs.values() for rule in group]
     outputs = [rule.outputs for group in strategy.activations.values() for rule in group]
-    return set(_flat([*[(rule.spec, rule.otherwise) for rule in rules], *outputs]))
+    return set(_strings([*[(rule.spec, rule.otherwise) for rule in rules], *outputs]))
 
 
-def _flat(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif value is not None:
         for part in value:
-            yield from _flat(part)
+            yield from _strings(part)
 
 
 def data(swept: Sweep) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def data(swept: Sweep) -> dict[str, Any]:
 
 
 def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
-    """Returns the figures of a plan by which it is compared; None for what is not known."""
+    """Returns the figures by which plans are compared; None for those that a plan does not know."""
     stage = job.stage(STAGE)
     block = stage.per_block
     return {

@@ -1,9 +1,8 @@
-"""One call of a network, in which the values at the borders of its modules are observed, and replaced by others.
+"""One call of a network, in which the values at the borders of its modules are recorded, and replaced by others.
 
-What a module is called with and what it returns are its two borders. With the original's values at all borders,
-whatever differs at a border was made since the border before: by a module, or by the code between two modules.
-
-`Original` calls the original's network and the yardstick so, and `Port` the port's.
+A module has two borders: its arguments and its output. With the original's values at all borders, an error at a border
+was made since the border before it: by a module, or by the code between two modules. The yardstick is the original in a
+wider dtype.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ Values = dict[Border, Any]
 
 
 class WatchedCall:
-    """Observes the values at borders, and replaces them.
+    """One call of a network with hooks on the modules `paths`: records their arguments and outputs, or replaces them.
 
-    A value replaces another one where both have one shape, and both are numbers or both are booleans: a port may pad,
-    or pass a mask in another form.
+    A tensor is replaced only by one with its shape, if both or neither are floating-point: a port may pad a tensor, or
+    pass a mask in another form.
 
     Args:
-        to_network: Makes a tensor of the host one of the network's, which is its second argument.
-        to_host: The other way round; a copy.
-        skipped: Modules that are not called: they return their replacement.
+        to_network: Converts a host tensor for the network, to the dtype of its second argument, the tensor replaced.
+        to_host: Copies a tensor of the network to the host.
+        skipped: Paths of modules that are not called: they return their replacement.
         counts: Returns how often each patch was called so far.
-        whole: The borders at which large tensors are kept whole, and elsewhere in some rows; None: all.
+        whole: The borders at which large tensors are recorded whole, and elsewhere only some rows; None: all borders.
     """
 
     def __init__(
@@ -76,16 +75,16 @@ class WatchedCall:
         self.counts = counts
         self.whole = whole
         self.observed: Values = {}
-        #: Those that were called since the border before.
+        #: The patches that were called since the border before, by border.
         self.patches: dict[Border, frozenset[str]] = {}
-        #: Whether a region of CUDA autocast was entered around a module.
-        self.autocasts = False
+        self.autocasts = False  #: Whether a region of CUDA autocast was entered around a module.
         self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}
         self._call_counts = dict.fromkeys(self.modules, 0)
         self._patch_counts: Mapping[str, int] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Puts the hooks on the modules for the length of a `with`, in which the network is called once."""
         self._patch_counts = self.counts()
         with contextlib.ExitStack() as hooks:
             for path, module in self.modules.items():
@@ -98,6 +97,7 @@ class WatchedCall:
             yield
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """The forward pre-hook: records a module's arguments, and returns replaced ones; None to keep them."""
         number = self._call_counts[path]
         self._call_counts[path] += 1
         self._open_calls[path].append(number)
@@ -114,6 +114,7 @@ class WatchedCall:
         return bound.args, bound.kwargs
 
     def _leave(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The forward hook: records a module's output, and returns a replaced one; None to keep it."""
         border = Border(path, self._open_calls[path].pop(), "out")
         if path in self.skipped:
             return None
@@ -121,11 +122,12 @@ class WatchedCall:
         return self._replaced(output, self.replacements[border]) if border in self.replacements else None
 
     def _skip(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns a module's replacement in its own dtype: what an embedding returns has not its input's."""
+        """The `forward` of a skipped module: returns its replacement, in the replacement's dtype."""
         value = self.replacements[Border(path, self._open_calls[path][-1], "out")]
         return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), value)
 
     def _observe(self, border: Border, value: Any) -> None:
+        """Records the value at a border, and the patches that were called since the border before."""
         is_whole = self.whole is None or border in self.whole
         keep = self.to_host if is_whole else lambda tensor: sampled(self.to_host(tensor))
         self.observed[border] = pytree.tree_map_only(torch.Tensor, keep, value)
@@ -134,16 +136,16 @@ class WatchedCall:
         self._patch_counts = counts
 
     def _replaced(self, value: Any, other: Any) -> Any:
-        """Returns a tree with the other's tensor in place of each tensor that has the same shape."""
+        """Returns `value` with its tensors replaced by those of `other` that fit; unchanged if the trees differ."""
         if isinstance(value, Mapping) and isinstance(other, Mapping) and type(value) is dict:
             return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
         leaves, structure = pytree.tree_flatten(value)
         others, other_structure = pytree.tree_flatten(other)
         if structure != other_structure:
             return value
-        return pytree.tree_unflatten([self._leaf(*pair) for pair in zip(leaves, others, strict=True)], structure)
+        return pytree.tree_unflatten([self._fitting(*pair) for pair in zip(leaves, others, strict=True)], structure)
 
-    def _leaf(self, value: Any, other: Any) -> Any:
+    def _fitting(self, value: Any, other: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return value
         fits = value.shape == other.shape and value.is_floating_point() == other.is_floating_point()
@@ -151,29 +153,27 @@ class WatchedCall:
 
 
 class Copies:
-    """Copies tensors, as a module may write into what it gets; each once, until it is written into.
-
-    It holds neither the tensors nor the copies: those of a whole network would not be freed.
-    """
+    """Copies tensors, as a module may change its input in place: each once until it changes. Keeps weak references."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor: the same copy as before, if the tensor has not changed since."""
         key = id(tensor), tensor._version
         known, copy = (reference() for reference in self._known.get(key, (_no_tensor, _no_tensor)))
-        if copy is None or known is not tensor:  # another tensor may have the id of one that is gone
+        if copy is None or known is not tensor:  # a new tensor can get the id of a freed one
             copy = tensor.detach().clone()
             self._known[key] = weakref.ref(tensor), weakref.ref(copy)
         return copy
 
 
 def _no_tensor() -> None:
-    """Stands for a reference to what is gone."""
+    """Returns None, as a weak reference to a freed tensor does."""
 
 
 def inner_paths(network: torch.nn.Module, path: str) -> list[str]:
-    """Returns the paths of a unit and of all modules in it that can be called."""
+    """Returns the path of a module, and those of all modules in it; a `ModuleList` is left out, as none is called."""
     lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
     modules = network.get_submodule(path).named_modules()
     inner = [f"{path}.{name}" for name, module in modules if name and not isinstance(module, lists)]
@@ -192,7 +192,7 @@ def size(values: Values) -> int:
 
 
 class Original:
-    """A network in PyTorch, and a copy of it in the yardstick's dtype."""
+    """The original's network in PyTorch, and its yardstick: a copy in a wider dtype, made when it is first called."""
 
     def __init__(self, eager: Eager, dtype: torch.dtype) -> None:
         self.eager = eager
@@ -206,10 +206,11 @@ class Original:
         return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
+        """Returns the network's output, and the values at the borders of the modules `paths`."""
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
-        if call.autocasts:  # which would narrow a yardstick in float32, too
+        if call.autocasts:  # autocast would also narrow a yardstick in float32
             self.dtype = torch.float64
         return output, call.observed
 
@@ -219,12 +220,12 @@ class Original:
             return self.eager(**inputs)
 
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Returns what the yardstick returns with the original's values at its inner borders, and its own there."""
+        """Returns the yardstick's output and values at borders; each of its modules gets the original's values."""
         eager = self.eager
         if self._wide is None:
             module = wide_module(eager.module, self.dtype)
             self._wide = Eager(module, eager.how, eager.outputs, eager.name)
-        # They are compared alone, so some rows are enough.
+        # These values are only compared, so some rows of a large tensor are enough.
         call = WatchedCall(self._wide.module, paths, inner_values(values), _cast, Copies(), whole=())
         with call.watching(), computing_in(self.dtype):
             output = self._wide(**widened(dict(inputs), self.dtype))
@@ -237,10 +238,10 @@ def _cast(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
 
 
 class Port:
-    """A stage's network on one device, its operators called one by one, so that every module can be looked at.
+    """The port's network of a stage, run eagerly on one device, so that hooks see the values at every module.
 
-    It is the network that a run compiles: the same module under the same patches, with the same precision and the same
-    attention. What the mesh and the compiler add to it is in the program alone, which is compared as a whole.
+    A run compiles the same module, with the same patches, precision and attention. What sharding and the compiler
+    change is only in the compiled program, which is compared as a whole.
     """
 
     def __init__(self, task: Task, stage: Stage, folder: Path, ledger: patch.Ledger) -> None:
@@ -261,9 +262,9 @@ class Port:
         skipped: Collection[str] = (),
         whole: Container[Border] = (),
     ) -> tuple[Any, WatchedCall]:
-        """Returns what the network returns, and the call with its values at borders; see `WatchedCall`."""
+        """Returns the network's output, and the call with the recorded values; for the arguments see `WatchedCall`."""
         counts = functools.partial(call_counts, self.ledger)
-        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts, whole)
+        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts=counts, whole=whole)
         with call.watching():
             output = self.compiled(**inputs)
         return output, call
@@ -272,6 +273,7 @@ class Port:
 def compiled_network(
     task: Task, stage: Stage, folder: Path, mesh: jax.sharding.Mesh
 ) -> tuple[Compiled, dict[str, Any]]:
+    """Returns a stage's network, sharded over a mesh and ready to be called, and the stage's loaded components."""
     parts = network.loaded(task, stage, folder)
     weights = network.placed(task, stage, parts, mesh, folder)
     return network.compiled(task, stage, network.module_of(stage, parts), weights, mesh), parts

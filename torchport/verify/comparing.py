@@ -1,8 +1,7 @@
 """The port, compared with a recording of the original: its programs as a whole, and its modules one by one.
 
-The programs that a run calls are also compared with those that a plan has of the same job: they must be the same, word
-for word. A program is compared before it is compiled: its modules, its arguments with their dtypes and shardings, its
-constants, and the hash of its text.
+The programs of a run must also be those that a plan lowers for the same job, to the letter. They are compared before
+they are compiled: modules, arguments with their dtypes and shardings, constants, and the hash of the StableHLO text.
 """
 
 from __future__ import annotations
@@ -55,26 +54,22 @@ class Measurements:
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
     folder: Path = Path()
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
-    #: The patches that were called where no network ran: in encoders and loops.
+    #: The patches that were called where no network ran: in encoders and denoising loops.
     loop_patches: frozenset[str] = frozenset()
-    #: What the port's networks were called with in a step in which one is at fault, by network and step.
+    #: The inputs of the port's networks in the steps whose output is at fault, by network and step.
     network_inputs: dict[tuple[str, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 def compare(request: Request, file: Path, original: Request | None, parent: int) -> Measurements:
-    """Returns how the port differs from a recording; runs in a process of its own.
-
-    Args:
-        original: Of the original, which shows the effect of errors; None: the port does, as beside a capture.
-    """
+    """Returns how the port differs from the recording in `file`; effects are measured in `original`, if it is given."""
     task, found = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
         planned: dict[str, list[LoweredProgram] | None] = {}
-        for stage in task.denoising:  # None where they are not known beforehand
+        for stage in task.denoising:  # None where a plan does not know the network's inputs
             with stage_in_force(task, stage):
                 planned[stage.name] = plan_programs(task, stage, devices(task.machine)) if stage.like else None
-        recording.wait(file, parent)  # until here the original runs beside this
+        recording.wait(file, parent)  # until here the original runs in parallel
         recorded = recording.read(file)
         folder = found.folder = recording.checkpoint_folder(task)
         found.yardstick = {call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recorded.calls}
@@ -94,7 +89,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
 
 
 def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
-    """Returns how far a free-running port is from the original after each step; runs in a process of its own."""
+    """Returns the drift of a port that runs its first `steps` steps by itself; runs in a process of its own."""
     task, found, recorded = accept(request), Measurements(), recording.read(file)
     with in_force(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
@@ -107,7 +102,7 @@ def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
 
 
 def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -> list[MeasuredUnit]:
-    """Returns the modules of a unit, which was recorded by `record_modules`; runs in a process of its own."""
+    """Returns the measured modules of a block that `record_modules` recorded; runs in a process of its own."""
     task, call = accept(request), key.call_of(recording.read(file))
     prepare(task.machine)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
@@ -119,7 +114,7 @@ def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -
 
 
 class _StageComparison:
-    """Compares a stage's network; what it finds is added to `found`."""
+    """Compares the network of one stage with a recording, and adds the results to `found`."""
 
     def __init__(
         self,
@@ -140,11 +135,7 @@ class _StageComparison:
         planned: list[LoweredProgram] | None,
         outputs_of: Callable[[RecordedCall], Outputs] | None,
     ) -> None:
-        """Compares the stage's programs, and then its modules.
-
-        Args:
-            outputs_of: Returns what shows the effect of errors in a call; None: the port does.
-        """
+        """Compares the stage's programs, then the modules of each call; for what `outputs_of` returns see `Units`."""
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
@@ -158,13 +149,13 @@ class _StageComparison:
             self.found.measured += measured
             if any(item.unit.verdict is Verdict.OTHER for item in measured):
                 continue
-            for number, unit in enumerate(self.found.networks):  # by a better estimate of the rounding
+            for number, unit in enumerate(self.found.networks):  # judged again, by a better estimate of the rounding
                 if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
                     units.estimate_rounding(unit.added)
                     self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
-        """Runs the loop from where the stage before ended, and notes how far it is from the original."""
+        """Runs the first `steps` steps without the original's latents, and notes the distance after each."""
         call, parts = self._program()
         self._note_drift(self._run_loop(call, parts, recording.start_of(ends, self.stage), steps - 1, ends))
 
@@ -173,9 +164,9 @@ class _StageComparison:
         return compiled_network(self.task, self.stage, self.folder, mesh)
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
-        """Runs the loop at each chosen step from where the original was; and freely, from where it begins.
+        """Compares each recorded step, started from the original's latents; and the drift of a loop that has its own.
 
-        A second network's loop runs freely only where that of the first was not left early.
+        The drift of a second network is measured only if the loop of the first has ended: it starts from its latents.
         """
         stage = self.stage
         call, parts = self._program()
@@ -198,6 +189,7 @@ class _StageComparison:
     def _run_loop(
         self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]
     ) -> _WatchedProgram:
+        """Runs the stage's loop from `start` (steps done, state) to step `last`; fills `ends` only if the loop ends."""
         task, stage = self.task, self.stage
         loop = _WatchedProgram(call, start[0], last + 1)
         steps = Steps(finished=loop.finished, resume=start if start[0] else None)
@@ -208,6 +200,7 @@ class _StageComparison:
         return loop
 
     def _note_drift(self, loop: _WatchedProgram) -> None:
+        """Adds the distance of the loop's latents from the original's after each step that both have."""
         for number, latents in loop.latents.items():
             original = self.recorded.latents.get(number)
             drift = None if original is None else distance(latents, original)
@@ -215,7 +208,7 @@ class _StageComparison:
                 self.found.drift.append(Drift(number, drift))
 
     def _compare_outputs(self, step: int, loop: _WatchedProgram) -> None:
-        """Compares what the programs return in a step with what the original's network returned, call by call."""
+        """Compares the outputs of the port's programs in a step with those of the original's network, call by call."""
         calls = [call for call in self.calls if call.step == step]
         parts = recording.split_by_call(loop.outputs[step], calls)
         if parts is None:
@@ -229,14 +222,16 @@ class _StageComparison:
                 self.found.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue
             rounding = max(call.rounding, least_rounding(call.output))
-            unit = Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
+            unit = Unit(
+                step, call.number, call.network, "", 0, "network", call.network, rounding, added, inherited=added
+            )
             self.found.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
                 self.found.network_inputs[call.network, step] = loop.inputs
 
 
 class _WatchedProgram:
-    """A compiled network in a loop that is left after a step. What it gets and returns in its first step is kept."""
+    """A compiled network in a loop that stops after step `last`. Keeps its inputs and outputs of the first step."""
 
     def __init__(self, call: Any, first: int, last: int) -> None:
         self.call = call
@@ -254,12 +249,13 @@ class _WatchedProgram:
     def __call__(self, **inputs: Any) -> Any:
         output = self.call(**inputs)
         if self.step == self.first:
-            # Arrays would start JAX in every process that reads them, before its devices are known.
+            # To the host: JAX arrays would start JAX in every process that unpickles them, before its devices are set.
             self.inputs.append(pytree.tree_map_only((torch.Tensor, jax.Array), to_host, inputs))
             self.outputs[self.step].append(output if isinstance(output, torch.Tensor) else output[0])
         return output
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
+        """Keeps the latents after step `number`, counted from 1; raises `LoopStop` after the last step."""
         latents = latents_of(state)
         if latents is not None:
             self.latents[number] = latents.detach().clone()
@@ -270,13 +266,13 @@ class _WatchedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class LoweredProgram:
-    """A program before it is compiled, as far as two are compared."""
+    """The facts of a lowered, not compiled program by which two programs are compared."""
 
     arguments: dict[str, str]
     static: dict[str, str]
     outputs: list[str]
     modules: dict[str, str]
-    #: How many it has of each shape and dtype; scalars are left out.
+    #: The number of constants of each shape and dtype; scalars are left out.
     constants: dict[str, int]
     text: str
 
@@ -286,23 +282,24 @@ class LoweredProgram:
 
 
 def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> LoweredProgram:
-    """Returns the program of some inputs, given as shapes with shardings, before it is compiled."""
-    whole = compiled.lowered(arrays, static)
-    text = whole.as_text()
+    """Returns a network's lowered program for inputs that are given as shapes with shardings, and static arguments."""
+    lowered = compiled.lowered(arrays, static)
+    text = lowered.as_text()
     arguments = {**{f"weight {name}": leaf for name, leaf in compiled.weights.items()}, **leaves(arrays)}
     modules = dict(compiled.network.module.named_modules())
     constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
     return LoweredProgram(
-        {path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
-        {name: repr(value) for name, value in static},
-        [f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(whole.out_info)],
-        {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()},
-        dict(constants),
-        text,
+        arguments={path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
+        static={name: repr(value) for name, value in static},
+        outputs=[f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(lowered.out_info)],
+        modules={path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()},
+        constants=dict(constants),
+        text=text,
     )
 
 
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:
+    """Returns the lowered programs of all calls that a network got in a run."""
     programs = []
     for static, _, tree, kinds in compiled.programs:
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
@@ -317,10 +314,7 @@ def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram
 
 
 def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[LoweredProgram]) -> list[str]:
-    """Returns what differs between the programs of a run and of a plan, a line each; none where all are the same.
-
-    A run that is left after some steps may have called fewer.
-    """
+    """Returns a line for each program of a run that a plan has not; a run that stops early may have fewer programs."""
     lines = []
     digests = [program.digest for program in plan]
     for program in run:
@@ -332,11 +326,12 @@ def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[Lowe
 
 
 def _differing_fields(run: LoweredProgram, plan: LoweredProgram) -> Iterator[str]:
-    for what in ("modules", "static", "arguments", "constants"):
-        ours, theirs = getattr(run, what), getattr(plan, what)
+    """Yields the differences of two programs in words: fields first, then the first line of text that differs."""
+    for field in ("modules", "static", "arguments", "constants"):
+        ours, theirs = getattr(run, field), getattr(plan, field)
         for name in [*ours, *(name for name in theirs if name not in ours)]:
             if ours.get(name) != theirs.get(name):
-                kind = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}[what]
+                kind = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}[field]
                 run_value, plan_value = ("absent" if each.get(name) is None else each[name] for each in (ours, theirs))
                 yield f"{kind} '{name}' is {run_value} in a run and {plan_value} in a plan".strip()
     if run.outputs != plan.outputs:

@@ -40,11 +40,11 @@ from torchport.verify.yardstick import (
 )
 
 _Returned = dict[str, list[torch.Tensor]]
-"""What each module returned in each of its calls, by its path; of large tensors some rows."""
+"""What each module returned in each of its calls, by the module's path; only some rows of large tensors."""
 
 
 def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns the frames of the original and of the yardstick for the same latents, and these."""
+    """Returns the frames that the original and the yardstick decode from the same latents, and the latents."""
     frames = {"original": _frames(task, folder, latents, False), "yardstick": _frames(task, folder, latents, True)}
     return {**frames, "latents": latents}
 
@@ -52,6 +52,7 @@ def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) 
 def _frames(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wide: bool, returned: _Returned | None = None
 ) -> torch.Tensor:
+    """Returns the frames that the original decodes, in a wider dtype if `is_wide`; `returned` gets modules' outputs."""
     stage = dataclasses.replace(task.family.STAGES[-1], prepare=None)
     parts = network.loaded(task, stage, folder)
     call: Any = None if stage.network is None else network.eager(task, stage, parts, folder)
@@ -71,7 +72,7 @@ def _frames(
 
 @contextlib.contextmanager
 def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Calls a function with the first tensor that each module returns, and the module's path."""
+    """Calls `keep(path, tensor)` with the first tensor of each module's output, for the length of a `with`."""
 
     def returns(path: str, _: Any, __: Any, output: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -87,7 +88,7 @@ def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor],
 
 @dataclasses.dataclass(frozen=True)
 class _WideNetwork:
-    """A network in the yardstick's dtype, called with inputs in the original's."""
+    """A network in the yardstick's dtype, which casts its inputs to that dtype."""
 
     eager: Eager
     dtype: torch.dtype
@@ -103,7 +104,7 @@ class _WideNetwork:
 
 
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
-    """Returns how far the port's frames are from the original's; see `original_frames`."""
+    """Returns how far the port's frames are from those that `original_frames` recorded, for the same latents."""
     stage = task.family.STAGES[-1]
     with stage_in_force(task, stage):
         if stage.network is None:
@@ -117,15 +118,15 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
     original = (recorded["original"].float() - yardstick).abs()
     worst = int(by_frame.argmax())
     pictures = frame_pictures(recorded["original"][0, worst], frames[0, worst])
-    return Decoded(float(original.max()), float(by_frame.max()), worst, pictures)
+    return Decoded(rounding=float(original.max()), added=float(by_frame.max()), frame=worst, pictures=pictures)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """The first module of a decoder, in the order of the port's calls, whose result is another than the original's."""
+    """The first module of a decoder, in the order of the port's calls, whose output differs from the original's."""
 
     name: str
-    ratio: float  #: Of its error to the original's rounding there.
+    ratio: float  #: Its error divided by the original's rounding there.
     patches: frozenset[str]  #: Those that were called in it.
 
     @property
@@ -134,7 +135,7 @@ class Parting:
 
 
 def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> Parting | None:
-    """Returns where the port's decoder parts from the original's; None where no module that both call shows it."""
+    """Returns the first module whose error is above `FAULT` roundings; None if no module that both call has one."""
     stage = task.family.STAGES[-1]
     if stage.network is None:
         return None
@@ -143,13 +144,13 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
         for returned, is_wide in ((exact, True), (rounded, False)):
             _frames(original, folder, recorded["latents"], is_wide, returned)
     with stage_in_force(task, stage) as ledger:
-        found, patches = _port_returns(task, folder, recorded["latents"], ledger)
-    for path, tensors in found.items():
-        pair, other = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
-        if pair is None or other is None:
+        ported, patches = _port_returns(task, folder, recorded["latents"], ledger)
+    for path, tensors in ported.items():
+        with_exact, with_rounded = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
+        if with_exact is None or with_rounded is None:
             continue
-        added, rounding = distance(*pair), distance(other[1], pair[1])
-        ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(other[1]))
+        added, rounding = distance(*with_exact), distance(with_rounded[1], with_exact[1])
+        ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(with_rounded[1]))
         if ratio > FAULT:
             return Parting(f"{stage.network}.{path}", ratio, patches[path])
     return None
@@ -158,7 +159,7 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
 def _port_returns(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], ledger: patch.Ledger
 ) -> tuple[_Returned, dict[str, frozenset[str]]]:
-    """Returns what the modules of the port's decoder return, on one device, in the order in which they first do."""
+    """Returns the outputs of each module of the port's decoder on one device, and the patches called in each."""
     mesh = dict.fromkeys(task.job.mesh, 1)
     task = dataclasses.replace(task, job=task.job.model_copy(update={"mesh": mesh, "stacked": False}))
     stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
@@ -187,13 +188,13 @@ def _port_returns(
 
 
 def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns two modules' results as two tensors of one shape; None where they cannot be."""
+    """Returns two modules' outputs, all calls of each concatenated, if this gives both one shape; else None."""
     if len(ours) == len(theirs) == 1:
         return (ours[0], theirs[0]) if shape_of(ours[0]) == shape_of(theirs[0]) else None
     if not theirs or len({tensor.ndim for tensor in (*ours, *theirs)}) != 1 or is_sampled([*ours, *theirs]):
         return None
     for dim in range(ours[0].ndim):
-        with contextlib.suppress(RuntimeError):  # other shapes cannot be joined along this dim
+        with contextlib.suppress(RuntimeError):  # `torch.cat` refuses these shapes along this dim
             pair = torch.cat(tuple(ours), dim), torch.cat(tuple(theirs), dim)
             if pair[0].shape == pair[1].shape:
                 return pair
@@ -201,7 +202,7 @@ def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tup
 
 
 def frame_pictures(original_CHW: torch.Tensor, port_CHW: torch.Tensor) -> dict[str, bytes]:
-    """Returns two frames of bytes [3, H, W] and their difference, made visible, as PNG by what they are."""
+    """Returns PNG files by caption: two uint8 frames [3, H, W], and their difference, amplified to be visible."""
     difference = (original_CHW.int() - port_CHW.int()).abs()
     greatest = int(difference.max())
     times = 255 // greatest if greatest else 1

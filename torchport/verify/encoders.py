@@ -1,4 +1,4 @@
-"""Encoders on the devices beside those of the host, module by module, in the same process."""
+"""The port's text encoders on the devices, compared with the original's on the host, module by module."""
 
 from __future__ import annotations
 
@@ -19,33 +19,26 @@ from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import computing_in, distance, sampled, wide_dtype
 
 Values = list[tuple[str, torch.Tensor]]
-"""What modules return, by their paths, in the order in which they end."""
+"""Pairs of a module's path and its output, in the order in which the modules return."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """What the original's encoders do.
+    """The outputs of the original's encoders, in their dtype and in a wider one, the yardstick's."""
 
-    Attributes:
-        host: What their modules return.
-        wide: The same in the yardstick's dtype.
-        roundings: By output of the stage, how far the original's is from the yardstick's.
-    """
-
-    host: Values
-    wide: Values
-    roundings: dict[str, float]
+    host: Values  #: The outputs of the encoders' modules.
+    wide: Values  #: The same outputs, computed in the wider dtype.
+    roundings: dict[str, float]  #: The distance of the original from the yardstick, by output of the stage.
 
     def allowed(self, name: str) -> float:
-        """Returns how far an output of the port's may be from the original's: by both their roundings."""
+        """Returns the distance that an output of the port may have from the original's: the roundings of both."""
         return (1 + FAULT) * self.roundings.get(name, 0.0)
 
 
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
-    """Runs the encoders of the original in their own dtype, and in a wider one; its patches must be in force.
+    """Runs the original's encoders in their own dtype and in a wider one; the original's patches must be in force.
 
-    Args:
-        original: What the stage returns.
+    The stage's outputs in their own dtype are known: `original`.
     """
     names, parts = encoder_names(task.card, stage), network.loaded(task, stage, folder)
     modules: dict[str, torch.nn.Module] = {name: parts[name] for name in names}
@@ -61,10 +54,9 @@ def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, 
 def encoded(
     task: Task, stage: Stage, folder: Path, yardstick: Yardstick | None
 ) -> tuple[dict[str, torch.Tensor], list[Seam]]:
-    """Returns what a port's encoders return, and of each the module that is at fault, or nearest to that.
+    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one.
 
-    Args:
-        yardstick: Without modules, as of a capture, none of the port's is looked at.
+    The modules are an empty list if the yardstick is None or has none, as in a capture.
     """
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)
@@ -74,7 +66,7 @@ def encoded(
         if yardstick is None or not yardstick.host:
             return outputs, []
         for program in programs.values():
-            program.compiled.jit = False  # each module returns what can be looked at
+            program.compiled.jit = False  # hooks see values only without `jax.jit`
         port, _ = _watched(task, stage, parts, {name: program.original for name, program in programs.items()})
     return outputs, _seams(stage.name, yardstick, port)
 
@@ -82,7 +74,7 @@ def encoded(
 def _watched(
     task: Task, stage: Stage, parts: Mapping[str, Any], encoders: Mapping[str, torch.nn.Module]
 ) -> tuple[Values, dict[str, torch.Tensor]]:
-    """Returns what the modules of some encoders return in a stage, and what the stage returns."""
+    """Runs a stage, and returns the outputs of all modules of its encoders, and the outputs of the stage."""
     values: Values = []
     hooks = [
         module.register_forward_hook(_Note(values, f"{name}.{path}".rstrip(".")))
@@ -98,7 +90,7 @@ def _watched(
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """A hook. It is an object of torchport's, which a ported module does not count as a part of its model."""
+    """A forward hook that notes a module's output; a class of torchport's, which no port counts as its model's part."""
 
     values: Values
     path: str
@@ -110,7 +102,7 @@ class _Note:
 
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
-    """Returns of each encoder the first module at fault, or else the one that is nearest to that."""
+    """Returns for each encoder its first faulty module; if none is, that with the greatest error / allowed error."""
     found: dict[str, Seam] = {}
     for (path, expected), (_, wide), (_, ours) in zip(yardstick.host, yardstick.wide, port, strict=True):
         error, rounding = distance(ours, wide) or 0.0, distance(expected, wide) or 0.0

@@ -1,15 +1,14 @@
-"""The original, recorded: what its networks get and return in chosen steps, beside the yardstick.
+"""The original, recorded: the inputs and outputs of its networks in chosen steps, and those of the yardstick.
 
-The original runs in PyTorch, without the patches that a port needs and without the family's `prepare`: a fault in one
-of them must not be in both. The yardstick gets the original's own values at every border, so that each unit is
-measured alone.
+The original runs in PyTorch, without the port's patches and without the family's `prepare`: a fault in one of them must
+not be in both. The yardstick (the original in a wider dtype) gets the original's values at every border, so that each
+unit (a block, a module, or the code between two modules) is measured alone.
 
-The steps are chosen by hand, or follow from the loop: the first and the last of each network, and the first in which
-it is called in another way. The state before a step that turns out to be one of these is kept, and that step is taken
-again.
+The user chooses the steps, or they follow from the loop: the first and the last of each network, and the first whose
+calls have other shapes or flags. Such a step is known only after it: the state before it is kept, and it is run again.
 
-Of a call whose borders take more than `BORDERS_LIMIT` bytes, units are recorded, and modules of a faulty unit later; of
-guidance's other calls in the same step, what the network returns.
+If the values of a call take more than `BORDERS_LIMIT` bytes, only those of blocks are recorded, and the modules of a
+faulty block later; of guidance's other calls in the same step, only the network's output.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ class RecordedCall:
     inputs: dict[str, Any]
     output: Any
     wide_output: Any
-    #: The original's at the borders; empty where those of another call of the step are too large already.
+    #: The original's values at the borders; empty where those of another call of the step are too large already.
     values: Values
-    #: The yardstick's at the borders of units, with the original's at those borders; large ones in some rows.
+    #: The yardstick's values at the borders of blocks, each with the original's inputs; some rows of large tensors.
     outer: Values
-    #: The yardstick's at all borders, with the original's at all; empty where that would be too large.
+    #: The yardstick's values at all borders, each with the original's inputs; empty where that would be too large.
     inner: Values
     is_whole: bool = True
 
@@ -67,13 +66,9 @@ class RecordedCall:
 
 
 def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]) -> list[torch.Tensor] | None:
-    """Returns what a port computed in a step, for each of the original's calls in it.
+    """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ.
 
-    Args:
-        outputs: Of the port's calls: one may compute several conditions of guidance.
-
-    Returns:
-        None if the port computed another number of conditions.
+    A port's call may batch several conditions of guidance, for each of which the original has a call.
     """
     rows = torch.cat([output.float() for output in outputs])
     counts = [call.wide_output.shape[0] for call in calls]
@@ -86,11 +81,11 @@ class Recording:
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
     #: After each step, by its number from 1.
     latents: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    #: What a loop goes on from at each chosen step, by the number of steps before it.
+    #: The state from which a loop can resume at each chosen step, by the number of steps before it.
     states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     seams: Any = None
-    #: What a call of each network returns, for loops without a network.
+    #: An output of each network, whose shape and dtype made-up outputs take.
     likes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     #: Frames of the original and of the yardstick, and the latents; None where they are not compared.
     decoded: Any = None
@@ -105,7 +100,7 @@ class Recording:
 
 
 class LoopStop(BaseException):
-    """Leaves a loop after the last step that is looked at."""
+    """Leaves a denoising loop after the last step that is compared."""
 
 
 def checkpoint_folder(task: Task) -> Path:
@@ -116,7 +111,7 @@ def checkpoint_folder(task: Task) -> Path:
 
 
 def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns what each stage before denoising returns; the original's patches must be in force."""
+    """Returns the outputs of the stages before denoising, by stage; the original's patches must be in force."""
     outputs: dict[str, dict[str, torch.Tensor]] = {}
     for stage in task.family.STAGES[: task.family.STAGES.index(task.denoising[0])]:
         parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
@@ -126,7 +121,7 @@ def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tens
 
 
 def write(recording: Any, file: Path) -> None:
-    """Writes a recording for the port's process, which waits for it: a file that has its name is whole."""
+    """Writes a recording for the port's process, which waits until `file` exists: it gets this name when complete."""
     unfinished = file.with_suffix(".unfinished")
     try:
         torch.save(recording, unfinished)
@@ -137,7 +132,7 @@ def write(recording: Any, file: Path) -> None:
 
 
 def wait(file: Path, parent: int) -> None:
-    """Returns when a recording is there. The process that started this one ends it where the original is refused."""
+    """Waits until a recording exists; raises if the parent process has ended, as no recording will come then."""
     while not file.exists():
         if os.getppid() != parent:
             fact = "The process that waits for this one has ended"
@@ -146,22 +141,21 @@ def wait(file: Path, parent: int) -> None:
 
 
 def read(path: Path) -> Recording:
-    # Our own file, in a folder that only this user has. Its tensors stay there until they are read.
+    # Unpickling is safe: our own file, in a folder of this user alone. `mmap` reads a tensor when it is used.
     recording: Recording = torch.load(path, weights_only=False, mmap=True)
     return recording
 
 
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
-    """Writes what the original does to a file; runs in a process of its own.
+    """Records the original, and writes the recording to a file; runs in a process of its own.
 
-    Args:
-        steps: From 0; None: those that follow from the loop.
+    Denoising steps are counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
     """
     write(recording_of(accept(request), steps, decodes), file)
 
 
 def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
-    """Returns what the original does; see `record`."""
+    """Runs the original, and returns its recording; for `steps` see `record`. With `decodes`, frames are recorded."""
     with in_force(task, task.family.STAGES):
         preflight.check(task)
         folder = checkpoint_folder(task)
@@ -181,6 +175,8 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
 
 
 class _RecordedLoop:
+    """The original's denoising loop of one stage, whose results are added to a recording."""
+
     def __init__(
         self,
         task: Task,
@@ -195,12 +191,13 @@ class _RecordedLoop:
         self.start, self.state = start_of(recording.ends, stage)
         chosen = (self.start,) if steps is None else steps
         self.chosen = [step for step in chosen if step >= self.start]
-        #: What follows the loop, to find more steps; None where they were chosen by hand.
+        #: Finds more steps to record; None where the user chose the steps.
         self.watch = _StepWatch(self.start, self.state) if steps is None else None
         self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
 
     def run(self) -> None:
+        """Runs the loop and records the chosen steps; then takes each step that the watch found once more."""
         task, stage, recording = self.task, self.stage, self.recording
         parts = network.loaded(task, stage, self.folder)
         eager = network.eager(task, stage, parts, self.folder)
@@ -216,7 +213,7 @@ class _RecordedLoop:
             self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))
 
     def _loop(self, call: _RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
-        """Returns what the stage returns; None where it was left early."""
+        """Runs the stage, and returns its outputs; None where the loop was left after the last compared step."""
         task, stage = self.task, self.stage
         inputs = {**self.recording.embeddings, **task.noise(stage)}
         try:
@@ -226,6 +223,7 @@ class _RecordedLoop:
         return None
 
     def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
+        """Records the latents and state after step `number`, counted from 1; raises `LoopStop` after the last step."""
         recording = self.recording
         latents = latents_of(state)
         if latents is not None:
@@ -240,7 +238,7 @@ class _RecordedLoop:
 
 
 class _StepWatch:
-    """Follows a loop, and finds the steps beside the first in which a fault of their own may lie."""
+    """Follows a loop, and finds the steps whose calls differ from the first's, so that another fault may show there."""
 
     def __init__(self, start: int, state: Mapping[str, torch.Tensor]) -> None:
         self.start = start
@@ -251,13 +249,13 @@ class _StepWatch:
         self._steps: dict[int, dict[str, torch.Tensor]] = {}
 
     def called(self, inputs: Mapping[str, Any]) -> None:
-        """Notes how the network is called: shapes, and arguments that choose a way through it."""
+        """Notes what kind of call this is: the shapes and dtypes of tensors, and the flags and texts."""
         shapes = {key: (tuple(leaf.shape), leaf.dtype) for key, leaf in by_place(inputs).items()}
         flags = {name: value for name, value in inputs.items() if value is None or isinstance(value, bool | str)}
         self._calls.append((shapes, flags))
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Ends a step; its state is kept if it is the first of its kind."""
+        """Ends a step; the state before it is kept if no earlier step had the same kinds of calls."""
         self._last = (number - 1, self._state)
         if self._calls not in self._known:
             self._known.append(self._calls)
@@ -266,13 +264,13 @@ class _StepWatch:
         self._state = {name: _copied(tensor) for name, tensor in state.items()}
 
     def found(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
-        """Returns the steps, each with the state before it: the last, and the first of each other kind."""
+        """Returns pairs of a step and the state before it: the last step, and the first of each kind but the start."""
         steps = {**self._steps, self._last[0]: self._last[1]}
         return [(step, steps[step]) for step in sorted(steps) if step > self.start]
 
 
 def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tuple[int, dict[str, torch.Tensor]]:
-    """Returns how many steps were taken before a stage, and what they leave."""
+    """Returns how many steps the denoising stage before took, and its final state; 0 and an empty dict without one."""
     for name in stage.needs:
         if name in DENOISING:
             state = dict(ends[name])
@@ -281,7 +279,7 @@ def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tu
 
 
 class _RecordedNetwork:
-    """An eager network whose calls in chosen steps are recorded, with the yardstick's beside them."""
+    """The original's network, run eagerly; its calls in chosen steps are recorded, together with the yardstick's."""
 
     batches = False
     drops = False
@@ -291,12 +289,13 @@ class _RecordedNetwork:
         self.loop = loop
         self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
         self._last_call = (-1, 0)
-        self._is_large = False  # whether the borders of one call are more than `BORDERS_LIMIT`
+        self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
+        """Returns the network's output; records the call if its step is a chosen one."""
         step = self.loop.step
         if self.loop.watch is not None:
             self.loop.watch.called(inputs)
@@ -307,6 +306,7 @@ class _RecordedNetwork:
         return self._record(step, number, inputs)
 
     def _record(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
+        """Returns the network's output, and adds to the recording all values of this call that are not too large."""
         original = self.original
         paths = [] if number and self._is_large else ["", *original.units]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -315,7 +315,7 @@ class _RecordedNetwork:
         wide_outer = original.yardstick(kept, paths, outer)[1] if paths else {}
         self._is_large = self._is_large or size(outer) > BORDERS_LIMIT
         all_paths = original.all_paths
-        # Guidance's other calls go through the same modules.
+        # All modules are recorded in the first call of a step alone: guidance's other calls use the same modules.
         is_whole = number == 0 and size(outer) * len(all_paths) / len(paths) <= BORDERS_LIMIT
         values = original.observed(kept, all_paths)[1] if is_whole else outer
         wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
@@ -346,7 +346,7 @@ class BlockKey:
 
 
 def record_modules(request: Request, key: BlockKey, file: Path) -> None:
-    """Adds to a recording what the original has in a unit, and writes it anew; runs in a process of its own."""
+    """Adds the values of all modules in a block to a recording, and writes it again; runs in a process of its own."""
     recording = read(file)
     call = key.call_of(recording)
     with original_network(accept(request), call) as original:
@@ -358,7 +358,7 @@ def record_modules(request: Request, key: BlockKey, file: Path) -> None:
 
 @contextlib.contextmanager
 def original_network(task: Task, call: RecordedCall) -> Iterator[Original]:
-    """Gives the network of a recorded call, loaded again, with the patches of its stage in force."""
+    """Yields the original's network of a recorded call, loaded again, while the patches of its stage are in force."""
     stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]):
         folder = checkpoint_folder(task)

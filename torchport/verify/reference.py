@@ -1,7 +1,7 @@
 """A reference for another machine: a recording of the original, of a bounded size, as plain safetensors.
 
-What a port needs to be called with is kept whole. What is only compared is kept in some rows. Where that is too much,
-blocks are left out, evenly over the depth, and the file says which.
+The inputs that a port is called with are kept whole; of values that are only compared, some rows. If that is more than
+the limit, blocks are left out, evenly over the depth, and the file lists them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchport.verify.yardstick import ROWS, SHAPE, sampled, shape_of
 SCHEMA = 2
 """Version of a capture's schema; a reader refuses any other."""
 LIMIT = 2 * 2**30
-"""Bytes of a capture, unless another limit is asked for."""
+"""Bytes of a capture, unless `--capture-limit` says otherwise."""
 NAME = "capture.safetensors"
 MADE_BY = "torchport verify --capture DIR"
 BORDERS = ("values", "outer", "inner")
@@ -45,7 +45,7 @@ PACKAGES = ("diffusers", "transformers")
 
 
 class TensorTable:
-    """Tensors by name, those with the same values once."""
+    """The tensors of a capture by name. Tensors with the same values are stored once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -56,6 +56,7 @@ class TensorTable:
         return tree.as_data(value, self._entry)
 
     def cost(self, values: Iterable[Any]) -> int:
+        """Returns the bytes that the table would grow by if these trees of tensors were added."""
         leaves = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
         new = {_digest(leaf): leaf.numel() * leaf.dtype.itemsize for leaf in leaves}
         return sum(size for digest, size in new.items() if digest not in self._names)
@@ -66,6 +67,7 @@ class TensorTable:
         return {"tensor": self._name(tensor)} | sampled
 
     def _name(self, tensor: torch.Tensor) -> str:
+        """Stores a tensor, unless its values are stored already, and returns its name in the table."""
         digest = _digest(tensor)
         if digest not in self._names:
             name = self._names[digest] = f"t{len(self._names)}"
@@ -81,11 +83,13 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with strides of its own: one of a single element may have none, and count as contiguous."""
+    """Returns a contiguous copy. `.contiguous()` is not enough: it keeps the odd strides of a one-element tensor."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
+
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
@@ -97,21 +101,21 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, decodes: bool, folder: Path, limit: int) -> str:
-    """Writes what the original does, and returns in words what that is; runs in a process of its own."""
+    """Runs the original, writes its capture, and returns a text of what it has; runs in a process of its own."""
     task = accept(request)
     return write(folder, recording.recording_of(task, steps, decodes), task, limit)
 
 
 def unpack(folder: Path, file: Path) -> None:
-    """Makes a capture the recording of a verification; runs in a process of its own."""
+    """Converts a capture to the file of a recording, which a verification reads; runs in a process of its own."""
     recording.write(read(folder), file)
 
 
 def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> str:
-    """Writes a recording of at most some bytes, and returns in words what it holds and what was left out."""
+    """Writes a recording as a capture of at most `limit` bytes, and returns a text of what it has and what it lacks."""
     table = TensorTable()
     data = _loop_data(original, table)
-    calls, left_out = _calls(original.calls, table, limit)
+    calls, left_out = _call_data(original.calls, table, limit)
     words = f"{len(original.calls)} call(s) of step {', '.join(map(str, original.steps))}: {size_text(table.size)}"
     words += f"; left out: {_list_words(left_out)}" if left_out else ""
     facts = {"schema_version": SCHEMA, **_identity(task), "holds": words, "left_out": left_out}
@@ -127,6 +131,7 @@ def _list_words(names: list[str]) -> str:
 
 
 def _identity(task: Task) -> dict[str, Any]:
+    """Returns the facts in which a capture and a verification must agree; only that of torch may differ."""
     image = task.settings.image
     settings = {name: getattr(task.settings, name) for name in (*SETTINGS, *OPTIONAL)}
     settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]
@@ -141,13 +146,14 @@ def _identity(task: Task) -> dict[str, Any]:
 
 
 def _digests(task: Task) -> dict[str, str]:
-    """Returns the digests of a checkpoint's components; of tiny weights, which every machine writes, what they are."""
+    """Returns digests of a checkpoint's components; of tiny weights, which each machine makes, that of the recipe."""
     if task.is_tiny:
         return {task.checkpoint: hashlib.sha256(task.card.tiny.model_dump_json().encode()).hexdigest()[:16]}
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).digests
 
 
 def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
+    """Returns all of a recording but its calls as JSON data, whose tensors are added to the table."""
     loop: LoopRecord = original.seams.loop
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
@@ -162,13 +168,13 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     }
 
 
-def _calls(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as data of JSON, and the names of the blocks that were left out."""
+def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the calls as JSON data, and the names of the blocks that were left out to stay below the limit."""
     rows: list[dict[str, Any]] = []
     for call in calls:
-        whole = {name: table.add(getattr(call, name)) for name in ("inputs", "output", "wide_output")}
+        tensors = {name: table.add(getattr(call, name)) for name in ("inputs", "output", "wide_output")}
         head = {name: getattr(call, name) for name in ("stage", "network", "step", "number", "is_whole")}
-        rows.append({**head, **whole, "values": [], "outer": [], "inner": []})
+        rows.append({**head, **tensors, "values": [], "outer": [], "inner": []})
     if table.size > limit:
         fact = f"The loop's values and the networks' inputs alone take {size_text(table.size)}"
         remedy = f"Give at least {table.size / 2**30:.3g}"
@@ -178,18 +184,18 @@ def _calls(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[l
         for row, named in zip(rows, borders, strict=True):
             _keep(row, named, table)
         return rows, []
-    return rows, _bounded(list(zip(calls, rows, strict=True)), table, limit)
+    return rows, _keep_blocks(list(zip(calls, rows, strict=True)), table, limit)
 
 
-def _bounded(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
-    """Keeps as many blocks of calls as there is room for, and returns the names of those that were left out."""
+def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
+    """Keeps as many blocks as the limit allows, evenly over the depth; returns the names of those left out."""
     blocks = [(n, call, row, path) for call, row in calls for n, path in enumerate(spread(_blocks(call)))]
     left_out = []
-    for part, what in ((_outer_of, ""), (_inner_of, " inside")):
+    for borders_of, place in ((_outer_of, ""), (_inner_of, " inside")):  # modules inside only after all blocks
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
-            borders = part(call, path)
+            borders = borders_of(call, path)
             if table.size + table.cost([list(values.values()) for values in borders.values()]) > limit:
-                left_out.append(f"{call.network}.{path}{what} of step {call.step}, call {call.number}")
+                left_out.append(f"{call.network}.{path}{place} of step {call.step}, call {call.number}")
             else:
                 _keep(row, borders, table)
     return left_out
@@ -205,7 +211,7 @@ def _blocks(call: RecordedCall) -> list[str]:
 
 
 def spread(paths: list[str]) -> list[str]:
-    """Returns paths so that those that come first lie evenly: the first, the last, the middle, the quarters."""
+    """Returns paths in an order whose beginning is spread evenly: the first, the last, the middle, the quarters."""
     last, order = len(paths) - 1, dict.fromkeys([0])
     for power in range(len(paths).bit_length() + 1):
         order |= dict.fromkeys(round(n * last / 2**power) for n in range(2**power + 1))
@@ -213,20 +219,21 @@ def spread(paths: list[str]) -> list[str]:
 
 
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns what is kept of a block: what it was called with, whole; what it returned, in rows."""
+    """Returns the values that are kept of a block: its inputs, whole, and some rows of its outputs."""
     values = {border: value for border, value in call.values.items() if border.path == block}
     wide = {border: value for border, value in call.outer.items() if border.path == block and border.side == "out"}
     return {"values": _rows(values), "outer": _rows(wide)}
 
 
 def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns what is kept of the modules in a block: all that they were called with, and what they returned."""
+    """Returns the values that are kept of the modules in a block: the inputs and outputs of each, whole."""
     inside = [border for border in call.inner if border.path == block or border.path.startswith(f"{block}.")]
     values = {b: call.values[b] for b in inside if b in call.values and b.path != block}
     return {"values": values, "inner": {border: call.inner[border] for border in inside}}
 
 
 def _rows(values: Values) -> Values:
+    """Returns values of which the outputs have only some rows; inputs stay whole."""
     return {
         border: pytree.tree_map_only(torch.Tensor, sampled, value) if border.side == "out" else value
         for border, value in values.items()
@@ -234,6 +241,7 @@ def _rows(values: Values) -> Values:
 
 
 def read(folder: Path) -> Recording:
+    """Returns the recording in a folder's capture; the counterpart of `write`."""
     text, tensors = _read(folder)
     data = text["recording"]
     seams = data["seams"]
@@ -248,10 +256,10 @@ def read(folder: Path) -> Recording:
     moments = restored(seams["moments"], tensors)
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
-    return Recording(**parts, calls=[_call(row, tensors) for row in data["calls"]], seams=side)
+    return Recording(**parts, calls=[_restored_call(row, tensors) for row in data["calls"]], seams=side)
 
 
-def _call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
+def _restored_call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
     fields: dict[str, Any] = {}
     for name in BORDERS:
         fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
@@ -261,6 +269,7 @@ def _call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedC
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns a capture's JSON data and tensors; raises if the file is missing, of another version or broken."""
     file = folder / NAME
     if not file.is_file():
         raise ArtefactMissingError(str(file), "There is no such file", f"Make it with: {MADE_BY}")
@@ -276,11 +285,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def check(folder: Path, task: Task) -> tuple[list[str], int]:
-    """Refuses a capture of something else than a task.
-
-    Returns:
-        Notes, what it lacks and other versions of PyTorch; and how many blocks it lacks.
-    """
+    """Raises if a capture is not of this task; returns notes for the report, and how many blocks the capture lacks."""
     text, _ = _read(folder)
     identity = _identity(task)
     for name, theirs, ours in _differences(text, identity):
@@ -294,7 +299,7 @@ def check(folder: Path, task: Task) -> tuple[list[str], int]:
 
 
 def _differences(text: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the fields in which a capture and a verification differ: their names, the capture's value, the other's."""
+    """Yields each field in which a capture and a verification differ: its name, the capture's value, the other's."""
     if text["model"] != identity["model"]:
         yield "model", text["model"], identity["model"]
     for kind, prefix in (("settings", ""), ("dtypes", "dtype of "), ("checkpoint", "checkpoint "), ("versions", "")):

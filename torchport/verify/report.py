@@ -1,4 +1,4 @@
-"""What a verification measured and what follows from it: its verdict, as twelve lines, as data, and as a page."""
+"""The results of a verification and its verdict, as text of twelve lines, as JSON data, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULT = 3.0
 Kind = Literal["network", "block", "module", "forward"]
 How = Literal["absence", "elimination"]
 KINDS: dict[Kind, str] = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
-"""What units are called where they are counted, in this order."""
+"""The plural of each kind of unit in the line that counts units, in the order of that line."""
 UNIT_VERDICTS = (
     f"with at most {ROUNDING:g} times the rounding",
     "with more, which the output does not show",
@@ -31,11 +31,11 @@ UNIT_VERDICTS = (
     f"at fault (above {FAULT:g} times)",
     "behind the first fault and not judged",
 )
-"""What is said of units where they are counted."""
+"""The groups in which units are counted; `_unit_group` returns a unit's."""
 SHOWN = 100
-"""Rows of the table of units on the page: those with the greatest ratios."""
+"""The most rows of the page's table of units: those with the greatest ratios are shown."""
 HOTTEST = 100.0
-"""The ratio from which a cell of the heat map is as hot as it gets."""
+"""The ratio from which a cell of the heat map has the strongest colour."""
 CURVES = {"rounding": "the original's rounding", "added": "added by the port", "inherited": "with the errors before it"}
 
 
@@ -53,68 +53,60 @@ def _verdict_of(ratio: float) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One unit of a network in one of its calls. Distances are max|a - b| / max|b|, b being the yardstick."""
+    """A block, module or code between modules in one call of a network. Distances: max|a - b| / max|yardstick|."""
 
     step: int  #: The denoising step, from 0.
-    #: The call of the network in this step, from 0: guidance may call it twice.
-    call: int
+    call: int  #: The call of the network in this step, from 0: guidance may call it twice.
     network: str
-    #: The module's path in it; empty for the network. Of a forward: its module's.
-    path: str
+    path: str  #: The module's path in it; empty for the network. Of a forward: its module's.
     depth: int  #: The order in which units begin, from 0.
     #: Network, block, module, or forward: what a forward computes itself between the modules that it calls.
     kind: Kind
     name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
-    #: The distance of the original, in the job's dtypes, from the yardstick.
-    rounding: float
-    #: That of the port, whose unit gets the original's inputs: the unit's own error.
+    rounding: float  #: The distance of the original, in the job's dtypes, from the yardstick.
+    #: The port's distance if the unit gets the original's inputs: the unit's own error.
     added: float
-    #: That of the port, whose network gets the original's inputs: with the errors of all units before. None where it
-    #: was not measured.
+    #: The port's distance if only the network gets the original's inputs, with all errors before. None if not measured.
     inherited: float | None = None
-    #: What its own error alone does to the network's output, in units of the rounding there. None where it was not
-    #: measured.
+    #: How far its own error alone moves the network's output, divided by the rounding there. None if not measured.
     effect: float | None = None
     #: Which of the calls of its module this is, from 0: a module may be called more than once.
     number: int = 0
     #: Whether it stands behind the first fault: effects are not measured there.
     is_behind: bool = False
-    #: Its own error over the original's where each channel is measured by its own greatest value.
+    #: Its own error over the original's if the error of each channel is divided by the channel's greatest value.
     by_channel: float = 0.0
 
     @property
     def ratio(self) -> float:
-        """Its own error over the original's, of the whole or by channel: about 1 is rounding."""
+        """Its own error divided by the original's rounding, or by channel if that is more; about 1 is rounding."""
         if self.added == 0:
             return 0.0
         return max(self.added / self.rounding if self.rounding > 0 else math.inf, self.by_channel)
 
     @property
     def is_harmless(self) -> bool:
-        """Whether its error is more than rounding, and the network's output does not show it."""
+        """Whether its error is more than rounding, but has no effect on the network's output beyond rounding."""
         return self.ratio > ROUNDING and self.verdict is Verdict.SAME
 
     @property
     def verdict(self) -> Verdict:
-        """What is said of it: an error that the network's output does not show is none.
-
-        A unit behind the first fault is no fault: whether the output shows its error is not known.
-        """
+        """The verdict; an error without an effect on the output is none, and behind a fault it is at most unclear."""
         verdict = _verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
         return Verdict.UNCLEAR if self.is_behind and verdict is Verdict.OTHER else verdict
 
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """A value that the loop passes to a network or from one, or between stages, compared by name."""
+    """A value that passes between the denoising loop and a network, or between stages, compared by name."""
 
     #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
     name: str
     stage: str
-    step: int | None  #: The denoising step, from 0; None for what is before the loop.
+    step: int | None  #: The denoising step, from 0; None for values before the loop.
     original: str
     port: str
-    #: max|a - b| / max|b|; 0 for words that agree, and infinity for others.
+    #: max|a - b| / max|b|; for values that are no tensors, 0 if they are equal and infinity if not.
     distance: float
     allowed: float
 
@@ -125,25 +117,24 @@ class Seam:
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """A patch that a unit's error comes from, or that it may come from."""
+    """A patch that causes the error of a unit or a seam, or may cause it."""
 
     patch: str
     place: str
     promise: str
     unit: str
     with_it: float
-    #: Without it; None where the network cannot be called without it.
-    without_it: float | None
-    #: Absence: the error goes when it is left out; elimination: no other patch is at fault.
+    without_it: float | None  #: Without it; None where the network cannot be called without it.
+    #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
     how: How
     rounding: float | None = None  #: The unit's; None for a value of the loop.
-    #: Whether the family's `prepare` changes the unit, so that it may be at fault in the patch's place.
+    #: Whether the family's `prepare` changes the unit, so that it may be at fault instead of the patch.
     prepared: bool = False
-    #: The module before the unit whose result it gives another shape, with both shapes; empty where it does not.
+    #: The module before the unit whose output it gives another shape, with both shapes; empty if there is none.
     reshaped: str = ""
 
     def words(self, error: float) -> str:
-        """Returns an error in words: of a unit in times its rounding, of a value of the loop as a part of it."""
+        """Returns an error in words: a unit's in multiples of its rounding, a seam's as a part of its largest value."""
         if self.rounding is not None:
             return f"{error / self.rounding:.3g} times the rounding"
         return "another value" if math.isinf(error) else f"{error:.2g} of the largest value"
@@ -151,11 +142,11 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """How far a free-running port is from the original, which is no verdict."""
+    """How far the latents of a port that runs its own loop are from the original's; it is no verdict."""
 
     step: int
-    distance: float  #: max|a - b| / max|b| of the latents after them.
-    floor: float | None = None  #: The same of another mesh; None where none was run.
+    distance: float  #: max|a - b| / max|b| of the latents after this many steps.
+    floor: float | None = None  #: The same distance on another mesh; None where none was run.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +157,12 @@ class Decoded:
     frame: int  #: The port's worst frame, from 0.
     #: That frame as PNG, by what it is: the original's, the port's, and their difference.
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    #: The first module whose result is another than the original's, in words; empty where none was looked for or found.
+    #: The first module whose output differs from the original's, in words; empty where none was searched or found.
     parting: str = ""
 
     @property
     def verdict(self) -> Verdict:
-        """A difference of one level is rounding's: frames are whole levels."""
+        """A difference of one level is rounding: frames are integers."""
         return Verdict.SAME if self.added <= 1 else _verdict_of(self.added / max(self.rounding, 1.0))
 
 
@@ -192,10 +183,9 @@ class Verification:
     causes: tuple[Cause, ...] = ()
     clue: str = ""
     drift: tuple[Drift, ...] = ()
-    floor: str = ""  #: What the floor of the drift is, in words; empty without one.
+    floor: str = ""  #: The run whose drift is the floor, in words; empty without one.
     decoded: Decoded | None = None
-    #: Facts that are no measurement and no verdict, a line each: what was not compared.
-    unlike: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()  #: Notes, a line each: what was not compared.
     left_out: int = 0
     programs: tuple[str, ...] = ()
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -207,7 +197,7 @@ class Verification:
 
     @property
     def culprits(self) -> list[Unit]:
-        """The units at fault: the innermost of the first call that has one, in order of depth."""
+        """The faulty units of the first faulty call; if blocks are among them, the first block, after its modules."""
         bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
         if not bad:
             return []
@@ -221,13 +211,13 @@ class Verification:
 
     @property
     def worst(self) -> Unit | None:
-        """The unit with the greatest ratio among those that say the verdict; None without units."""
+        """The unit with the greatest ratio, not counting harmless ones unless all are; None without units."""
         units = [unit for unit in self.units if not unit.is_harmless] or list(self.units)
         return max(units, key=lambda unit: unit.ratio, default=None)
 
     @property
     def verdict(self) -> Verdict:
-        """Different if a seam, a unit or the decoder is; unclear if one of them is, and where no unit was compared."""
+        """The worst verdict of all seams, units and the decoder; at best unclear if no unit was compared."""
         verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
         verdicts |= {self.decoded.verdict} if self.decoded is not None else set()
         verdicts |= set() if self.units else {Verdict.UNCLEAR}
@@ -235,7 +225,7 @@ class Verification:
 
     @property
     def verdict_words(self) -> str:
-        """The verdict in words: without the decoder's frames, that the latents are the same, and no more."""
+        """The verdict in words; if the decoder was not compared, the latents can be the same, but not the picture."""
         same = "the same latents" if self.decoded is None else "the same picture"
         return {Verdict.SAME: same, Verdict.UNCLEAR: "unclear", Verdict.OTHER: "another picture"}[self.verdict]
 
@@ -246,7 +236,7 @@ class Verification:
 
     @property
     def first_line(self) -> str:
-        """The verdict, and what is at fault or what was compared."""
+        """The verdict in one line, with the first fault, or else with what was compared and the worst unit."""
         line = f"{self.verdict_words}: "
         if self.bad_seams:
             seam = self.bad_seams[0]
@@ -268,14 +258,14 @@ class Verification:
             seen = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
             between = f"up to {ROUNDING:g} is rounding, above {FAULT:g} a fault"
             words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{seen}"
-            return f"{self.verdict_words} ({self._compared()}): {words}; {between}{self._harmless()}"
+            return f"{self.verdict_words} ({self._compared_words()}): {words}; {between}{self._harmless_words()}"
         worst = self.worst
         if worst is None:
             return f"{line}no network was compared; every value of the loop agrees"
         most = f"no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
-        return f"{self.verdict_words} ({self._compared()}): {most}{self._harmless()}"
+        return f"{self.verdict_words} ({self._compared_words()}): {most}{self._harmless_words()}"
 
-    def _compared(self) -> str:
+    def _compared_words(self) -> str:
         steps = f"{len(self.steps)} of {self.total} steps compared"
         steps += f", without {self.left_out} blocks that the capture lacks" if self.left_out else ""
         if self.decoded is not None:
@@ -283,8 +273,8 @@ class Verification:
         remedy = "add --decode" if self.against == "original" else "capture with --decode"
         return f"{steps}; the decoder was not: {remedy}"
 
-    def _harmless(self) -> str:
-        """Returns the unit that adds most of those whose error the output does not show, with its figures."""
+    def _harmless_words(self) -> str:
+        """Returns the worst harmless unit in words, with its figures; an empty text without one."""
         units = [unit for unit in self.units if unit.is_harmless]
         if not units:
             return ""
@@ -294,6 +284,7 @@ class Verification:
         return f"; harmless: {most.name} {figures}{more}"
 
     def _blame(self) -> str:
+        """Returns the patch at fault in words, or else the clue; an empty text without both."""
         if self.causes:
             cause = self.causes[0]
             prepared = "; or the family's `prepare`, which changes this module" if cause.prepared else ""
@@ -305,7 +296,7 @@ def lines(verification: Verification) -> list[str]:
     """Returns a verification in twelve lines at most, the verdict first."""
     parts = [
         verification.first_line,
-        _what(verification),
+        _job_line(verification),
         _seam_line(verification),
         _network_line(verification),
         _unit_line(verification),
@@ -324,7 +315,7 @@ def _joined(head: str, parts: Sequence[str], separator: str = "; ") -> str:
     return head + separator.join(parts) if parts else ""
 
 
-def _what(verification: Verification) -> str:
+def _job_line(verification: Verification) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in verification.mesh.items())
     dtypes = {f"{dtype} beside {verification.yardstick[name]}" for name, dtype in verification.dtypes.items()}
     steps = ", ".join(map(str, verification.steps)) or "none"
@@ -344,7 +335,7 @@ def _seam_line(verification: Verification) -> str:
 
 
 def _network_line(verification: Verification) -> str:
-    """Returns how far the whole networks are, of their worst call."""
+    """Returns the line for the outputs of the whole networks: the worst call's ratio; empty if there is none."""
     networks = [unit for unit in verification.units if unit.kind == "network"]
     if not networks:
         return ""
@@ -361,11 +352,12 @@ def _unit_line(verification: Verification) -> str:
         return ""
     numbers = Counter(unit.kind for unit in units)
     kinds = ", ".join(f"{numbers[kind]} {name}" for kind, name in KINDS.items() if numbers[kind])
-    verdicts = Counter(_unit_verdict(unit) for unit in units)
+    verdicts = Counter(_unit_group(unit) for unit in units)
     return f"units: {kinds}: {', '.join(f'{verdicts[words]} {words}' for words in UNIT_VERDICTS if verdicts[words])}"
 
 
-def _unit_verdict(unit: Unit) -> str:
+def _unit_group(unit: Unit) -> str:
+    """Returns the group of `UNIT_VERDICTS` in which a unit is counted."""
     within, harmless, between, fault, behind = UNIT_VERDICTS
     if unit.verdict is Verdict.SAME:
         return harmless if unit.is_harmless else within
@@ -419,7 +411,7 @@ def _decoder_line(verification: Verification) -> str:
 
 
 def data(verification: Verification) -> dict[str, Any]:
-    """Returns a verification as JSON has it: what is infinite, or is not there, is null."""
+    """Returns a verification as JSON data; numbers that are infinite or missing are null."""
     rows = dataclasses.asdict(verification)
     if verification.decoded is not None:
         rows["decoded"] |= {"verdict": verification.decoded.verdict}
@@ -435,7 +427,7 @@ def data(verification: Verification) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns a tree as JSON has it: what is infinite, or no number, is null."""
+    """Returns a tree as JSON data: floats that are infinite or NaN become None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -446,12 +438,12 @@ def finite(value: Any) -> Any:
 
 
 def write(file: Path, verification: Verification) -> None:
-    """Writes a verification as a page; an older file gives way, once the new one is complete."""
+    """Writes a verification as an HTML page; an older file is replaced when the new one is complete."""
     atomic.write_text(file, page_of(verification))
 
 
 def page_of(verification: Verification) -> str:
-    """Returns a verification as one HTML page that refers to nothing outside itself."""
+    """Returns a verification as one self-contained HTML page."""
     units = sorted(verification.units, key=lambda unit: unit.ratio, reverse=True)
     pictures = {} if verification.decoded is None else verification.decoded.pictures
     heads = "unit|step.call|kind|rounding|added|ratio|inherited|effect|verdict"
@@ -483,7 +475,7 @@ class _Heat(NamedTuple):
 
 
 def _heat_of(units: Sequence[Unit]) -> _Heat:
-    """Returns the ratios of networks and blocks in each call of each step; modules are in the table."""
+    """Returns the heat map: the ratio of each network and block in each call of each step, without modules."""
     outer = sorted((u for u in units if u.kind in ("network", "block")), key=lambda u: (u.network, u.depth))
     calls = sorted({(unit.step, unit.call) for unit in outer})
     by_place = {(unit.network, unit.path, unit.step, unit.call): unit for unit in outer}
@@ -495,6 +487,7 @@ def _heat_of(units: Sequence[Unit]) -> _Heat:
 
 
 def _cell(unit: Unit | None) -> Cell | None:
+    """Returns a unit's cell of the heat map; None where the unit was not measured."""
     if unit is None:
         return None
     kind = "bad" if unit.verdict is Verdict.OTHER else "unclear" if unit.ratio > ROUNDING else "same"
@@ -503,7 +496,7 @@ def _cell(unit: Unit | None) -> Cell | None:
 
 
 def _charts(units: Sequence[Unit]) -> list[LineChart]:
-    """Returns error against depth of each network, of its call with the worst block."""
+    """Returns a chart of error against depth for each network with more than one block, for the worst block's call."""
     charts = []
     for network in dict.fromkeys(unit.network for unit in units):
         blocks = [unit for unit in units if unit.network == network and unit.kind == "block"]
@@ -515,7 +508,7 @@ def _charts(units: Sequence[Unit]) -> list[LineChart]:
 
 
 def _chart(units: Sequence[Unit]) -> LineChart:
-    """Returns error against depth of the blocks of one call, on a logarithmic scale."""
+    """Returns the chart of error against depth for the blocks of one call, on a logarithmic scale."""
     values = {kind: [getattr(unit, kind) for unit in units] for kind in CURVES}
     known = [v for group in values.values() for v in group if v is not None and 0 < v < math.inf]
     low, high = (math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))) if known else (-8, 0)
@@ -560,7 +553,7 @@ def _drift_table(verification: Verification) -> PageTable:
 
 
 def _seam_table(verification: Verification) -> PageTable:
-    """Returns the seams, those that differ first."""
+    """Returns the table of seams; those that differ come first."""
     rows = []
     for seam in sorted(verification.seams, key=lambda seam: seam.verdict is Verdict.SAME):
         step = "" if seam.step is None else seam.step

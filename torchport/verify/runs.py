@@ -1,4 +1,4 @@
-"""Two finished runs, compared: in what made them, in their frames, and in their latents step by step."""
+"""Two finished runs, compared: their settings and versions, their frames, and their latents step by step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchport.stages.frames import pixels
 from torchport.verify import yardstick
 
 MADE_BY = "the command that made it"
-"""What makes an artefact again, in refusals."""
+"""How error messages name the command that makes an artefact again."""
 MESH = ("machine", "mesh", "strategy", "attention", "stacked")
-"""Fields that change how numbers are rounded and nothing else; a floor differs in these."""
+"""Fields that change how numbers are rounded and nothing else; a run that serves as a floor differs in these alone."""
 LOSSY_ATTENTION = "splash_int8"
-"""The implementation of attention that is another result, and not another rounding."""
+"""The implementation of attention whose result is less exact by design, more than by rounding."""
 WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
 """Fields that say what a video shows: runs that differ in one of these make two videos."""
 PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
@@ -61,7 +61,7 @@ class FinishedRun:
     folder: Path
     manifests: dict[StageName, Manifest]
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
-    #: What `denoise` ended with, of any shape and floating-point dtype.
+    #: The last latents of the `denoise` stage, of any shape and floating-point dtype.
     latents: torch.Tensor
     #: The stages whose files hold the latents after a step, by its number from 1.
     steps: dict[int, StageName]
@@ -72,14 +72,15 @@ class FinishedRun:
         return total
 
     def latents_after(self, number: int) -> torch.Tensor:
+        """Returns the latents after a step, counted from 1; raises if their file was left there by another run."""
         stage = self.steps[number]
         name = save.step_name(stage, number)
         tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
         assert manifest is not None  # hand-written ports have no such files
         theirs, ours = origin(manifest), origin(self.manifests[stage])
-        other = [field for field in {**ours, **theirs} if theirs.get(field) != ours.get(field)]
-        if other or manifest.done != number or "latents" not in tensors:
-            what = _field_words(other[0]) if other else "the step"
+        differing = [field for field in {**ours, **theirs} if theirs.get(field) != ours.get(field)]
+        if differing or manifest.done != number or "latents" not in tensors:
+            what = _field_words(differing[0]) if differing else "the step"
             fact = f"It is not of the run that made {stage}.safetensors: {what} is another"
             remedy = "Finish the run that left it, or remove it"
             raise ArtefactForeignError(str(save.file_of(self.folder, name)), fact, remedy)
@@ -87,6 +88,7 @@ class FinishedRun:
 
 
 def read(folder: Path) -> FinishedRun:
+    """Returns the run in an output folder; raises if the folder has no latents or no frames."""
     if not folder.is_dir():
         raise ArtefactMissingError(str(folder), "There is no such folder", "Name the output folder of a run")
     if not save.file_of(folder, "denoise").is_file():
@@ -122,7 +124,7 @@ class Difference:
     field: str  #: Its path: `mesh`, `dtypes.transformer`.
     a: Any
     b: Any
-    #: The stages in which they differ; () if they differ in all that have the field.
+    #: The stages in which A and B differ; () if they differ in all stages that have the field.
     stages: tuple[StageName, ...] = ()
 
     @property
@@ -131,20 +133,21 @@ class Difference:
         return self.field.partition(".")[0]
 
     def words(self) -> str:
+        """Returns the difference as a person reads it: `mesh: tp=4 and dp=2 x tp=2`."""
         where = f" (in {' and '.join(self.stages)})" if self.stages else ""
         if self.key == "code":
             side = "A" if self.b is None else "B"
             fact = f"only {side} has it" if None in (self.a, self.b) else "its text is another"
             return f"{_field_words(self.field)}: {fact}{where}"
         a, b = self.a, self.b
-        if isinstance(a, list) and isinstance(b, list):  # what both have says nothing, but for its order
+        if isinstance(a, list) and isinstance(b, list):  # items of both are left out, unless only their order differs
             only_a, only_b = [item for item in a if item not in b], [item for item in b if item not in a]
             a, b = (only_a, only_b) if only_a or only_b else (a, b)
         return f"{_field_words(self.field)}: {_value_words(a)} and {_value_words(b)}{where}"
 
 
 def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
-    """Returns the fields in which the stages that two runs have in common differ, each once."""
+    """Returns the fields that differ between two runs, in the stages that both have; a field with other values once."""
     stages = {stage: _comparable(a[stage], b[stage]) for stage in a if stage in b}
     fields = collections.Counter(field for pair in stages.values() for field in pair[0].keys() | pair[1].keys())
     rows: dict[tuple[str, str, str], list[StageName]] = {}
@@ -162,33 +165,30 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
 
 
 def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns two runs' fields and patches.
-
-    A port and its original have other patches by design, and these are rows of their own: of the code, only what both
-    have is compared.
-    """
+    """Returns the fields and patches of two runs; of a port and its original, only the `code.*` that both have."""
     first, second = ({**job(run), **_patches(run)} for run in (a, b))
     if a.backend != b.backend:
-        for field in [key for key in first.keys() ^ second.keys() if key.startswith("code.")]:
+        for field in [key for key in first.keys() ^ second.keys() if key.startswith("code.")]:  # in one run alone
             first.pop(field, second.pop(field, None))
     return first, second
 
 
 def job(manifest: Manifest) -> dict[str, Any]:
-    """Returns what made an artefact, by field, but for the patches: `{"mesh": {...}, "dtypes.vae": "float32", ...}`.
+    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches.
 
-    Fields that are the same in every run of a job, as its seconds are not, and those of `PLAIN` are left out.
+    Also without the fields of `PLAIN`, and without those that change with every run of one job, as its seconds do.
     """
     return _fields(manifest, manifest.config)
 
 
 def origin(manifest: Manifest) -> dict[str, Any]:
-    """Returns what decides the bits of an artefact: a run that goes on agrees in it with the one that was stopped."""
+    """Returns the fields that decide an artefact's bits: a run that resumes another must agree with it in these."""
     inputs = {str(stage): sha256 for stage, sha256 in manifest.inputs.items()}
     return _fields(manifest, {key: manifest.config.get(key) for key in MESH}) | inputs
 
 
 def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a manifest's fields by dotted path, with those of `config`, a part of its job."""
     row = manifest.model_dump()
     # A setting is the job's field as the run took it; the job's `dtypes` are only those that it changes.
     merged = {**config, **row["identity"], **row["settings"]}
@@ -197,6 +197,7 @@ def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
+    """Returns the promised equivalence of each patch; for a patch that had no effect, its state instead."""
     rows = {}
     for row in manifest.patches:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))
@@ -205,7 +206,7 @@ def _patches(manifest: Manifest) -> dict[str, str]:
 
 
 def lossy(manifests: Mapping[StageName, Manifest]) -> str | None:
-    """Returns what made a run's result another one than the model's: its first loss, in words; None without one."""
+    """Returns the run's first lossy setting in words: a step cache, or int8 attention; None if it has none."""
     for manifest in manifests.values():
         if manifest.stage not in DENOISING or manifest.backend == "original":
             continue
@@ -218,7 +219,7 @@ def lossy(manifests: Mapping[StageName, Manifest]) -> str | None:
 
 
 def _field_words(field: str) -> str:
-    """Returns what a person calls a field: `the dtype of vae`."""
+    """Returns a field's name for a person: `the dtype of vae` for `dtypes.vae`."""
     key, _, rest = field.partition(".")
     return _NAMES[key].format(rest) if key in _NAMES else field.replace("_", " ")
 
@@ -234,21 +235,21 @@ def _value_words(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Frames:
-    """How alike two videos are, as bytes before the codec."""
+    """How similar two videos are, as bytes before the video codec."""
 
     psnr: float  #: Of the whole video, dB; infinite where no byte differs.
-    worst_psnr: float  #: Of the frame in which it is least.
+    worst_psnr: float  #: The lowest PSNR of a frame.
     worst_psnr_frame: int
     ssim: float | None  #: The mean of all frames; None for frames under 11 x 11 pixels.
-    worst_ssim: float | None  #: Of the frame in which it is least.
+    worst_ssim: float | None  #: The lowest SSIM of a frame.
     worst_ssim_frame: int | None
     greatest: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    step: int | None  #: After how many steps; None for what `denoise` ends with.
-    cosine: float  #: Of the angle between them.
+    step: int | None  #: After how many steps; None for the last latents of `denoise`.
+    cosine: float  #: The cosine similarity of the two runs' latents.
     difference: float  #: max|a - b| / max|b|.
     same: bool
 
@@ -259,7 +260,7 @@ class Distance:
     differences: list[Difference]
     frames: Frames
     same_frames: bool
-    #: After each step that both kept, and at last those that `denoise` ends with.
+    #: Those after each step that both runs kept, and at last the last latents of `denoise`.
     latents: list[Latents]
     #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
     unkept: str
@@ -275,17 +276,18 @@ class Distance:
 
 
 def distance(a: FinishedRun, b: FinishedRun) -> Distance:
+    """Returns how far run B is from run A; raises if their frames or latents have different shapes."""
     _check_shape(b, "decode", "frames", b.frames, a.frames)
     _check_shape(b, "denoise", "latents", b.latents, a.latents)
     numbers, unkept = _steps(a, b)
     steps = [_compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
     return Distance(
-        b,
-        differences(a.manifests, b.manifests),
-        _compare_frames(a.frames, b.frames, str(b.folder)),
-        yardstick.is_same(a.frames, b.frames),
-        [*steps, _compare_latents(None, a.latents, b.latents)],
-        unkept,
+        run=b,
+        differences=differences(a.manifests, b.manifests),
+        frames=_compare_frames(a.frames, b.frames, str(b.folder)),
+        same_frames=yardstick.is_same(a.frames, b.frames),
+        latents=[*steps, _compare_latents(None, a.latents, b.latents)],
+        unkept=unkept,
     )
 
 
@@ -297,7 +299,7 @@ def _check_shape(run: FinishedRun, stage: str, name: str, theirs: torch.Tensor, 
 
 
 def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
-    """Returns the steps after which latents can be compared, and why the others cannot."""
+    """Returns the steps after which latents can be compared, and why the others cannot; "" if all can."""
     if a.total != b.total:
         return [], f"{a.folder} takes {a.total} steps, and {b.folder} {b.total}: only their last latents are compared"
     both = [number for number in a.steps if number in b.steps]
@@ -312,18 +314,18 @@ def _compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Late
 
 
 def _compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, what: str) -> Frames:
-    """Returns how alike two videos of bytes are. The progress bar says `what` the second one is."""
+    """Returns how similar two videos of bytes are; `what` names the second one in the progress bar."""
     squares, ssims, greatest = [], [], 0
     for a, b in track(list(zip(a_FCHW, b_FCHW, strict=True)), f"compare {what}", "frame"):
         squares.append(yardstick.mean_square(a, b))
         ssims.append(yardstick.ssim(a, b))
         greatest = max(greatest, int((a.int() - b.int()).abs().max()))
     worst = max(range(len(squares)), key=squares.__getitem__)
-    whole = yardstick.psnr(sum(squares) / len(squares))
+    total = yardstick.psnr(sum(squares) / len(squares))
     known = [value for value in ssims if value is not None]
     least = min(range(len(known)), key=known.__getitem__, default=None)
     return Frames(
-        psnr=whole,
+        psnr=total,
         worst_psnr=yardstick.psnr(squares[worst]),
         worst_psnr_frame=worst + 1,
         ssim=sum(known) / len(known) if known else None,

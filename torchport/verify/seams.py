@@ -1,7 +1,7 @@
-"""The loop's side faults, by name: schedule, noise, embeddings, guidance and dtypes, compared before a network runs.
+"""Faults outside the networks: schedule, noise, embeddings, guidance and dtypes of port and original, compared by name.
 
-Both loops are run with networks whose outputs are made up: docs/verify.md. The original's loop is upstream's own, its
-pipeline's `__call__`, where that can be called.
+Both denoising loops run with networks whose outputs are random, see docs/verify.md. The original's loop is the
+`__call__` of upstream's pipeline, where that can be called. A seam is a value that passes in or out of a loop.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from torchport.verify import encoders
 from torchport.verify.report import Seam, Verdict
 
 LARGE = 2**20
-"""Elements above which a tensor is kept for the chosen steps alone: the others' would not fit in memory at 720p."""
+"""Tensors with more elements are kept for the chosen steps alone: those of all would not fit in memory at 720p."""
 
 NEGATIVE = "negative_"
-"""Embeddings of the negative prompt have this before their name."""
+"""The prefix of the names of the negative prompt's embeddings."""
 
 CONVENTIONS = {"height": "height", "width": "width", "num_frames": "frames", "num_inference_steps": "steps"}
-"""Arguments of a pipeline of diffusers by their usual names, and the settings that they are."""
+"""The usual arguments of a diffusers pipeline, and the settings that give their values."""
 
 
 @dataclasses.dataclass
 class ConditionCall:
     network: str
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
-    #: How often the network was called with this condition in this step before.
-    number: int
-    #: Its inputs by path, the condition's row of each.
+    number: int  #: How often the network was called with this condition in this step before.
+    #: The network's inputs by path; of each batch, the row of this condition.
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
 
@@ -56,12 +55,14 @@ class ConditionCall:
 @dataclasses.dataclass
 class SchedulerStep:
     state: dict[str, Any]
-    arguments: dict[str, Any]  #: What `step` was called with, by its own names.
+    arguments: dict[str, Any]  #: The arguments of the scheduler's `step`, by its parameter names.
     latents: torch.Tensor | None
     calls: list[ConditionCall]
 
 
 class LoopRecord:
+    """What a denoising loop passes to the scheduler and the networks, recorded step by step."""
+
     def __init__(self, chosen: Collection[int]) -> None:
         self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
         self.steps: list[SchedulerStep] = []
@@ -69,7 +70,7 @@ class LoopRecord:
         self._depth = 0
 
     def copy_of(self, value: Any) -> Any:
-        """Returns a copy of a tree as the record keeps it: large tensors of steps that are not chosen are left out."""
+        """Returns a copy of a tree, in which None replaces large tensors if this step is not one of the chosen."""
 
         def copied(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -81,6 +82,7 @@ class LoopRecord:
         return outputs.each(copied, "", value)
 
     def add(self, call: ConditionCall) -> None:
+        """Adds a call of a network to the current step, without tensors that are too large to keep."""
         tensors = {name: self.copy_of(tensor) for name, tensor in call.tensors.items()}
         call.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.calls.append(call)
@@ -91,6 +93,7 @@ class LoopRecord:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        """Patches `step` of all scheduler classes of diffusers for the length of a `with`, to record its calls."""
         changed = [(cls, vars(cls)["step"]) for cls in _schedulers() if "step" in vars(cls)]
         for cls, step in changed:
             cls.step = self._recorder(step)
@@ -101,9 +104,11 @@ class LoopRecord:
                 cls.step = step
 
     def _recorder(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a scheduler's `step` that also records its arguments, and the scheduler's state before."""
+
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._depth:  # of the class that this one is derived from
+            if self._depth:  # a call of `super().step`, within a recorded one
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
             arguments = dict(inspect.signature(step).bind(scheduler, *args, **kwargs).arguments)
@@ -124,21 +129,22 @@ class LoopRecord:
 
 
 def _schedulers() -> list[Any]:
+    """Returns all scheduler classes of diffusers that are imported."""
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
     classes: list[Any] = [SchedulerMixin]
-    for cls in classes:
+    for cls in classes:  # grows as it is read, so that subclasses of subclasses are found
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
     return classes
 
 
 class _MadeUpNetwork:
-    """Stands in for a network: its outputs are made up, and what it receives is recorded.
+    """Replaces a network: returns random outputs, and records its inputs.
 
     Args:
-        like: What one of its calls returns, without values: shape [B, ...] and dtype.
-        embeddings: Of the prompts, by which a row's condition is known.
-        is_port: Whether it is called as a program is: all conditions in one batch, masked tokens left out.
+        template: A tensor with the network's output shape [B, ...] and dtype.
+        embeddings: Those of both prompts; an input row is of the prompt whose embeddings it is nearest to.
+        is_port: Whether it is called like a compiled program: all conditions in one batch, without masked tokens.
     """
 
     def __init__(
@@ -159,11 +165,11 @@ class _MadeUpNetwork:
         return inputs
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Returns made-up outputs [B, ...], a row for each condition."""
+        """Returns random outputs [B, ...], a row for each condition; equal in port and original."""
         tensors = {name: leaf for name, leaf in outputs.leaves(inputs).items() if isinstance(leaf, torch.Tensor)}
         values = {name: value for name, value in inputs.items() if type(value) in (bool, int, float, str)}
         batch = next(tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 2)
-        rows = []  # each depends on the step and the condition alone
+        rows = []  # the seed of each depends on the step, the condition and its number of calls alone
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
             condition = self._condition(row)
@@ -174,7 +180,7 @@ class _MadeUpNetwork:
         return torch.stack(rows).to(self.template.dtype)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
-        """Returns the condition whose embeddings are nearest; the prompt's where both are as near."""
+        """Returns `negative_` if the row's embeddings are nearer to those of the negative prompt, else ""."""
         distances = {}
         for prefix in ("", NEGATIVE):
             known = [x for name, x in self.embeddings.items() if name.startswith(NEGATIVE) == bool(prefix)]
@@ -184,7 +190,7 @@ class _MadeUpNetwork:
 
 
 def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
-    """Returns the mean distance of two embeddings over the tokens that both have; infinity where they cannot be one."""
+    """Returns the mean distance of two embeddings over the tokens that both have; infinity if their shapes differ."""
     if x.ndim != known.ndim or x.ndim not in (2, 3) or x.shape[2:] != known.shape[2:] or x.shape[1] == 0:
         return math.inf
     length = min(x.shape[1], known.shape[1])
@@ -197,18 +203,16 @@ class _UpstreamLoop(Loop):
 
 
 def _has_upstream_loop(task: Task) -> bool:
-    """Returns whether upstream's own loop can be called; otherwise port and original share the family's."""
+    """Returns whether upstream's denoising loop can be called; if not, port and original share the family's loop."""
     return task.card.pipeline is not None or hasattr(task.family, "upstream_loop")
 
 
 def _run_upstream(
     task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
-    """Takes the denoising steps of the original in upstream's own loop.
+    """Takes the original's denoising steps in upstream's loop: a pipeline's `__call__`, or `upstream_loop` of a family.
 
-    Args:
-        task: The original's, whose card names a pipeline, or whose family has the function `upstream_loop`.
-        inputs: What the stages before returned, and `noise` where it is given.
+    `inputs` are the outputs of the stages before, and `noise` if the user gives it.
     """
     settings = task.settings
     if hasattr(task.family, "upstream_loop"):
@@ -235,13 +239,13 @@ def _run_pipeline(
     inputs: Mapping[str, Any],
     loop: _UpstreamLoop,
 ) -> None:
-    """Calls a pipeline whose arguments have their usual names, with what the family's `encode` returned."""
+    """Calls a pipeline of diffusers whose arguments have the usual names, with the outputs of the stages before."""
     settings, cls = task.settings, load.class_of(str(task.card.pipeline))
     stand_ins = {name: ComponentStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
     components = {**parts, **stand_ins}
     if "guider" in parts:
         components["guider"] = guiding.guider(parts["guider"], settings)
-    names = list(inspect.signature(cls.__init__).parameters)[1:]
+    names = list(inspect.signature(cls.__init__).parameters)[1:]  # without `self`
     pipe = cls(**{name: components.get(name) for name in names})
     pipe.set_progress_bar_config(disable=True)
     arguments = {name: getattr(settings, setting) for name, setting in CONVENTIONS.items()}
@@ -253,11 +257,11 @@ def _run_pipeline(
 
 
 ROUNDINGS = 2
-"""Roundings of a value's dtype that the same arithmetic in another order may make. Both loops run on one host."""
+"""Roundings by which the same arithmetic in another order may differ. Both loops run on one host."""
 FIRST = ("timesteps", "sigmas")
 """Fields of a scheduler that are compared first: the others follow from them."""
 RENAMED = {"model_output": "guidance", "sample": "latents"}
-"""What the arguments of a scheduler's step are called here: the combined prediction is what guidance makes."""
+"""Other names of the arguments of a scheduler's `step`: `model_output` is the result of guidance."""
 SHOWN = 4
 """Numbers of a tensor that a person is shown."""
 STEPS = "number of scheduler steps"
@@ -271,11 +275,11 @@ class SideRecord:
     encoded: dict[str, dict[str, torch.Tensor]]
     moments: dict[str, torch.Tensor]
     loop: LoopRecord
-    #: What upstream raised in a port's loop; None where the loop came to its end.
+    #: The exception that upstream raised in a port's loop; None where the loop came to its end.
     stopped: Exception | None = None
-    #: Of the original, where a port encodes on the devices; of a capture without modules.
+    #: The original's encoders, where a port encodes on the devices; without modules in a capture.
     yardstick: encoders.Yardstick | None = None
-    #: Of a port's encoders on the devices, the modules that differ most.
+    #: The modules of a port's encoders on the devices that differ most.
     modules: list[Seam] = dataclasses.field(default_factory=list)
 
     @property
@@ -292,9 +296,10 @@ class Seams:
 def against(
     port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, torch.Tensor]
 ) -> Seams:
+    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`."""
     side = record(port, folder, chosen, likes, reference)
     rows, unlike = differences(reference, side), []
-    if side.stopped is not None:
+    if side.stopped is not None:  # reported as a consequence of a seam that differs; raised if none does
         if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
             raise side.stopped
         unlike.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
@@ -318,12 +323,13 @@ def record(
     reference: SideRecord | None = None,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> SideRecord:
-    """Returns what one side passes on. No network runs but encoders.
+    """Returns the seams' values in the port or in the original. Only encoders run; the networks' outputs are random.
 
     Args:
         chosen: Steps, from 0, whose large tensors are compared.
-        reference: The original's, for a port: its loop gets the original's embeddings, so that what an encoder does
-            wrong is told once.
+        reference: The original's record, if `task` is a port: the port's loop gets the original's embeddings, so that
+            an error of an encoder is reported once.
+        encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
     """
     with in_force(task, task.stages):
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
@@ -354,8 +360,9 @@ def record(
 
 
 def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
+    """Runs an encoding stage on the host, and returns its outputs."""
     with patch.applied(task.patches([stage]), stage=stage.name):
-        parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
+        parts = network.loaded(task, _unprepared(stage) if task.original else stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)
         return stage.run(parts, call, task.settings, Steps())
 
@@ -363,37 +370,38 @@ def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
 def _denoise(
     task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> None:
-    """Takes all denoising steps with made-up outputs."""
+    """Takes all denoising steps, with made-up outputs shaped as `likes`; fills `record`."""
     is_port = not task.original
     calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in likes.items()}
     start = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
-            by_stage = [network.loaded(task, _bare(stage), folder) for stage in task.denoising]
+            by_stage = [network.loaded(task, _unprepared(stage), folder) for stage in task.denoising]
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
             _run_upstream(task, parts, calls, start)
         return
     done: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
-            parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
+            parts = network.loaded(task, _unprepared(stage) if task.original else stage, folder)
             state = {name: value for name, value in done.items() if name != "done"}
             steps = Steps(resume=(int(done["done"]), state) if done else None)
             done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
             start = dict(inputs)
 
 
-def _bare(stage: Stage) -> Stage:
+def _unprepared(stage: Stage) -> Stage:
     return dataclasses.replace(stage, prepare=None)
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
+    """Returns a seam for each compared value, also for those that agree, in the order of a run."""
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
     if original.yardstick is not None:
         allowed = {row.name: max(row.allowed, original.yardstick.allowed(row.name)) for row in rows}
         rows = [*port.modules, *(dataclasses.replace(row, allowed=allowed[row.name]) for row in rows)]
-    # A loop that stopped took fewer steps because of what differs before.
+    # If the port's loop stopped, its number of steps comes last: it is a consequence of what differs before.
     return [
         *rows,
         *sorted(_loop_seams(original.loop, port.loop), key=lambda row: row.name == STEPS and bool(port.stopped)),
@@ -403,31 +411,31 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
 def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
-    """Yields the seams of named trees of tensors, numbers and texts: of each its dtype, and itself."""
+    """Yields a seam for each value in two trees of tensors, numbers and texts, and one for each dtype that differs."""
     ours, theirs = outputs.leaves(port), outputs.leaves(original)
     for name in [*theirs, *(name for name in ours if name not in theirs)]:
         expected, other = theirs.get(name), ours.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
             distance = 0.0 if _is_same(expected, other) else math.inf
-            yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, 0.0)
+            yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, allowed=0.0)
             continue
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
-            yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, 0.0)
+            yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
         longer, shorter = expected, other
         expected = _without_padding(longer, shorter, _masks(name, longer, theirs), stage)
         other = _without_padding(shorter, longer, _masks(name, shorter, ours), stage)
-        where = _worst(expected, other)
-        words = _words(expected, where), _words(other, where)
-        # The distance that roundings of the original's dtype may make.
+        index = _worst_index(expected, other)
+        words = _words(expected, index), _words(other, index)
+        # The distance that rounding in the original's dtype may cause.
         allowed = ROUNDINGS * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
         yield Seam(f"{name}{suffix}", stage, step, *words, _distance(expected, other), allowed)
 
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
-    """Yields the seams of two loops, in the order in which the loops pass them on."""
+    """Yields the seams of two loops, in the order of the loops: step by step, scheduler, networks, latents."""
     counts = str(len(original.steps)), str(len(port.steps))
-    yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), 0.0)
+    yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), allowed=0.0)
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
         constant = _constant(original.steps[0], theirs) & _constant(port.steps[0], ours) if n else set()
         suffix = " of the scheduler" if n else ""
@@ -441,20 +449,21 @@ def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
 
 
 def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:
-    """Returns the fields of a scheduler before a step by their bare names, without some."""
+    """Returns a scheduler's state before a step, timesteps and sigmas first, without the fields in `constant`."""
     state = {name.lstrip("_"): value for name, value in step.state.items()}
     ordered = {name: state[name] for name in FIRST if name in state} | state
     return {name: value for name, value in ordered.items() if name not in constant}
 
 
 def _constant(first: SchedulerStep, other: SchedulerStep) -> set[str]:
+    """Returns the fields of a scheduler's state that are the same at a step as at the first one."""
     before, after = _state(first, set()), _state(other, set())
     pairs = {name: value_seams(LOOP, {name: before[name]}, {name: after.get(name)}) for name in before}
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}
 
 
 def _call_seams(theirs: list[ConditionCall], ours: list[ConditionCall], step: int) -> Iterator[Seam]:
-    """Yields the seams of the networks' calls in a step, matched by network and condition, in whatever order."""
+    """Yields the seams of the networks' calls in a step; calls of one network and condition belong together."""
     known, calls = ({(c.network, c.condition, c.number): c for c in each} for each in (theirs, ours))
     words, other = (", ".join(sorted(_call_words(key) for key in each)) or "none" for each in (known, calls))
     yield Seam("calls of networks", LOOP, step, words, other, _distance_unless(known.keys() == calls.keys()), 0.0)
@@ -476,17 +485,17 @@ def _call_words(key: tuple[str, str, int]) -> str:
 
 
 def _step_values(step: SchedulerStep) -> dict[str, Any]:
-    """Returns what a step was called with, by what it is and the timestep first, and what it returned."""
+    """Returns the arguments of a scheduler's step by their names in reports, timestep first; and the new latents."""
     names = sorted(step.arguments, key=lambda name: (name != "timestep", name != "model_output"))
     arguments = {RENAMED.get(name, name): step.arguments[name] for name in names}
     return {**arguments, "latents after the step": step.latents}
 
 
 def _without_padding(x: torch.Tensor, other: torch.Tensor, masks: list[torch.Tensor], stage: str) -> torch.Tensor:
-    """Returns tokens without those that the other side has not, if their masks hide them: they change nothing.
+    """Returns `x` cut to the tokens of `other`, if the masks hide all further tokens; else `x` as it is.
 
-    That tokens are zeros is no evidence: attention without a mask sees them. An input of a network that is all zeros
-    may stand for an image that is not there; the network is called with it, and its outputs are compared.
+    Zeros alone are no reason to cut: attention without a mask sees such tokens. The exception is an input of the loop
+    that is all zeros, as for an image that is not there.
     """
     if x.ndim not in (2, 3) or x.ndim != other.ndim or x.shape[1] <= other.shape[1]:
         return x
@@ -497,7 +506,7 @@ def _without_padding(x: torch.Tensor, other: torch.Tensor, masks: list[torch.Ten
 
 
 def _masks(name: str, tokens: torch.Tensor, values: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Returns the masks of tokens: as many columns, zeros and ones, for the same prompt, of the same text encoder."""
+    """Returns the attention masks that belong to tokens: 2-D, of zeros and ones, of the same prompt and encoder."""
     return [
         value
         for key, value in values.items()
@@ -511,14 +520,14 @@ def _masks(name: str, tokens: torch.Tensor, values: Mapping[str, Any]) -> list[t
 
 
 def _prompt_and_encoder(name: str) -> tuple[bool, str]:
-    """Returns whether a name is of the negative prompt, and the number that it ends with: `prompt_embeds_mask_2`."""
+    """Returns whether a name is of the negative prompt, and its text encoder: `2` of `prompt_embeds_mask_2`, or ""."""
     end = name.rpartition("_")[2]
     number = end if end.isdigit() else ""
     return name.startswith(NEGATIVE), number
 
 
 def _is_same(first: Any, other: Any) -> bool:
-    """Returns whether two values that are not both tensors are the same: a tensor is like the number that it holds."""
+    """Returns whether two values are equal, at most one being a tensor; one of a single element counts as a number."""
     values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (first, other)]
     return not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
 
@@ -528,7 +537,7 @@ def _distance_unless(same: bool) -> float:
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns max|a - b| / max|b|; infinity for other shapes, or where one is not finite and the other is."""
+    """Returns max|other - first| / max|first|; infinity if shapes differ, or if only one of two elements is finite."""
     if first.numel() == other.numel() == 0:
         return 0.0
     if first.shape != other.shape:
@@ -545,8 +554,8 @@ def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
     return float((a - b).abs().max()) / greatest if greatest else math.inf
 
 
-def _worst(first: torch.Tensor, other: torch.Tensor) -> int:
-    """Returns the number of the element in which two tensors differ most; 0 if that is among the first."""
+def _worst_index(first: torch.Tensor, other: torch.Tensor) -> int:
+    """Returns the flat index at which two tensors differ most; 0 if it is below `SHOWN`, or if nothing differs."""
     if first.shape != other.shape or not first.numel() or torch.equal(first, other):
         return 0
     difference = (first.double() - other.double()).abs().nan_to_num(nan=math.inf)
@@ -555,7 +564,7 @@ def _worst(first: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def _words(value: Any, first: int = 0) -> str:
-    """Returns a value as a person reads it: dtype, shape, and some numbers from one of them on."""
+    """Returns a value as a person reads it: dtype, shape, and `SHOWN` numbers from the flat index `first` on."""
     if not isinstance(value, torch.Tensor):
         return "absent" if value is None else repr(value)
     kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -1,8 +1,8 @@
-"""The units of one call of a network: each with the original's inputs, beside the original and the yardstick.
+"""The errors of the units of one call of a network: blocks, modules, and the code of a forward between two modules.
 
-A unit's effect is what its own error does to the network's output. The original shows it: in a port with a fault, what
-stands before the fault may be seen through it alone. Beside a capture, where the original cannot be called, the port
-shows it.
+Each unit of the port gets the original's inputs, and its output is compared with the yardstick's. A unit's effect is
+how far its error alone moves the network's output. It is measured in the original's network: a fault in the port would
+change the effects of the units before it. Beside a capture, the original cannot be called, and the port is used.
 """
 
 from __future__ import annotations
@@ -32,51 +32,50 @@ from torchport.verify.yardstick import (
 )
 
 HARMLESS = 6
-"""Units of one call, with more than rounding, whose effect on the network's output is measured at once."""
+"""Units of one call, with an error above rounding, whose effects on the network's output are measured together."""
 CLEAR = 100.0
-"""Roundings in the output above which no better estimate of the rounding makes an error one."""
+"""An error of more roundings in the output is a fault, whatever a better estimate of the rounding gives."""
 
 Outputs = Callable[[Sequence[Values]], list[Any]]
-"""Returns what a network returns in one of its calls, for each of some sets of values at borders."""
+"""A function that runs a recorded call once for each set of replacement values at borders, and returns the outputs."""
 
 
 @dataclasses.dataclass
 class MeasuredUnit:
-    """One unit, and what is needed to free further into it."""
+    """One unit, and what is needed to measure it again without a patch."""
 
     unit: Unit
     border: Border
-    #: The path of the unit of the network that it lies in; empty for the network's forward.
-    block: str
+    block: str  #: The path of the block in which it lies; empty for the network's forward.
     #: The patches that were called between the border before and this one.
     patches: frozenset[str] = frozenset()
     block_patches: frozenset[str] = frozenset()
-    forced: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()  #: Paths of the modules that get the original's values.
+    skipped: tuple[str, ...] = ()  #: Paths of the blocks that are not called: they return the original's values.
     #: The first module in the call that returns another shape than the original's, in words; empty where none does.
     reshaped: str = ""
     reshaped_patches: frozenset[str] = frozenset()
 
 
 class Units:
-    """The units of one call. `outputs` shows the effect of values at borders; where it is None, the port does."""
+    """The units of one call. Effects are measured with `outputs`; where it is None, in the port's network."""
 
     def __init__(self, port: Port, call: RecordedCall, outputs: Outputs | None = None) -> None:
         self.port = port
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
-        #: Of the output; see `estimate_rounding`.
+        #: The rounding of the network's output; see `estimate_rounding`.
         self.rounding = max(call.rounding, least_rounding(call.output))
-        #: The port's, with the original's values at no border.
+        #: The port's values if only the network gets the original's inputs.
         self.free_values: Values = {}
-        #: The port's, with the original's values at borders of blocks.
+        #: The port's call in which each block gets the original's inputs.
         self.forced_call: WatchedCall | None = None
         self._is_estimated = False
-        self._distance: float | None = None  # of the output, with the errors of all units
+        self._distance: float | None = None  # of the port's output from the yardstick's
         self._uncompared: dict[Border, list[str]] = {}
 
     def blocks(self) -> list[MeasuredUnit]:
-        """Returns the network's blocks, and what its forward computes between them."""
+        """Measures the network's blocks, and the code of its forward between them."""
         paths = ["", *self.port.units]
         output, free = self.port.called(self.call.inputs, paths, {})
         self.free_values = free.observed
@@ -91,6 +90,7 @@ class Units:
         return self._with_shapes(blocks)
 
     def modules(self, block: str) -> list[MeasuredUnit]:
+        """Measures the modules of a block, and the code of their forwards; `blocks` must have been called."""
         assert self.forced_call is not None
         all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
         values = inner_values(self.call.values)
@@ -103,7 +103,7 @@ class Units:
         return self._with_shapes(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
     def _with_shapes(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-        """Returns units, with the first module that returns another shape than the original's, if one stands before."""
+        """Returns units; those after the first module whose output has another shape than the original's name it."""
         assert self.forced_call is not None
         patches: frozenset[str] = frozenset()
         for border, value in self.forced_call.observed.items():
@@ -123,16 +123,14 @@ class Units:
 
     @property
     def joint_effect(self) -> float | None:
-        """What the errors of all units make together in the output, in units of the rounding there."""
+        """The error of the port's output, which is made by all units together, divided by the rounding there."""
         return self._in_roundings(self._distance)
 
     def effects(self, measured: Sequence[MeasuredUnit]) -> list[float | None]:
-        """Returns what each unit's own error alone does to the network's output, in units of the rounding there.
-
-        None stands for a unit that a capture has only some rows of, or whose value cannot take the original's place.
-        """
-        whole = [unit for unit in measured if not is_sampled(self.call.values[unit.border])]
-        changes = [(unit.border, self._value(unit)) for unit in whole]
+        """Returns how far each unit's error alone moves the output, in roundings; None if it cannot be measured."""
+        # A capture may have only some rows of a value, which cannot replace the whole.
+        complete = [unit for unit in measured if not is_sampled(self.call.values[unit.border])]
+        changes = [(unit.border, self._port_value(unit)) for unit in complete]
         changes = [(border, value) for border, value in changes if _takes_place(value, self.call.values[border])]
         moved = self._moved(changes)
         for move in moved:
@@ -140,7 +138,8 @@ class Units:
         by_border = {border: self._in_roundings(move) for (border, _), move in zip(changes, moved, strict=True)}
         return [by_border.get(unit.border) for unit in measured]
 
-    def _value(self, measured: MeasuredUnit) -> Any:
+    def _port_value(self, measured: MeasuredUnit) -> Any:
+        """Returns the port's whole value at a unit's border; the network is called again if only some rows are kept."""
         border, forced = measured.border, self.forced_call
         if forced is not None and border in forced.observed and border.path in self.port.units:
             value = forced.observed[border]
@@ -152,17 +151,16 @@ class Units:
         return self.port.called(self.call.inputs, paths, borders, measured.skipped, [border])[1].observed[border]
 
     def effect_of(self, border: Border, value: Any) -> float | None:
-        """Returns what a value at a border, in place of the original's, does to the output, in units of rounding."""
+        """Returns how far a value that replaces the original's at a border moves the output, in roundings."""
         [move] = self._moved([(border, value)])
         return self._in_roundings(move)
 
     def estimate_rounding(self, judged: float | None) -> None:
-        """Takes what the roundings of all blocks make together for the network's, if that is more.
+        """Raises `self.rounding`, the rounding of the output, to the one that is to be expected, if that is more.
 
-        The original has one rounding of many that are as likely, and in it the errors of blocks may cancel. So each
-        block's is measured in the output, and the root of the sum of their squares is what is to be expected. It takes
-        two calls of the network for each border, so it is left where it changes no verdict on `judged`, a distance of
-        outputs.
+        In the original's output the rounding errors of blocks may cancel by chance. So the effect of each block's
+        rounding is measured alone, and the root of the sum of squares is the expected rounding. This takes two calls
+        for each border; it is left out where it cannot change the verdict on `judged`, a distance of outputs.
         """
         ratio = self._in_roundings(judged)
         if self._is_estimated or ratio is None or not ROUNDING < ratio <= CLEAR:
@@ -176,7 +174,7 @@ class Units:
         self.rounding = max(self.rounding, expected)
 
     def _moved(self, changes: Sequence[tuple[Border, Any]]) -> list[float | None]:
-        """Returns how far values at borders, in place of the original's, move the network's output."""
+        """Returns for each value at a border how far it moves the network's output if it replaces the original's."""
         if not changes:
             return []
         pairs = [{border: each} for border, value in changes for each in (value, self.call.values[border])]
@@ -184,11 +182,11 @@ class Units:
         return [distance(*outputs[i : i + 2]) for i in range(0, len(outputs), 2)]
 
     def _in_roundings(self, move: float | None) -> float | None:
-        """Returns a distance of two outputs in units of the rounding there."""
+        """Returns a distance of two outputs divided by the output's rounding; None for None."""
         return None if move is None else move / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
-        """Returns the other blocks whose outputs are known in every detail, so that they need not be called."""
+        """Returns the other blocks that need not be called, as the original's whole outputs are recorded."""
         assert self.forced_call is not None
         others = [path for path in self.port.units if path != block]
         return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
@@ -198,13 +196,14 @@ class Units:
         borders = {border for border in self.call.values if border.path == path}
         if not borders or borders != {border for border in observed if border.path == path}:
             return False
-        if is_sampled([self.call.values[border] for border in borders]):  # there is no more of it to be returned
+        if is_sampled([self.call.values[border] for border in borders]):  # some rows cannot replace an output
             return False
         return all(_shapes(self.call.values[border]) == _shapes(observed[border]) for border in borders)
 
     def _measured(
         self, forced: WatchedCall, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
     ) -> Iterator[MeasuredUnit]:
+        """Yields a measured unit for each border of a forced call, with its error against the yardstick, `wide`."""
         patches = _patches_by_block(forced, self.port.units)
         for depth, (border, value) in enumerate(forced.observed.items()):
             known = border in wide and border in self.call.values and (not block or _within(border.path, block))
@@ -234,7 +233,7 @@ class Units:
             )
 
     def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
-        """Returns a border's kind, the path of what it belongs to, and its name after the network's."""
+        """Returns the kind of the unit that ends at a border, its module's path, and its name within the network."""
         path = border.path
         inside = [other for other in paths if other != path and _within(other, path)]
         if border.side == "in":
@@ -252,7 +251,7 @@ class Units:
 
 
 def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
-    """Returns the modules that cannot be compared alone and were called since the border before, by border."""
+    """Returns by border the modules that were called since the border before, but cannot be compared alone."""
     modules: dict[Border, list[str]] = {}
     waiting: list[str] = []
     for border in observed:
@@ -268,7 +267,7 @@ def _within(path: str, outer: str) -> bool:
 
 
 def _takes_place(value: Any, original: Any) -> bool:
-    """Returns whether a value is put in the place of another one: a tree of another structure is not."""
+    """Returns whether a value can replace another one: the trees must have the same structure."""
     if isinstance(value, Mapping) and isinstance(original, Mapping):
         return all(_takes_place(value[key], original[key]) for key in value.keys() & original.keys())
     return pytree.tree_structure(value) == pytree.tree_structure(original)
@@ -279,7 +278,7 @@ def _shapes(tree: Any) -> dict[Any, Any]:
 
 
 def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[str, frozenset[str]]:
-    """Returns the patches that were called in each block, and under an empty path those of its own forward."""
+    """Returns the patches that were called in each block; under "" those of the network's forward between blocks."""
     patches: dict[str, frozenset[str]] = {}
     for border, called in forced.patches.items():
         if not border.path or (border.path in blocks and border.side == "in"):
@@ -291,9 +290,9 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
 
 
 def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
-    """Returns the units of a call: its blocks and, where one is at fault, the modules of the first of these.
+    """Returns the measured blocks of a call, and the modules of its first faulty block.
 
-    After a call that is at fault, `is_over`, neither effects nor modules are looked for.
+    If an earlier call is at fault (`is_over`), neither effects nor modules are measured.
     """
     if is_over:
         return [_mark_behind(measured) for measured in units.blocks()]
@@ -305,11 +304,10 @@ def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
 
 
 def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-    """Returns units, with the effect of those that have more than rounding, up to the first that is at fault.
+    """Returns units with the effects of those that have an error above rounding, up to the first faulty unit.
 
-    After the first `HARMLESS` of them, only the effects of those that may be at fault are measured.
-
-    Where all units' errors together make no more than rounding in the output, that is taken for the effect of each.
+    After `HARMLESS` of them, only effects of errors above `FAULT` are measured. If all units together move the output
+    by no more than rounding, that is taken for the effect of each.
     """
     joint_effect = units.joint_effect
     if joint_effect is not None and joint_effect <= ROUNDING:
@@ -337,13 +335,14 @@ def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
 
 
 def port_outputs(port: Port, call: RecordedCall) -> Outputs:
+    """Returns a function that computes the port's outputs with other values at borders."""
     return lambda changes: [
         port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes
     ]
 
 
 def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
-    """Returns what the original returns with other values at borders; it has a process of its own."""
+    """Returns a function that computes the original's outputs with other values at borders, in a process of its own."""
     key = BlockKey(call.network, call.step, call.number, "")
 
     def ended(end: child.Ended) -> MachineError:
@@ -359,7 +358,7 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
 
 
 def _call_original(request: Request, file: Path, key: BlockKey, changes: Sequence[Values]) -> list[Any]:
-    """Returns what the original's network returns in one call for each set of values; runs in a process of its own."""
+    """Returns the outputs of the original's network in one call, one for each set of values at borders."""
     call = key.call_of(read(file))
     with original_network(accept(request), call) as original:
         return [original.output(call.inputs, values) for values in changes]

@@ -1,6 +1,6 @@
-"""A verification: the original is recorded, the port is compared with it, and the patch at fault is looked for.
+"""A verification records the original, compares the port with it, and searches for the patch at fault.
 
-Each of the three has a process of its own: the original must not meet a port's patches.
+Each of the three runs in a process of its own, so that no patch of a port is in force in the original.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 class Options:
     steps: tuple[int, ...] | None = None
     decodes: bool = False
-    #: Another mesh, whose drift is printed beside the port's; None: none.
+    #: Another mesh, on which the drift is measured for comparison; None: none.
     floor: str | None = None
-    #: The folder of a capture, which takes the original's place; None: the original runs.
+    #: The folder of a capture, which is used instead of the original; None: the original runs.
     reference: Path | None = None
 
 
 def verify(request: Request, options: Options) -> Verification:
-    """Returns whether a port computes what the original computes, and what is at fault if it does not."""
+    """Returns how far a port differs from the original, with a verdict, and the patch at fault if one is found."""
     task = _accept(request)
     _check_steps(task, options.steps)
     if options.floor is not None:
@@ -96,6 +96,7 @@ def verify(request: Request, options: Options) -> Verification:
 
 
 def _accept(request: Request) -> Task:
+    """Returns a request's task; raises if the task has a step cache, which changes the latents."""
     task = accept(request)
     if task.job.cache is not None:
         fact = "A step cache makes other latents on purpose, and a verification is of the network that it calls"
@@ -104,7 +105,7 @@ def _accept(request: Request) -> Task:
 
 
 def _measure_modules(found: Measurements, request: Request, file: Path) -> None:
-    """Adds the modules of the first faulty block, where a recording of all modules would have been too large."""
+    """Measures the modules of the first faulty block, unless they were: a recording of all modules may be too large."""
     bad = [item for item in found.measured if item.unit.verdict is Verdict.OTHER]
     if not bad or bad[0].unit.kind != "block":
         return
@@ -117,10 +118,9 @@ def _measure_modules(found: Measurements, request: Request, file: Path) -> None:
 
 
 def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Measurements:
-    """Returns how the port differs from the original.
+    """Runs the original and the port, each in a process, and returns how they differ; if one fails, the other stops.
 
-    The port's process imports, checks and plans while the original's runs. It loads no weights before that has ended.
-    Each of the two is ended where the other is refused.
+    The port's process imports, checks and plans while the original's runs, but loads no weights before that has ended.
     """
     original = dataclasses.replace(task.request, backend="original") if options.reference is None else None
     no_port, no_original = threading.Event(), threading.Event()
@@ -137,8 +137,8 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Me
     with ThreadPoolExecutor(1) as pool:
         port: Future[Measurements] = pool.submit(compare)
         try:
-            with contextlib.suppress(child.ChildStoppedError):  # then the port says why
-                _record_original(task, options, file, clock, no_port)
+            with contextlib.suppress(child.ChildStoppedError):  # the port has failed: `port.result()` raises its error
+                _write_recording(task, options, file, clock, no_port)
             with clock.lap("the port"):
                 return port.result()
         except BaseException:
@@ -146,7 +146,7 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Me
             raise
 
 
-def _record_original(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
+def _write_recording(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
     if options.reference is not None:
         with clock.lap("the capture"):
             _call("reference:unpack", options.reference, file, stop=stop)
@@ -157,7 +157,7 @@ def _record_original(task: Task, options: Options, file: Path, clock: _Clock, st
 
 
 def capture_original(request: Request, options: Options, folder: Path, limit: int) -> str:
-    """Writes what the original does to a folder, for a port on another machine, and returns what that is in words."""
+    """Writes a capture of the original to a folder, for a port on another machine; returns a text of what it has."""
     original = dataclasses.replace(request, backend="original")
     _check_steps(_accept(request), options.steps)
     with _Clock().lap("the original"):
@@ -166,6 +166,8 @@ def capture_original(request: Request, options: Options, folder: Path, limit: in
 
 
 def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
+    """Calls a function of this package, named as `module:function`, in a new process; returns what it returns."""
+
     def ended(end: child.Ended) -> MachineError:
         remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
@@ -175,6 +177,7 @@ def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -
 
 
 def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -> Verification:
+    """Returns a verification with the drift of the same port on another mesh, for comparison."""
     request, steps = _on_mesh(task, mesh), max(row.step for row in verification.drift)
     floors: list[Drift] = _call("comparing:drift_of_mesh", request, file, steps)
     by_step = {row.step: row.distance for row in floors}
@@ -183,6 +186,7 @@ def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -
 
 
 def _on_mesh(task: Task, mesh: str) -> Request:
+    """Returns a task's request with another mesh, such as `dp=1,tp=4`; raises if the text is no mesh."""
     parts = [part.partition("=") for part in mesh.split(",")]
     sizes = {axis: size for axis, _, size in parts}
     if len(sizes) < len(parts) or not all(re.fullmatch(r"[a-z]\w*=[1-9]\d{0,5}", "".join(part)) for part in parts):
@@ -194,6 +198,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 
 
 def _check_floor(task: Task, mesh: str) -> None:
+    """Raises an error that names --floor if the job cannot run on that mesh."""
     try:
         accept(_on_mesh(task, mesh))
     except BadValueError:
@@ -203,6 +208,8 @@ def _check_floor(task: Task, mesh: str) -> None:
 
 
 class _Clock:
+    """Measures the seconds of each part of a verification, and shows the running part."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
@@ -222,19 +229,20 @@ def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
 
 
 def _verification(task: Task, options: Options, found: Measurements, notes: list[str]) -> Verification:
+    """Returns the report of all measurements; the causes of errors are added later."""
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
     dtypes = {name: task.dtype(name) for name in names}
     units = (*found.networks, *(measured.unit for measured in found.measured))
     steps = tuple(sorted({unit.step for unit in units}))
     return Verification(
-        task.card.model,
-        task.request.config,
-        dtypes,
-        {name: found.yardstick.get(name, "none") for name in names},
-        task.job.strategy,
-        {str(axis): size for axis, size in task.job.mesh.items()},
-        steps,
-        task.settings.steps,
+        model=task.card.model,
+        config=task.request.config,
+        dtypes=dtypes,
+        yardstick={name: found.yardstick.get(name, "none") for name in names},
+        strategy=task.job.strategy,
+        mesh={str(axis): size for axis, size in task.job.mesh.items()},
+        steps=steps,
+        total=task.settings.steps,
         seams=found.seams.seams,
         units=units,
         drift=tuple(found.drift),
@@ -253,6 +261,7 @@ def _not_compared(options: Options, decoded: Decoded | None) -> list[str]:
 
 
 def _blame(verification: Verification, found: Measurements, request: Request, file: Path) -> Verification:
+    """Returns a verification with the patch that causes its first fault, or with a clue where no patch does."""
     if verification.bad_seams:
         seam = verification.bad_seams[0]
         search: Search = _call("verification:causes_of_seam", request, file, found.folder, seam, found.loop_patches)
@@ -265,18 +274,19 @@ def _blame(verification: Verification, found: Measurements, request: Request, fi
         search = _call("verification:causes_of_network", request, file, found.folder, unit, inputs)
         return _with_causes(verification, search, lambda: _network_clue(search, verification.strategy))
     search = _call("verification:causes_of_unit", request, file, found.folder, measured)
-    return _with_causes(verification, search, lambda: _clue(search))
+    return _with_causes(verification, search, lambda: _unit_clue(search))
 
 
 def _network_clue(search: Search, strategy: str) -> str:
-    """Returns where to look if each unit of a network is right for one condition, and the network is not."""
+    """Returns where to look if a network is wrong, but each of its units is right when called for one condition."""
     if not search.tried:
         place = f"strategy '{strategy}'"
         return f"each of its modules alone is right on one device: look at the rules of {place}, and at --no-jit"
-    return f"called for all conditions of guidance at once, it is wrong on one device, too; {_clue(search)}"
+    return f"called for all conditions of guidance at once, it is wrong on one device, too; {_unit_clue(search)}"
 
 
 def _decoder_clue(task: Task, search: Search, parted: decoder.Parting | None) -> str:
+    """Returns where to look if the decoder is wrong, and leaving out one patch does not cure it."""
     if parted is not None and parted.patches:
         entries = sorted(task.patches(task.family.STAGES[-1:]), key=lambda entry: entry.kind == "op")  # mostly exact
         words = [f"{entry.id} ({entry.place})" for entry in entries if entry.id in parted.patches]
@@ -290,7 +300,7 @@ def _with_causes(verification: Verification, search: Search, clue: Callable[[], 
     return dataclasses.replace(verification, causes=search.causes, clue="" if search.causes else clue())
 
 
-def _clue(search: Search) -> str:
+def _unit_clue(search: Search) -> str:
     if not search.tried:
         return "no patch is called in it: look at the card's dtypes and rules, and at the family's `prepare`"
     tried = ", ".join(search.tried)
@@ -313,13 +323,13 @@ def _task_without(task: Task, ids: Collection[str]) -> _TaskWithout:
 @dataclasses.dataclass(frozen=True)
 class Search:
     causes: tuple[Cause, ...]
-    #: The ids of those that were left out, with the unit's error without them, as far as the output shows it; None
-    #: where it cannot be called.
+    #: The error without each patch that was left out, by the patch's id, as far as the output shows it; None where the
+    #: network cannot be called without it.
     tried: dict[str, float | None]
 
 
 def causes_of_unit(request: Request, file: Path, folder: Path, measured: MeasuredUnit) -> Search:
-    """Returns the patches that a unit's error comes from; runs in a process of its own."""
+    """Returns the patch that causes a unit's error, and all patches tried; runs in a process of its own."""
     task, unit = accept(request), measured.unit
     calls = read(file).calls
     call = next(c for c in calls if (c.step, c.number, c.network) == (unit.step, unit.call, unit.network))
@@ -338,7 +348,7 @@ def causes_of_unit(request: Request, file: Path, folder: Path, measured: Measure
 
 
 def _is_prepared(task: Task, stage: Stage, path: str) -> bool:
-    """Returns whether a family's `prepare` gives a module tensors that upstream's has not, or takes some away."""
+    """Returns whether a family's `prepare` adds parameters or buffers to a module, or removes some."""
     names = []
     with in_force(task, [stage]):
         for variant in (stage, dataclasses.replace(stage, prepare=None)):
@@ -350,10 +360,10 @@ def _is_prepared(task: Task, stage: Stage, path: str) -> bool:
 def causes_of_network(
     request: Request, file: Path, folder: Path, unit: Unit, inputs: Sequence[Mapping[str, Any]]
 ) -> Search:
-    """Returns the patches that a network's error comes from, where each of its units is right for one condition alone.
+    """Returns the patch that causes a network's error, where each of its units is right for one condition alone.
 
-    The network is called on one device, with what its program got: all conditions of guidance at once. Runs in a
-    process of its own.
+    The network is called on one device with its program's inputs, all conditions of guidance in one batch. If the
+    output is right then, no patch is tried: sharding or the compiler is at fault. Runs in a process of its own.
     """
     task = accept(request)
     calls = [call for call in read(file).calls if (call.step, call.network) == (unit.step, unit.network)]
@@ -366,7 +376,7 @@ def causes_of_network(
         return None if parts is None else distance(parts[unit.call], calls[unit.call].wide_output)
 
     if _is_cured(unit.rounding, _error_without(task, stage, folder, None, error)):
-        return Search((), {})  # on one device it is right
+        return Search((), {})  # right on one device: no patch is at fault
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     return _search(task, stage, folder, unit, entries, error)
 
@@ -379,7 +389,10 @@ def _search(
     entries: Iterable[patch.Entry],
     error: Callable[[Port], float | None],
 ) -> Search:
-    """Leaves patches out, one at a time, until a unit's error is gone."""
+    """Leaves out one patch at a time, until a unit's `error` is gone.
+
+    Returns that patch as the cause (no cause if the error stays), and the error without each patch that was tried.
+    """
     tried: dict[str, float | None] = {}
     for entry in entries:
         tried[entry.id] = _error_without(task, stage, folder, entry, error)
@@ -392,9 +405,9 @@ def _search(
 def causes_of_decoder(
     request: Request, original: Request | None, file: Path, folder: Path, decoded: Decoded
 ) -> tuple[Search, decoder.Parting | None]:
-    """Returns the patch that a difference of the decoder's frames comes from, and the first module that differs.
+    """Returns the patch that causes a difference of the decoded frames, and the first module that differs.
 
-    Runs in a process of its own. Beside a capture there is no original, and no module is looked for.
+    Without `original`, as beside a capture, the module is None. Runs in a process of its own.
     """
     task, recorded = accept(request), read(file).decoded
     stage = task.family.STAGES[-1]
@@ -404,21 +417,21 @@ def causes_of_decoder(
     unit = f"frame {decoded.frame} of {stage.name}"
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     for entry in sorted(entries, key=lambda entry: parted is not None and entry.id not in parted.patches):
-        rest, without = _task_without(task, [entry.id]), list[Decoded]()
-        with _refusals_logged([entry]), in_force(rest, [stage]):
-            without.append(decoder.compare(rest, folder, recorded))
+        reduced, without = _task_without(task, [entry.id]), list[Decoded]()
+        with _refusals_logged([entry]), in_force(reduced, [stage]):
+            without.append(decoder.compare(reduced, folder, recorded))
         tried[entry.id] = without[0].added / LEVELS if without else None
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
         if without and without[0].verdict is Verdict.SAME:
             errors = decoded.added / LEVELS, tried[entry.id]
-            return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, "absence"),), tried), parted
+            return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, how="absence"),), tried), parted
     return Search((), tried), parted
 
 
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
-    """Returns the patch that a seam differs through: halves of those that were called are left out until one is left.
+    """Returns the patch that causes a seam's difference, found by bisection.
 
-    `called` are the patches that were called where no network ran.
+    Candidates are the patches that were `called` outside the networks; one half of them is left out at a time.
     """
     task, recorded = accept(request), read(file)
 
@@ -442,7 +455,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     if without > seam.allowed:
         return Search((), {entries[0].id: without})
     entry = entries[0]
-    cause = Cause(entry.id, entry.place, _promise(entry), seam.name, seam.distance, without, "absence")
+    cause = Cause(entry.id, entry.place, _promise(entry), seam.name, seam.distance, without, how="absence")
     return Search((cause,), {entry.id: without})
 
 
@@ -451,36 +464,35 @@ def _is_cured(rounding: float, added: float | None) -> bool:
 
 
 def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.Entry]:
-    """Returns the patches that may be at fault: those called right before the border first, then those of its block.
+    """Returns the patches that may cause a unit's error: called in it, then in its block (or uncounted), then earlier.
 
-    A patch whose calls are not counted may have been called anywhere. The last are those that were called up to the
-    first module whose result has another shape: what it lacks is missed later.
+    Of the earlier ones only those up to the first module whose output has another shape: the error may follow from it.
     """
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     first = [entry for entry in entries if entry.id in measured.patches]
-    # What a patch of an operator computes differs last: most often it is exact, and every module calls it.
+    # Patches of operators come last: every module calls them, and most are exact.
     first.sort(key=lambda entry: entry.kind == "op")
-    rest = [entry for entry in entries if entry not in first]
-    uncounted = {entry.id for entry in rest if not entry.counted}
-    nearby = [entry for entry in rest if entry.id in measured.block_patches | uncounted]
-    earlier = [entry for entry in rest if entry not in nearby and entry.id in measured.reshaped_patches]
+    others = [entry for entry in entries if entry not in first]
+    uncounted = {entry.id for entry in others if not entry.counted}
+    nearby = [entry for entry in others if entry.id in measured.block_patches | uncounted]
+    earlier = [entry for entry in others if entry not in nearby and entry.id in measured.reshaped_patches]
     return [*first, *nearby, *earlier]
 
 
 def _error_without(
     task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, error: Callable[[Port], float | None]
 ) -> float | None:
-    """Returns an error without a patch, or with all; None where the network cannot be called without it."""
+    """Returns the `error` of a port without one patch, or with all if `entry` is None; None if it cannot be called."""
     entries = [entry] if entry else []
     with _refusals_logged(entries), in_force(_task_without(task, [each.id for each in entries]), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
-    return None
+    return None  # the error was logged
 
 
 @contextlib.contextmanager
 def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
-    """Logs why a network cannot be called without some patches, and goes on."""
+    """Logs the errors by which a network refuses to be called without some patches, and suppresses them."""
     name = f"{', '.join(entry.id for entry in entries)} left out" if entries else "all patches in force"
     try:
         yield
@@ -493,9 +505,9 @@ def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
 
 
 def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> float | None:
-    """Returns the distance of the port from the yardstick at a border, as far as the network's output shows it.
+    """Returns a unit's error in this port, or its effect on the network's output if that is less.
 
-    What is left without the patch may be harmless: a clean port may have that, too.
+    None if the port does not call the unit, or returns another shape there.
     """
     values = inner_values(call.values)
     paths = {*measured.forced, *measured.skipped} - {""}
@@ -512,12 +524,16 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     added = max(added, unit.rounding * channel_ratio(value, exact, call.values[measured.border]))
     if added <= FAULT * unit.rounding or unit.effect is None or added >= unit.ratio * unit.rounding:
         return added
+    # The error that is left without the patch may be harmless, as errors of a right port are.
     effect = Units(port, call).effect_of(measured.border, observed[measured.border])
     return added if effect is None else min(added, effect * unit.rounding)
 
 
 def _eliminated(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) -> Iterator[Cause]:
-    """Yields the one patch that could not be left out, where all others were and are not at fault."""
+    """Yields a patch as the cause if it is the only one that could not be left out; else yields nothing.
+
+    It is called where the error stayed without each of the others.
+    """
     untried = [key for key, added in tried.items() if added is None]
     if len(untried) == 1:
         entry = next(entry for entry in task.patches([stage]) if entry.id == untried[0])

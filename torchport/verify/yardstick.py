@@ -1,4 +1,4 @@
-"""The yardstick: the original in a wider dtype. And how far two trees of tensors, or two pictures, are apart.
+"""The yardstick: the original in a wider dtype. And distances of two trees of tensors, and of two videos.
 
 Shapes: C channels, H rows and W columns of a frame.
 """
@@ -17,16 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 TINY = 1e-30
-"""A yardstick whose greatest value is below this is zero: distances from it are absolute."""
+"""If a yardstick's greatest value is below this, it counts as zero: distances from it are absolute."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the yardstick's dtype for a network: float64 for float32, float32 for what is narrower."""
+    """Returns the yardstick's dtype for a network of some dtype: float64 for float32, float32 for narrower ones."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def widened(tree: Any, dtype: torch.dtype) -> Any:
-    """Returns a tree whose floating-point tensors have the yardstick's dtype, unless theirs is as wide."""
+    """Returns a tree whose floating-point tensors are cast to a dtype, unless theirs is as wide."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         narrower = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
@@ -36,19 +36,18 @@ def widened(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Returns a copy of a module that computes in the yardstick's dtype."""
+    """Returns a copy of a module that computes in a wider dtype, the yardstick's."""
     wide = copy.deepcopy(module).to(dtype)
-    for part in wide.modules():  # tables that are attributes, and no buffers
+    for part in wide.modules():  # tensors that are plain attributes, which `.to` leaves as they are
         tables = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
         vars(part).update({name: widened(value, dtype) for name, value in tables.items()})
     return wide
 
 
 class _Wide(TorchFunctionMode):
-    """Computes in float64 what a module's code casts to float32, or makes in it, as many norms and tables do.
+    """Replaces float32 by float64 where a module's code names it, as the code of many norms does: `x.float()`.
 
-    Such code says that the dtype should be wide. The yardstick's is wider. Where the yardstick's is float32, nothing
-    changes.
+    Such a cast is there for precision, but would narrow a yardstick in float64. One in float32 is left as it is.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -56,6 +55,7 @@ class _Wide(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of PyTorch with float64 in place of float32 among its arguments."""
         kwargs = kwargs or {}
         if self.dtype is not torch.float64:
             return function(*args, **kwargs)
@@ -70,29 +70,27 @@ class _Wide(TorchFunctionMode):
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Computes in the yardstick's dtype for the length of a `with`.
 
-    What upstream gives to `torch.compile` runs as it is written: flex attention has no compiled float64 on a CPU.
+    Functions under `torch.compile` run eagerly: compiled flex attention has no float64 on a CPU.
     """
     with torch.compiler.set_stance("force_eager"), _Wide(dtype):
         yield
 
 
 def distance(a: Any, b: Any) -> float | None:
-    """Returns max|a - b| / max|b| over the tensors of two trees, the greatest of those that have the same shape.
+    """Returns the greatest max|a - b| / max|b| of two trees' tensors that have the same place and shape.
 
-    Values that are NaN or infinite in b are left out. A value that is so in a alone is infinitely far.
-
-    Returns:
-        None where no two tensors have the same shape.
+    Elements that are not finite in b are left out; if one is not finite in a alone, the distance is infinite. None if
+    no two tensors have the same place and shape.
     """
     pairs = matched(a, b)
     return max((_distance(first, other) for first, other in pairs), default=None) if pairs else None
 
 
 def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the floating-point tensors of two trees that stand at the same place and have the same shape."""
+    """Returns the pairs of floating-point tensors of two trees that have the same place and shape."""
     first, second = by_place(a), by_place(b)
     both = [(first[key], second[key]) for key in first.keys() & second.keys()]
-    return [_in_the_same_rows(*pair) for pair in both if shape_of(pair[0]) == shape_of(pair[1]) and _are_numbers(*pair)]
+    return [_in_same_rows(*pair) for pair in both if shape_of(pair[0]) == shape_of(pair[1]) and _are_numbers(*pair)]
 
 
 def _are_numbers(*tensors: torch.Tensor) -> bool:
@@ -100,13 +98,13 @@ def _are_numbers(*tensors: torch.Tensor) -> bool:
 
 
 ROWS, SHAPE = "torchport_rows", "torchport_shape"
-"""The attributes of a tensor that is some rows of another: the numbers of these rows, and the other's shape."""
+"""The attributes of a sampled tensor, one with only some rows of another: row numbers, and the other's shape."""
 LARGE, KEPT = 2**22, 4096
-"""Elements above which a tensor is kept in some rows, and how many."""
+"""A tensor of more than `LARGE` elements is sampled: only `KEPT` of its rows are kept."""
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns some rows of a large tensor, evenly spaced over all dims but the last; a small one as it is."""
+    """Returns a large tensor's sample: some rows, evenly spaced over all dims but the last; a small one as it is."""
     if tensor.ndim < 2 or tensor.numel() <= LARGE or hasattr(tensor, ROWS):
         return tensor
     table = tensor.reshape(-1, tensor.shape[-1])
@@ -118,7 +116,7 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of a tensor; of one that is some rows of another, the other's."""
+    """Returns the shape of a tensor; for a sampled one, the shape of the whole tensor."""
     shape: tuple[int, ...] = getattr(tensor, SHAPE, tuple(tensor.shape))
     return shape
 
@@ -127,13 +125,13 @@ def is_sampled(tree: Any) -> bool:
     return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
 
 
-def _in_the_same_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two tensors of one shape: where one of them is some rows, these rows of both."""
+def _in_same_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns two tensors of the same rows: if one of them is sampled, its rows of the other."""
     return _rows_as(a, b), _rows_as(b, a)
 
 
 def _rows_as(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of a tensor that another one has, where that has only some."""
+    """Returns a tensor's rows that a sampled `template` has; unchanged if that is whole, or `tensor` is sampled."""
     numbers = getattr(template, ROWS, None)
     if numbers is None or hasattr(tensor, ROWS):
         return tensor
@@ -141,7 +139,7 @@ def _rows_as(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
 
 
 def by_place(tree: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Returns the tensors of a tree by the keys and positions that lead to them; outputs of upstream are mappings."""
+    """Returns the tensors of a tree by their paths of keys and positions; upstream's output classes are mappings."""
     if isinstance(tree, torch.Tensor):
         return {place: tree}
     inner = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
@@ -149,6 +147,7 @@ def by_place(tree: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], to
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns max|a - b| / max|b| of two tensors; see `distance`."""
     known = torch.isfinite(b)
     if not b.numel() or not bool(known.any()):
         return 0.0
@@ -161,17 +160,17 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 QUANTILES = (0.5, 0.9, 1.0)
-"""Of the channels' errors: a fault in half of them, in a tenth, and in the worst."""
+"""The quantiles of the channels' errors that are compared: they show a fault in half of them, in a tenth, in one."""
 CHANNEL_VALUES = 8
-"""Values that a channel must have: the greatest rounding of fewer is an accident."""
+"""Channels with fewer values are not compared: the greatest rounding of so few is an accident."""
 
 
 def channel_ratio(value: Any, wide: Any, original: Any) -> float:
-    """Returns how many times the original's error a value's is, where each channel is measured by its own scale.
+    """Returns the port's error divided by the original's, both measured channel by channel against `wide`.
 
-    A value of 1e6 in one channel makes the rounding of a whole tensor so large that no change among values of size 1
-    is more. So each channel's error is divided by its own greatest value. Of the channels' errors some quantiles are
-    compared: one channel's rounding may be small by luck, a quantile's is not.
+    A value of 1e6 in one channel makes the rounding of a whole tensor so large that it hides any change of values of
+    size 1. So each channel's error is divided by the channel's greatest value. Some quantiles of these errors are
+    compared, and the largest ratio is returned: the rounding of a single channel may be small by luck.
     """
     ours, exact, theirs = by_place(value), by_place(wide), by_place(original)
     ratios = [0.0]
@@ -189,9 +188,9 @@ def channel_ratio(value: Any, wide: Any, original: Any) -> float:
 
 
 def _channel_errors(a: torch.Tensor, b: torch.Tensor, least: float) -> torch.Tensor:
-    """Returns max|a - b| / max|b| of each channel: dim 1 of a picture or video, the last dim of everything else."""
+    """Returns max|a - b| / max|b| of each channel: dim 1 of a picture or video, else the last; empty if too small."""
     is_picture = a.ndim > 3 and not is_sampled([a, b])
-    a, b = ((x.movedim(1, -1) if is_picture else x) for x in _in_the_same_rows(a, b))
+    a, b = ((x.movedim(1, -1) if is_picture else x) for x in _in_same_rows(a, b))
     if a.ndim < 2 or a.numel() < CHANNEL_VALUES * a.shape[-1] or not a.numel():
         return torch.zeros(0)
     a, b = (x.double().reshape(-1, x.shape[-1]) for x in (a, b))
@@ -202,15 +201,15 @@ def _channel_errors(a: torch.Tensor, b: torch.Tensor, least: float) -> torch.Ten
 
 
 def least_rounding(tree: Any) -> float:
-    """Returns the distance that one rounding makes in the narrowest dtype of a tree's tensors."""
+    """Returns the epsilon of the narrowest dtype of a tree's tensors; 0 without floating-point tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return max((torch.finfo(leaf.dtype).eps for leaf in tensors if leaf.is_floating_point()), default=0.0)
 
 
 LEVELS = 255
-"""The greatest value of a byte, to which PSNR and SSIM refer."""
+"""The greatest value of a byte, which PSNR and SSIM depend on."""
 RADIUS, SIGMA = 5, 1.5
-"""Of SSIM's window, 11 x 11, in pixels."""
+"""Radius and standard deviation of SSIM's Gaussian window of 11 x 11 pixels."""
 K1, K2 = 0.01, 0.03
 """SSIM's constants."""
 
@@ -220,16 +219,15 @@ def mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def psnr(mean_square: float) -> float:
-    """Returns the peak signal-to-noise ratio, in dB, of a mean square of bytes; infinite where nothing differs."""
+    """Returns the peak signal-to-noise ratio in dB for a mean squared error of bytes; infinite for 0."""
     return math.inf if mean_square == 0 else 10 * math.log10(LEVELS**2 / mean_square)
 
 
 def ssim(a_CHW: torch.Tensor, b_CHW: torch.Tensor) -> float | None:
-    """Returns the structural similarity of two frames, the mean of all channels; 1 where they are equal.
+    """Returns the structural similarity of two frames, the mean of all channels and whole windows.
 
-    Returns:
-        The mean over all whole windows; None if a frame is smaller than one. It agrees within 1e-12 with scikit-image's
-        `structural_similarity(gaussian_weights=True, sigma=1.5, use_sample_covariance=False, data_range=255)`.
+    It is 1 for equal frames, and None for frames smaller than a window. It agrees within 1e-12 with scikit-image's
+    `structural_similarity(gaussian_weights=True, sigma=1.5, use_sample_covariance=False, data_range=255)`.
 
     Source: Wang, Bovik, Sheikh, Simoncelli: Image quality assessment, IEEE Transactions on Image Processing 13 (2004),
     equation 13 and its window.
@@ -245,7 +243,7 @@ def ssim(a_CHW: torch.Tensor, b_CHW: torch.Tensor) -> float | None:
 
 
 def _windows(maps: torch.Tensor) -> torch.Tensor:
-    """Returns the Gaussian mean of every whole window of the last two dims."""
+    """Returns the Gaussian-weighted mean of every whole window over the last two dims."""
     weights = [math.exp(-((n / SIGMA) ** 2) / 2) for n in range(-RADIUS, RADIUS + 1)]
     for dim in (-1, -2):
         length = maps.shape[dim] - 2 * RADIUS
@@ -272,6 +270,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bytes."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))

@@ -1,7 +1,7 @@
-"""A TPU that is not there: what its compiler needs to know of it, on a machine that has none.
+"""Compiling for a TPU on a machine that has none: environment variables for libtpu, and JAX's description of a slice.
 
-libtpu reads its settings from the environment, once, when it is loaded. Whoever compiles for an absent TPU therefore
-does it in a process that was started with `environment()`; nothing here writes into the environment of this one.
+libtpu reads its settings from the environment once, when it is loaded. So compile for an absent TPU in a process that
+was started with the variables of `environment()`; nothing here changes the environment of this process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ INSTALL = "pip install 'torchport[plan]' on Linux x86-64, which is where libtpu 
 
 
 def environment(dump: Path | None = None) -> dict[str, str]:
-    """Returns the variables that a child process is started with to compile for an absent TPU.
+    """Returns the environment variables of a child process that compiles for an absent TPU.
 
     Args:
         dump: The folder into which the compiler writes every kernel's instruction schedule as text (hundreds of
             megabytes for a large kernel), or None for no dump.
     """
     variables = {
-        "JAX_PLATFORMS": "cpu",  # a TPU that is there is neither woken nor held
+        "JAX_PLATFORMS": "cpu",  # if this machine has a TPU, it is not initialised and stays free for others
         "TPU_SKIP_MDS_QUERY": "1",  # outside Google's cloud the metadata server does not answer, and libtpu waits
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes, or one beside a job that holds the TPU
         **UNKNOWN_TO_LIBTPU,
@@ -45,7 +45,7 @@ def environment(dump: Path | None = None) -> dict[str, str]:
 
 
 def compiling(dump: Path) -> dict[str, str]:
-    """Returns `environment`, and what makes the compiler write its scheduled program into a folder as text."""
+    """Returns `environment`'s variables, and flags with which the compiler dumps its scheduled programs as text."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
     return {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **environment()}
 
@@ -55,11 +55,7 @@ def installed() -> bool:
 
 
 def describe(machine: Machine) -> Any:
-    """Returns JAX's description of a TPU slice: its `devices` are compiled for as if they were there.
-
-    Args:
-        machine: A TPU slice that exists, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or tpu7x:2x2x1.
-    """
+    """Returns JAX's description of an absent TPU slice, such as v6e:2x4: programs can be compiled for its `devices`."""
     place = f"machine {machine.name}"
     if machine.platform != "tpu":
         raise TopologyError(place, f"It is of kind '{machine.platform}'", f"It must be a TPU: {', '.join(TPU_CHIPS)}")

@@ -1,17 +1,17 @@
-"""The bundles of a Pallas TPU kernel: the instruction schedule that its compiler fixed, read without a TPU.
+"""The instruction schedule of a Pallas TPU kernel as bundles, read without a TPU from the compiler's dump.
 
-A TPU core issues one bundle of instructions each cycle, in the order that the compiler fixed: a kernel's steady loop
-takes as many cycles as it has bundles, unless it waits for a DMA. libtpu writes its bundles as text when it is told
-to (`absent.environment`); a kernel's has two files that matter. `*-final_bundles.txt` has a line for each bundle:
+A TPU core issues one bundle of instructions each cycle, in the order that the compiler fixed: a loop of a kernel takes
+as many cycles as it has bundles, unless it waits for a DMA. libtpu writes the bundles as text if its flags ask for it
+(`absent.environment`). Two files of a kernel matter. `*-final_bundles.txt` has a line for each bundle:
 
     0x1328   : > { %v1 = vadd.f32 ...  ;;  %9 = sbr.rel (%p1_p7) target = $region99 }
     0x1329   :  {}
     0x132d LB: >> { %v2 = vmatmul ... } /* Start region 105 */
 
-As many `>` as loops surround it, `LB` where a loop's body begins, and the region to which a branch goes; a branch
-backwards closes a loop, one forwards skips what a predicate rules out (`pl.when`), and the bundles in a branch's delay
-slots run either way. `*-final_hlo-static-per-bundle-utilization.txt` has, for each bundle, how many of the core's slots
-it fills. Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; their form is documented nowhere.
+A line has one `>` for each loop around the bundle, `LB` where a loop's body begins, and the target region of a branch.
+A branch backwards closes a loop, one forwards skips a predicated region (`pl.when`); bundles in its delay slots always
+run. `*-final_hlo-static-per-bundle-utilization.txt` has, for each bundle, how many of the core's slots it fills.
+Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; their form is documented nowhere.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _START = re.compile(r"\bStart(?:/End empty)? region (\d+)")
 _FILE = re.compile(r"\d+-(?P<kernel>.+)-\d+-(?P<what>final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _PALLAS = re.compile(r'%([\w.-]+) = [^\n]*custom_call_target="tpu_custom_call"')
 _SCOPED = re.compile(r"Scoped allocation with size ([\d.]+)([KMG]?) and limit ([\d.]+)([KMG]?)")
-_WHOLE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*space=vmem", re.DOTALL)
+_ALLOCATION = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*space=vmem", re.DOTALL)
 _FORM = "It must have the form that torchport reads, which is libtpu 0.0.51's"
 
 Kind = Literal["kernel", "loop", "predicated"]
@@ -53,7 +53,7 @@ Kind = Literal["kernel", "loop", "predicated"]
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A run of bundles `[start, end)`: the kernel, a loop's body, or what a predicate can rule out."""
+    """Consecutive bundles `[start, end)`: the whole kernel, a loop's body, or code that a predicate can skip."""
 
     kind: Kind
     #: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
@@ -61,7 +61,7 @@ class Region:
     #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
     end: int
     depth: int  #: How many loops surround its bundles; a loop counts itself.
-    inside: tuple[Region, ...] = ()
+    inside: tuple[Region, ...] = ()  #: The regions directly in it.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,10 +69,10 @@ class KernelBundles:
     """A kernel's bundles on one core."""
 
     kernel: str  #: As the compiler names it: the `name=` of `pallas_call` and a number.
-    #: How many of each kind a bundle has, in the order of the columns of `counts`.
+    #: The capacity of a bundle for each kind of slot, in the order of the columns of `counts`.
     slots: dict[str, int]
-    #: How many are taken, int64 [bundle, slot]. A product counts in each of the 8 or 16 bundles for which it holds its
-    #: matrix unit; products that overlap in one unit's queue count once.
+    #: The slots in use, int64 [bundle, slot]. A matrix product counts in each of the 8 or 16 bundles for which it
+    #: occupies its matrix unit; products that overlap in one unit's queue count once.
     counts: numpy.typing.NDArray[numpy.int64]
     root: Region
 
@@ -86,7 +86,7 @@ def read(folder: Path, kernel: str) -> KernelBundles:
     """Returns a kernel's bundles from the folder into which libtpu dumped them.
 
     Args:
-        folder: What `absent.environment(folder)` named to the process that compiled.
+        folder: The `dump` that `absent.environment` named to the process that compiled.
         kernel: The `name=` of the kernel's `pallas_call`, or the compiler's own name for one call of it (`name.1`).
     """
     files: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
@@ -104,10 +104,10 @@ def read(folder: Path, kernel: str) -> KernelBundles:
 
 
 def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str, Path]:
-    """Returns the one file of a kernel; libtpu writes `_` for what it allows in no name, and adds a number."""
-    wanted = re.sub(r"[^\w.-]", "_", kernel)
-    of_it = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(wanted)}(\.\d+)?", name)]
-    exact = [(name, file) for name, file in of_it if name == wanted] or of_it
+    """Returns the full name and the file of a kernel; raises if it has none, or several: one for each call."""
+    stem = re.sub(r"[^\w.-]", "_", kernel)  # libtpu replaces other characters, and adds a number for each call
+    calls = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(stem)}(\.\d+)?", name)]
+    exact = [(name, file) for name, file in calls if name == stem] or calls
     if not exact:
         fact = f"The compiler left no bundles of a kernel '{kernel}' there"
         raise TopologyError(str(folder), fact, nearest(kernel, {name for name, _ in files}))
@@ -121,7 +121,7 @@ def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[
 
 
 def _read_counts(file: Path) -> tuple[dict[str, int], numpy.typing.NDArray[numpy.int64]]:
-    """Returns the slots with their capacities, and the counts; the file's header names both."""
+    """Returns the capacity of each slot, and the slots in use, [bundle, slot]; the file's header names the slots."""
     lines = file.read_text(encoding="utf-8").splitlines()
     names = [name.strip() for name in lines[1].split(",")] if len(lines) > 4 else []
     capacities = lines[2].split() if names else []
@@ -141,7 +141,7 @@ class _Bundle:
 
 
 def _read_regions(file: Path) -> Region:
-    """Returns the tree of a kernel's regions, checked against the marks and depths that the file prints."""
+    """Returns a kernel's root region, with the others nested in it; checked against the file's marks and depths."""
     bundles, starts = _read_bundles(file)
     missing = {name for bundle in bundles for name in bundle.branches} - set(starts)
     nameless = [at for at, bundle in enumerate(bundles) if "PF" in bundle.marks and at not in starts.values()]
@@ -155,7 +155,7 @@ def _read_regions(file: Path) -> Region:
     after = 1 + _delay_slots(bundles, jumps)
     loops = {(to, max(at + after for at, other in jumps if other == to), "loop") for at, to in jumps if to <= at}
     skips = {(at + after, to, "predicated") for at, to in jumps if to > at + after}
-    # Where both begin at one bundle, the predicate guards the loop.
+    # If a loop and a skip begin at one bundle, the loop lies in the skipped region.
     spans = deque(sorted(loops | skips, key=lambda span: (span[0], -span[1], span[2] == "loop")))
     root = _nest("kernel", 0, len(bundles), 0, spans)
     marked = {at: bundle.depth for at, bundle in enumerate(bundles) if "LB" in bundle.marks}
@@ -167,7 +167,7 @@ def _read_regions(file: Path) -> Region:
 
 
 def _read_bundles(file: Path) -> tuple[list[_Bundle], dict[int, int]]:
-    """Returns the bundles, and at which of them each numbered region begins."""
+    """Returns the bundles of a file, and for each numbered region the index of its first bundle."""
     bundles: list[_Bundle] = []
     starts: dict[int, int] = {}
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -176,7 +176,7 @@ def _read_bundles(file: Path) -> tuple[list[_Bundle], dict[int, int]]:
                 if int(head["at"], 16) != len(bundles):
                     raise TopologyError(f"{file}:{number}", f"Bundle {head['at']} is number {len(bundles):#x}", _FORM)
                 bundles.append(_Bundle(head["marks"], head["depth"].count(">"), bool(head["empty"])))
-            # A bundle's comments can go on over several lines.
+            # A bundle's comments can take several lines.
             if bundles:
                 bundles[-1].branches.extend(map(int, _BRANCH.findall(line)))
                 starts.update((int(name), len(bundles) - 1) for name in _START.findall(line))
@@ -184,10 +184,10 @@ def _read_bundles(file: Path) -> tuple[list[_Bundle], dict[int, int]]:
 
 
 def _delay_slots(bundles: list[_Bundle], jumps: list[tuple[int, int]]) -> int:
-    """Returns how many bundles after a branch run whether it is taken or not: 4 up to v6e, 1 on tpu7x.
+    """Returns the number of delay slots: bundles after a branch that always run. It is 4 up to v6e, and 1 on tpu7x.
 
-    No file says so. They end before the next mark and the next branch, and after a branch that closes a loop before
-    the first bundle of a smaller depth; the shortest such run of the whole kernel is theirs.
+    No file has this number, so it is inferred: delay slots contain no mark and no branch, and those of a loop's last
+    branch are as deep as the loop. The shortest such run of bundles in the kernel is the number.
     """
     runs = []
     for at, to in jumps:
@@ -201,7 +201,7 @@ def _delay_slots(bundles: list[_Bundle], jumps: list[tuple[int, int]]) -> int:
 
 
 def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, int, Any]]) -> Region:
-    """Returns a region with those that begin in it; `spans` are ordered by start, the longer first, and used up."""
+    """Returns a region with the regions nested in it, which it takes from `spans`: sorted by start, longest first."""
     inside = []
     while spans and spans[0][0] < end:
         first, last, inner = spans.popleft()
@@ -210,9 +210,9 @@ def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, 
 
 
 def compile_kernel(build: str, arguments: dict[str, Any], machine: Machine) -> KernelBundles:
-    """Compiles a function for one device of an absent TPU and reads the bundles of its Pallas kernel.
+    """Compiles a function for one device of an absent TPU, and returns the bundles of its only Pallas kernel.
 
-    A child process does it: libtpu reads its settings once, and may end the process.
+    It compiles in a child process: libtpu reads its settings once, and may end the process.
 
     Args:
         build: `module:function`; the function returns the callable to compile and its operands as a list of
@@ -234,7 +234,7 @@ def compile_kernel(build: str, arguments: dict[str, Any], machine: Machine) -> K
 
 
 def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> list[str]:
-    """Returns the names of the Pallas kernels; the child's side of `compile_kernel`."""
+    """Compiles, and returns the names of the program's Pallas kernels; runs in the child of `compile_kernel`."""
     devices = describe(machine).devices
     module, _, function = build.partition(":")
     call, operands = getattr(importlib.import_module(module), function)(**arguments)
@@ -251,11 +251,12 @@ def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str
 
 
 def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
-    scoped, whole = _SCOPED.search(text), _WHOLE.search(text)
+    """Returns the error for a compiler's message: `VmemError` if it is about VMEM, with the bytes."""
+    scoped, allocation = _SCOPED.search(text), _ALLOCATION.search(text)
     if scoped and "memory space vmem" in text:
         sizes = [float(scoped[n]) * 1024 ** " KMG".index(scoped[n + 1] or " ") for n in (1, 3)]
-    elif whole:
-        sizes = [float(size) for size in whole.groups()]
+    elif allocation:
+        sizes = [float(size) for size in allocation.groups()]
     else:
         fact = f"The compiler for {machine.name} refuses it: {' '.join(text.split())[:300]}"
         return TopologyError(place, fact, "Change the kernel or its tile")
@@ -267,43 +268,41 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
 
 
 OVERHEAD = 40
-"""Bundles: the compiler's loops have 7 to 33, the shortest of a kernel here 50 (libtpu 0.0.51)."""
+"""Bundles that tell loops apart: those of the compiler have 7 to 33, a kernel's 50 or more (libtpu 0.0.51)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trips:
     """How often the parts of a kernel run on one core."""
 
-    #: Passes of each loop through its body, each time it is entered, in the order in which the loops begin.
+    #: The iterations of each loop, each time it is entered, in the order in which the loops begin.
     loops: tuple[int, ...]
-    #: Steps of which only one runs a region without matrix work beside the one that has it.
+    #: In how many steps a predicated region without matrix work runs once, if a region next to it has matrix work.
     once_in: int = 1
 
 
 def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
-    """Returns how long a kernel beside attention takes on a device: its bundles, or its bytes if they take longer."""
+    """Returns the modelled seconds of a kernel: by its schedule, or by its memory traffic if that takes longer."""
     chip = machine.require_tpu()
     kernel = compile_kernel(call.build, dict(call.arguments), machine)
     loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])
-    count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # a loop of one pass is none
+    count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # the compiler unrolls others
     return max(count / chip.clock, call.bytes / chip.bandwidth)
 
 
 def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> int:
-    """Returns the bundles that one core runs in a call, first, last and ragged tiles included, or how many of a slot.
+    """Returns how many bundles one core runs in a call of a kernel; with `slot`, how many uses of that slot.
 
-    A schedule says how many bundles each loop's body has, not how often it runs. The kernel knows that before it runs.
-    The rule, from the kernel inwards:
+    A schedule says how many bundles each loop's body has, not how often it runs: that is in `trips`. The rules:
 
-    * The n-th loop that begins in it runs as often as `Trips.loops` says for the n-th. A loop whose number of passes is
-      known to be one when it is compiled is none to the compiler, and is left out on both sides.
-    * Loops without matrix work that have under `OVERHEAD` bundles, or stand under a predicate with none either, are the
-      compiler's: they start a copy in pieces. They count once.
-    * What a predicate can rule out counts as if it ran, except a region without matrix work beside the one that has it,
-      where `Trips.once_in` says that it is for the first or the last of so many steps.
+    * The n-th loop of the kernel runs as often as the n-th number of `Trips.loops`. A loop that the compiler knows to
+      run once is no loop in the schedule, and must not be in `Trips.loops`.
+    * Loops without matrix work are the compiler's if they have fewer than `OVERHEAD` bundles, or lie in a predicated
+      region that has none either: they start a copy in pieces. They count once.
+    * A predicated region counts as if it always ran. The exception is one without matrix work next to one with it: it
+      is for the first or the last step, and runs once in `Trips.once_in` steps.
 
-    So the count is rather too high than too low. It leaves out waiting for memory and for the matrix units, and XLA's
-    passes around the kernel.
+    So the count is rather too high than too low. Not in it: waiting for memory or matrix units, XLA's other programs.
     """
     loops = _loops(kernel)
     if len(loops) != len(trips.loops):
@@ -316,16 +315,16 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     if slot is not None:
         weights = kernel.counts[:, list(kernel.slots).index(slot)]
     passes = dict(zip(loops, trips.loops, strict=True))
-    return _Count(_work(kernel), passes, trips.once_in, weights).weight(kernel.root, 1)
+    return _Count(_matrix_work(kernel), passes, trips.once_in, weights).weight(kernel.root, 1)
 
 
-def _work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
+def _matrix_work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
     return kernel.counts[:, list(kernel.slots).index(MATMUL)]
 
 
 def _loops(kernel: KernelBundles) -> list[Region]:
-    """Returns the kernel's own loops in the order in which they begin, the outer before the inner."""
-    work, loops = _work(kernel), list[Region]()
+    """Returns the loops that the kernel's code has, without the compiler's, in the order in which they begin."""
+    work, loops = _matrix_work(kernel), list[Region]()
 
     def visit(region: Region) -> None:
         busy = work[region.start : region.end].any()
@@ -342,7 +341,7 @@ def _loops(kernel: KernelBundles) -> list[Region]:
 
 @dataclasses.dataclass(frozen=True)
 class _Count:
-    """Adds up what the bundles of a region weigh, each as often as it runs."""
+    """Adds up the weights of a region's bundles, each as often as it runs; see `executed`."""
 
     work: numpy.typing.NDArray[numpy.int64]
     passes: dict[Region, int]
@@ -350,11 +349,12 @@ class _Count:
     weights: numpy.typing.NDArray[numpy.int64]
 
     def weight(self, region: Region, times: int) -> int:
+        """Returns the sum of a region's weights if the code around it runs so many `times`."""
         times *= self.passes.get(region, 1)
         busy = [bool(self.work[part.start : part.end].any()) for part in region.inside]
         total, at = 0, region.start
         for part, works in zip(region.inside, busy, strict=True):
-            rare = part.kind == "predicated" and not works and any(busy)
+            rare = part.kind == "predicated" and not works and any(busy)  # for the first or the last step
             total += times * self._between(at, part.start) + self.weight(part, times // self.once_in if rare else times)
             at = part.end
         return total + times * self._between(at, region.end)

@@ -1,14 +1,14 @@
-"""A compiled TPU program as its compiler scheduled it: what it computes how many times, what it sends, where from.
+"""Reads a compiled TPU program in HLO text: its instructions, how often each runs, collectives, and lines of Python.
 
-libtpu writes the program as text where `XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"` says so, in a file whose
-name ends in `after_codegen.txt`; JAX's `compiled.as_text()` has the same form, and fails on some programs. One
-instruction of it, cut short:
+With `XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"` libtpu writes the scheduled program to a file whose name
+ends in `after_codegen.txt`; JAX's `compiled.as_text()` has the same form, and fails on some programs. One instruction
+of it, cut short:
 
     %fusion.7 = bf16[1024,512]{1,0:T(8,128)(2,1)} fusion(%copy.1, %param.2), kind=kOutput, calls=%fused_computation.3,
         metadata={op_name="jit(f)/dot_general" stack_frame_id=21}, backend_config={... "estimated_cycles":"5392" ...}
 
-An estimate is the compiler's own, in cycles of one core's clock (`machine.Chip.clock`). Collectives, Pallas kernels
-and copies that run beside the core have none. Bytes are those of the values, without the padding of their tiles.
+Estimates are the compiler's, in cycles of one core's clock (`machine.Chip.clock`). Collectives, Pallas kernels and
+asynchronous copies have none. Bytes are those of the values, without the padding of their tiles.
 Source: texts that libtpu 0.0.51 wrote for v6e; their form is documented nowhere.
 """
 
@@ -45,29 +45,28 @@ class SourceLine:
 class Instruction:
     name: str  #: Without its `%`; unique in its computation.
     opcode: str  #: As HLO names it, `fusion` or `all-reduce-start`.
-    #: The arrays that it makes, dtype and shape; several where it makes a tuple.
+    #: Dtype and shape of its output; of each array where the output is a tuple.
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    bytes: int = 0  #: Of all of them, on one device.
+    bytes: int = 0  #: Of all output arrays, on one device.
     operands: tuple[str, ...] = ()
     #: The computations that it runs or applies; a loop's condition, then its body.
     calls: tuple[str, ...] = ()
-    #: What the compiler estimates for one execution, or None where it does not. Of a convolution with many passes it
-    #: may be negative.
+    #: The compiler's estimate for one execution, or None without one. It may be negative for a convolution with many
+    #: passes.
     cycles: int | None = None
     #: The innermost line of Python that is not internal. A fusion without one has that of its root.
     source: SourceLine | None = None
-    target: str = ""  #: Of a custom call, such as tpu_custom_call.
-    #: Of a collective: the devices that exchange, by their positions in the program's own order of devices; of a
-    #: permutation [source, target] pairs.
+    target: str = ""  #: A custom call's target, such as tpu_custom_call.
+    #: A collective's groups of devices, as positions in the program's order of devices; a permutation's [source,
+    #: target] pairs.
     groups: tuple[tuple[int, ...], ...] = ()
-    #: Of a collective that several fusions carry on: which, the same in each of them.
+    #: The id of a collective that is split over several fusions; the same in each of them.
     chain: str = ""
-    literal: str = ""  #: What stands in the parentheses of a constant or a parameter.
-    index: str = ""  #: Of a get-tuple-element; the direction of a comparison.
-    #: Of a loop, where the compiler wrote how many times it runs.
-    trips: int | None = None
-    #: Of a convolution, or of those in a fusion: bfloat16 operations on one device, those of all passes (see
-    #: `convolution`). A matrix product is a convolution, too.
+    literal: str = ""  #: The text in the parentheses of a constant or a parameter.
+    index: str = ""  #: The index of a get-tuple-element; the direction of a comparison.
+    trips: int | None = None  #: The iterations of a loop, if the compiler wrote them.
+    #: bfloat16 operations of a convolution, or of all in a fusion, on one device, in all passes (see
+    #: `_convolution_flops`). A matrix product is a convolution, too.
     flops: int = 0
 
     @property
@@ -78,7 +77,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in the order in which they are issued; `root` names the one whose value it returns."""
+    """An HLO computation: its instructions by name, in schedule order; `root` is the one whose value it returns."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -112,83 +111,80 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 class InstructionRuns:
     instruction: Instruction
     times: int
-    #: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another that waits
-    #: for it.
+    #: Whether it runs asynchronously (by DMA, or on the SparseCore): a `-start` instruction starts it, and a `-done`
+    #: waits for it.
     beside: bool = False
-    #: Cycles that the arithmetic of its convolutions takes at peak, each time.
+    #: Cycles that the arithmetic of its convolutions takes at peak FLOP/s, each time.
     least: int = 0
 
     @property
     def estimated(self) -> int:
-        """The cycles that the compiler estimates for all of these times; 0 without an estimate."""
+        """The cycles that the compiler estimates for all its runs together; 0 without an estimate."""
         return (self.instruction.cycles or 0) * self.times
 
     @property
     def cycles(self) -> int:
-        """The cycles of all of these times: what the compiler estimates, and no less than the arithmetic takes."""
+        """The cycles of all its runs together: the compiler's estimate, but no less than the arithmetic takes."""
         return max(self.estimated, self.least * self.times)
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveExecution:
-    """A collective, and how many times it is executed; one that starts and ends in two instructions is one."""
+    """A collective, and how many times it is executed; its `-start` and `-done` instructions count as one."""
 
     kind: str
-    bytes: int  #: Of its output on one device, each time.
+    bytes: int  #: Bytes of its output on one device, each time.
     times: int
     groups: tuple[tuple[int, ...], ...]
     source: SourceLine | None
 
     @property
     def group_size(self) -> int:
-        """How many devices exchange with one another: those of the largest group; 2 for a permutation."""
+        """The devices in the largest group; 2 for a permutation."""
         return max(map(len, self.groups), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class HloLoop:
-    """A loop: its body's computation, iterations of one execution, executions, estimated cycles of one iteration."""
-
-    body: str
-    trips: int
-    times: int
-    cycles: int
+    body: str  #: The name of its body's computation.
+    trips: int  #: Iterations of one execution.
+    times: int  #: Executions.
+    cycles: int  #: Estimated cycles of one iteration.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HloProgram:
     """A scheduled program, the same on every device.
 
-    Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
+    Methods with an argument `computation` look at one execution of it; without one, at a run of the whole program.
     """
 
     file: Path
     entry: str
     computations: dict[str, Computation]
-    #: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By default so many that
-    #: every estimate counts as it is.
+    #: The device's peak of bfloat16 operations in a cycle. With the default, the compiler's estimates are never raised.
     flops_per_cycle: float = math.inf
 
     def walk(self, computation: str | None = None) -> Iterator[InstructionRuns]:
-        """Yields every instruction that runs, with how many times; a fusion is one instruction.
+        """Yields every instruction that runs, and how many times it runs; a fusion is one instruction.
 
-        A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
-        cycles is taken to run, every time.
+        A loop's condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
         """
         return self._walk(computation or self.entry, 1, False)
 
     def constants(self) -> int:
-        """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
+        """Returns the bytes of the constants in the program, on each device."""
         instructions = [
             instruction for part in self.computations.values() for instruction in part.instructions.values()
         ]
         return sum(instruction.bytes for instruction in instructions if instruction.opcode == "constant")
 
     def cycles(self, computation: str | None = None) -> int:
-        """Returns the cycles (`InstructionRuns.cycles`) of the core alone: no Pallas kernels, no collectives."""
+        """Returns the cycles of all instructions with an estimate; Pallas kernels and collectives have none."""
         return sum(run.cycles for run in self._priced(computation))
 
     def kernels(self, computation: str | None = None) -> dict[str, int]:
+        """Returns how often each Pallas kernel runs, by its name."""
         count: Counter[str] = Counter()
         for run in self.walk(computation):
             for _, inner in self._inner(run.instruction):
@@ -197,23 +193,21 @@ class HloProgram:
         return dict(count)
 
     def largest(self, number: int, computation: str | None = None) -> list[InstructionRuns]:
-        """Returns the instructions with the most estimated cycles over all their times, the largest first."""
+        """Returns the `number` instructions with the most cycles in all their runs, the largest first."""
         return sorted(self._priced(computation), key=lambda run: -run.cycles)[:number]
 
     def underestimated(self) -> list[InstructionRuns]:
-        """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
+        """Returns the instructions that count with more than the compiler's estimate, the largest difference first."""
         raised = [run for run in self._priced(None) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
     def unpriced(self) -> list[InstructionRuns]:
-        """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
-
-        Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
-        """
-        left = [run for run in self.walk() if not run.beside and self._unpriced(run.instruction)]
+        """Returns the instructions that take time, but have no estimate and no model; the largest output first."""
+        left = [run for run in self.walk() if not run.beside and self._is_unpriced(run.instruction)]
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
     def collectives(self, computation: str | None = None) -> list[CollectiveExecution]:
+        """Returns the collectives that run, also those in fusions."""
         sent = []
         for run in self.walk(computation):
             for fusion, inner in self._inner(run.instruction):
@@ -221,7 +215,7 @@ class HloProgram:
                 if kind not in KINDS:
                     continue
                 parts = [part.target for _, part in self._inner(fusion)] if inner.chain and fusion is not None else []
-                if parts and "AsyncCollectiveStart" not in parts:  # another fusion begins it
+                if parts and "AsyncCollectiveStart" not in parts:  # counted in the fusion of its chain that starts it
                     continue
                 if fusion is not None and self._scatters(fusion):
                     kind, size = "reduce-scatter", fusion.bytes
@@ -230,10 +224,9 @@ class HloProgram:
         return sent
 
     def loop_bodies(self) -> list[HloLoop]:
-        """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
+        """Returns the loops that run, nested ones too; the one with the most estimated cycles comes first.
 
-        Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
-        are those of one block.
+        If a model's blocks run in a loop, `cycles(loop.body)` and other methods with `loop.body` are for one block.
         """
         loops = []
         for run in self.walk():
@@ -243,25 +236,26 @@ class HloProgram:
         return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
 
     def _walk(self, name: str, times: int, beside: bool) -> Iterator[InstructionRuns]:
+        """Yields the instructions of a computation that runs so many `times`, and of all that it calls."""
         for instruction in self.computations[name].instructions.values():
             yield InstructionRuns(instruction, times, beside, self._least(instruction))
             for called, more in self._called(instruction):
                 yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
     def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Returns the computations that one execution runs, and how many times; a fusion's is part of it."""
+        """Returns the computations that one execution of an instruction runs, and how often; none for a fusion."""
         if instruction.opcode == "while":
             condition, body = instruction.calls
             return [(condition, self._trips[body] + 1), (body, self._trips[body])]
         if instruction.opcode == "conditional":
             return [(max(instruction.calls, key=self.cycles), 1)]
-        # Only one that starts names what it wraps; an update or the end of it may name it again. What a reduction
-        # applies to each pair of elements is part of it. A custom call with a computation runs it on the SparseCore.
+        # `async-update` and `async-done` may name the computation of their `async-start` again. A reduction's
+        # computation is applied to pairs of elements: no call. A custom call runs its computation on the SparseCore.
         runs = instruction.opcode in ("call", "custom-call", "async-start")
         return [(called, 1) for called in instruction.calls] if runs else []
 
     def _inner(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
-        """Yields an instruction, and with the fusion that it is in each one that a fusion holds."""
+        """Yields pairs of the innermost fusion, None outside one, and an instruction: this one and all fused in it."""
         yield None, instruction
         if instruction.opcode == "fusion":
             for called in instruction.calls:
@@ -269,23 +263,25 @@ class HloProgram:
                     yield from ((fusion or instruction, part) for fusion, part in self._inner(inner))
 
     def _least(self, instruction: Instruction) -> int:
-        """Returns the cycles that the convolutions in an instruction take at peak."""
+        """Returns the cycles that the convolutions in an instruction take at peak FLOP/s."""
         return math.ceil(instruction.flops / self.flops_per_cycle)
 
     def _scatters(self, fusion: Instruction) -> bool:
-        """Whether a fusion sums over devices and keeps one part of the sum: libtpu's reduce-scatter."""
+        """Returns whether a fusion is an all-reduce and then a dynamic-slice, which is libtpu's reduce-scatter."""
         inside = self.computations[fusion.calls[0]]
         root = inside.instructions[inside.root]
         kept = inside.instructions[root.operands[0]] if root.operands else root
         return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
 
     def _priced(self, computation: str | None) -> Iterator[InstructionRuns]:
+        """Yields the instructions whose cycles count: those with an estimate, synchronous, and without a kernel."""
         for run in self.walk(computation):
             kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
             if run.cycles and not run.beside and not kernel:
                 yield run
 
-    def _unpriced(self, instruction: Instruction) -> bool:
+    def _is_unpriced(self, instruction: Instruction) -> bool:
+        """Returns whether an instruction takes time, but neither the compiler nor a model has a time for it."""
         free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
         free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
         known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
@@ -299,10 +295,9 @@ class HloProgram:
 
 
 class _LoopTrips(dict[str, int]):
-    """How many times each loop's body runs in one execution of the loop, by the body's name; counted when asked for.
+    """The iterations of each loop by the name of its body's computation; computed on the first access.
 
-    Where the compiler did not write the number, the loop is run: its condition and its state are computed from the
-    program's integers, as far as these depend on constants alone.
+    If the compiler did not write the number, the loop is simulated on integers, which must follow from constants.
     """
 
     def __init__(self, file: Path, computations: Mapping[str, Computation]) -> None:
@@ -318,7 +313,7 @@ class _LoopTrips(dict[str, int]):
 
     def __missing__(self, body: str) -> int:
         part, loop = self._loops[body]
-        trips = loop.trips if loop.trips is not None else self._count(part, loop)
+        trips = loop.trips if loop.trips is not None else self._simulated(part, loop)
         if trips is None:
             fact = f"The program does not say how many times the loop %{loop.name} runs"
             must = "It must count from one constant to another, as jax.lax.scan does"
@@ -326,15 +321,17 @@ class _LoopTrips(dict[str, int]):
         self[body] = trips
         return trips
 
-    def _count(self, part: Computation, loop: Instruction) -> int | None:
+    def _simulated(self, part: Computation, loop: Instruction) -> int | None:
+        """Simulates a loop and returns its iterations; None if they depend on unknown values, or are too many."""
         condition, body = (self._computations[called] for called in loop.calls)
         known: dict[tuple[int, int], int | None] = {}
 
+        # Element `index` of the loop's state before iteration `trip`.
         def state(index: int, trip: int) -> int | None:
             if (index, trip) not in known:
                 before = functools.partial(state, trip=trip - 1)
                 later = self._element(body, body.root, index, before) if trip else None
-                known[index, trip] = later if trip else self._first(part, loop, index)
+                known[index, trip] = later if trip else self._initial(part, loop, index)
             return known[index, trip]
 
         for trip in range(_LONGEST):
@@ -343,28 +340,29 @@ class _LoopTrips(dict[str, int]):
                 return None if goes_on is None else trip
         return None
 
-    def _first(self, part: Computation, loop: Instruction, index: int) -> int | None:
-        """Returns what a loop's state holds at first; in a loop around it only what that one does not change."""
+    def _initial(self, part: Computation, loop: Instruction, index: int) -> int | None:
+        """Returns an element of a loop's initial state; None if it is no constant, or if an outer loop changes it."""
 
+        # Element `outer` of the state of the loop around this one, if no iteration changes it.
         def around(outer: int) -> int | None:
             if part.name not in self._loops:
                 return None  # the program's own inputs are not known
             root = part.instructions[part.root]
             passed = part.instructions[root.operands[outer]] if root.opcode == "tuple" else root
             same = passed.opcode == "get-tuple-element" and passed.index == str(outer)
-            return self._first(*self._loops[part.name], outer) if same else None
+            return self._initial(*self._loops[part.name], outer) if same else None
 
         return self._element(part, loop.operands[0], index, around)
 
     def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns an element of a tuple; `parameters` has those of the computation, or those of its one tuple."""
+        """Returns an integer element of a tuple; None if not known. `parameters` returns the computation's by index."""
         instruction = part.instructions[name]
         if instruction.opcode == "parameter":
             return parameters(index)
         return self._value(part, instruction.operands[index], parameters) if instruction.opcode == "tuple" else None
 
     def _value(self, part: Computation, name: str, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns a scalar integer, or None where it depends on anything but such and constants."""
+        """Returns the value of a scalar integer; None if it depends on anything but constants and known parameters."""
         instruction = part.instructions[name]
         if instruction.opcode == "get-tuple-element":
             return self._element(part, instruction.operands[0], int(instruction.index), parameters)
@@ -391,8 +389,8 @@ INTERNAL = (
     rf"^{re.escape(str(Path(__file__).parents[2]))}/",
     r"/patches/(torch|torchax)/",
 )
-"""Patterns of files whose lines say how something is computed and not what for: JAX, torch, torchax, torchport, and
-the patches of these."""
+"""Patterns of files of libraries, whose lines are not shown as an operation's source: JAX, torch, torchax, torchport,
+and the patches of these."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _ROW = re.compile(r'(\d+) (?:"(?P<name>.*)"|\{(?P<numbers>.*)\})')
 _START = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{")
@@ -403,7 +401,7 @@ _OPCODE = re.compile(r" ([a-z][\w-]*)(?=\()")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sides>[\d,<=]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
 _UNKNOWN = 2**63 - 1
-"""What stands for no estimate in a program of the SparseCore."""
+"""The number of cycles that means no estimate, in a program of the SparseCore."""
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _CHAIN = re.compile(r'\bchain_id="([^"]*)"')
@@ -412,19 +410,19 @@ _LISTS = re.compile(r"\{(\{[\d,]+\}(,\{[\d,]+\})*)?\}")
 _CALLS = ("condition", "body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _Array = tuple[str, tuple[int, ...]]
-"""Dtype and shape, as an instruction has them."""
+"""Dtype and shape of an array."""
 _PARTS = {"default": 1, "high": 2, "highest": 3}
-"""bfloat16 numbers whose sum stands for a float32 operand, by its precision."""
+"""The number of bfloat16 numbers into which a float32 operand is split, by precision."""
 _LABELS = re.compile(r"([\w?]+)_([\w?]+)->([\w?]+)")
 _FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt"
 
 
 def read(file: Path, flops_per_cycle: float = math.inf) -> HloProgram:
-    """Returns a scheduled program.
+    """Returns the scheduled program in a file.
 
     Args:
         file: An `*after_codegen.txt`, or a folder that has one of them.
-        flops_per_cycle: bfloat16 operations that a device does at most in one cycle, as the program has them.
+        flops_per_cycle: The device's peak of bfloat16 operations in a cycle; see `HloProgram`.
     """
     files = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
     if len(files) != 1 or not files[0].is_file():
@@ -434,12 +432,12 @@ def read(file: Path, flops_per_cycle: float = math.inf) -> HloProgram:
 
 
 class _HloReader:
-    """Reads one file; every refusal names its line."""
+    """Parses one file; every error names its line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         text = file.read_text(encoding="utf-8", errors="replace").rstrip("\n")
-        # An attribute may be written on lines of its own: what breaks them comes after the instruction, blank lines.
+        # An attribute may be on a line of its own: it is joined, and blank lines keep the line numbers right.
         self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
         self.at = 0
         self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
@@ -469,6 +467,7 @@ class _HloReader:
         return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)
 
     def read_table(self, name: str) -> None:
+        """Reads a table of file names, function names or stack frames, from the line below its name on."""
         for line in self.lines[self.at + 1 :]:
             row = _ROW.fullmatch(line)
             if not row:
@@ -476,6 +475,7 @@ class _HloReader:
             self.tables[name][int(row[1])] = row["name"] or row["numbers"] or ""
 
     def read_computation(self, name: str) -> None:
+        """Reads the instructions of a computation, from the line below its head to its closing brace."""
         root = ""
         instructions: dict[str, Instruction] = {}
         for at in range(self.at + 1, len(self.lines)):
@@ -494,6 +494,7 @@ class _HloReader:
         raise self.refusal(f"Computation %{name} is not closed, or has no ROOT")
 
     def instruction(self, name: str, text: str, before: Mapping[str, Instruction]) -> Instruction:
+        """Returns an instruction from its text after `=`; `before` are the earlier ones of its computation."""
         shape_ends = self.close(text, 0) if text.startswith("(") else 0
         opening = _OPCODE.search(text, shape_ends)
         if not opening:
@@ -516,8 +517,8 @@ class _HloReader:
         return Instruction(
             name,
             opcode,
-            arrays,
-            sum(size for _, _, size in shapes),
+            shapes=arrays,
+            bytes=sum(size for _, _, size in shapes),
             operands=operands,
             calls=calls,
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
@@ -533,7 +534,7 @@ class _HloReader:
         )
 
     def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
-        """Returns the bfloat16 operations of a convolution, from its value and those of its operands; else 0."""
+        """Returns a convolution's bfloat16 operations from its arrays, output first; 0 for another instruction."""
         if opcode != "convolution":
             return 0
         try:
@@ -543,7 +544,7 @@ class _HloReader:
             raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
 
     def close(self, text: str, start: int) -> int:
-        """Returns where the bracket that opens at `start` has been closed."""
+        """Returns the index after the bracket that closes the one at `start`."""
         depth = 0
         for token in _TOKEN.finditer(text, start):
             depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -552,6 +553,7 @@ class _HloReader:
         raise self.refusal("A bracket is not closed")
 
     def calls(self, name: str, attributes: dict[str, str]) -> tuple[str, ...]:
+        """Returns the names of the computations that an instruction calls; raises if one was not read yet."""
         texts = [attributes.get(key, "") for key in (*_CALLS, "called_computations")]
         names = tuple(called for text in texts for called in re.findall(r"%([\w.-]+)", text))
         missing = [called for called in names if called not in self.computations]
@@ -560,7 +562,7 @@ class _HloReader:
         return names
 
     def fused(self, opcode: str, calls: tuple[str, ...]) -> SourceLine | None:
-        """Returns the source of what a fusion computes last, for one that has none itself."""
+        """Returns the source of the last instruction in a fusion that has one; None for another instruction."""
         if opcode != "fusion":
             return None
         inside = self.computations[calls[0]].instructions.values()
@@ -571,10 +573,10 @@ class _HloReader:
         return self.frame(int(frame[1])) if frame else None
 
     def frame(self, number: int) -> SourceLine | None:
-        """Returns the innermost source that is not internal, from a frame outwards."""
+        """Returns the innermost line of a stack of frames that is no library's, or None; see `INTERNAL`."""
         inner, source = [], None
         while number not in self.sources:
-            self.sources[number] = None  # a circle of frames ends here
+            self.sources[number] = None  # so that a cycle of frames ends
             inner.append(number)
             place, parent = self.row("StackFrames", number, ("file_location_id", "parent_frame_id"))
             file, function, line = self.row("FileLocations", place, ("file_name_id", "function_name_id", "line"))
@@ -583,7 +585,7 @@ class _HloReader:
             )
             if not re.search("|".join(INTERNAL), source.file):
                 break
-            # Frames are numbered from 1. Where the first, which has none around it, says 1, parents are one too high.
+            # Frames are numbered from 1. The first has no parent: if its parent is 1, all parents are one too high.
             number = parent - self.row("StackFrames", 1, ("parent_frame_id",))[0]
         else:
             source = self.sources[number]
@@ -597,7 +599,7 @@ class _HloReader:
         return [int(numbers[column]) for column in columns]
 
     def groups(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Returns the lists of devices that `{{0,1},{2,3}}`, `[2,2]<=[4]` or `[2,2]<=[2,2]T(1,0)` stand for."""
+        """Returns a collective's groups of devices from their text: `{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)` (iota)."""
         iota = _IOTA.fullmatch(text)
         if iota:
             shape, sides, order = (_numbers(part or "") for part in iota.groups())
@@ -612,7 +614,7 @@ class _HloReader:
         return tuple(_numbers(part) for part in re.findall(r"\{([\d,]+)\}", text))
 
     def along_axes(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of `mesh['a'=2,'b'=4] {'b'}`: the devices that differ in the axes in braces."""
+        """Returns the groups of `mesh['a'=2,'b'=4] {'b'}`: a group's devices differ only along the axes in braces."""
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", text)}
         named = re.fullmatch(r"mesh\[[^]]*\] \{([^}]*)\}", text)
         along = re.findall(r"'(\w+)'", named[1]) if named else []
@@ -629,7 +631,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Returns the parts between commas that stand in no bracket and no quotes."""
+    """Returns a text's parts, split at the commas outside of brackets and quotes."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -640,7 +642,7 @@ def _split(text: str) -> list[str]:
 
 
 def _shapes(opcode: str, text: str) -> list[tuple[str, tuple[int, ...], int]]:
-    """Returns dtype, shape and bytes of each array of a value; of one that is awaited later, of what it will be."""
+    """Returns dtype, shape and bytes of each array of an output; of a `-start` instruction, of its later result."""
     if opcode.endswith("-start") and opcode != "all-reduce-start" and text.startswith("("):
         text = _split(text[1:-1])[1]  # (operands, result, semaphores)
     shapes = []
@@ -652,13 +654,13 @@ def _shapes(opcode: str, text: str) -> list[tuple[str, tuple[int, ...], int]]:
 
 
 def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: Mapping[str, str]) -> int:
-    """Returns the bfloat16 operations of a convolution on one device, in all its passes; 0 of another dtype.
+    """Returns the bfloat16 operations of a convolution on one device, in all passes; 0 for integers and float8.
 
-    A multiply and an add are two. What is multiplied with padding is not counted: a product with a batch is written as
-    a convolution along that batch, and of each window of it all but one position is padding.
+    A multiply and an add are two. Products with padding do not count: HLO has a batched matrix product as a convolution
+    along the batch, in which all positions of a window but one are padding.
 
     Raises:
-        ValueError: The labels of the dims are missing, or those of other shapes.
+        ValueError: The labels of the dims are missing, or do not match the shapes.
     """
     labels = _LABELS.fullmatch(attributes.get("dim_labels", ""))
     if labels is None:
@@ -677,7 +679,7 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
 
 
 def _passes(left: str, right: str, attributes: Mapping[str, str]) -> int:
-    """Returns how many bfloat16 products make one product of these dtypes; 0 where the unit takes them as they are.
+    """Returns how many bfloat16 products make one product of two dtypes; 0 if one is neither float32 nor bfloat16.
 
     Two float32 operands of n parts each take n * (n + 1) / 2: the products of the smallest parts are left out.
     """
@@ -690,7 +692,7 @@ def _passes(left: str, right: str, attributes: Mapping[str, str]) -> int:
 
 
 def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str], at: int) -> int:
-    """Returns along a dim how many pairs of a position of the output and one of the kernel meet an input."""
+    """Returns how many pairs of an output and a kernel position along a dim fall on an input element, not padding."""
 
     def field(name: str, default: str) -> str:
         return window[name].split("x")[at] if name in window else default
