@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,24 @@ def test_the_manifest_of_each_video_has_its_own_calls_and_programs(port, torchpo
     assert [row.calls for row in first.patches] == [row.calls for row in second.patches]
     assert first.settings["seed"], second.settings["seed"] == (1, 2)
     assert first.run != second.run
+
+
+def test_the_pictures_of_a_series_are_on_one_sheet_in_the_order_of_its_lines(tmp_path):
+    videos = []
+    for number, colour in enumerate(["red", "lime", "blue", "white"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if colour != "white":  # the last failed
+            Image.new("RGB", (16, 8), colour).save(folder / "image.png")
+        task = types.SimpleNamespace(card=types.SimpleNamespace(makes_pictures=True), result=folder / "image.png")
+        videos.append(types.SimpleNamespace(task=task, error=None))
+    series.write_sheet(tmp_path, videos[:1])
+    assert not (tmp_path / "contact_sheet.png").exists()  # of one picture
+    series.write_sheet(tmp_path, videos)
+    with Image.open(tmp_path / "contact_sheet.png") as sheet:
+        places = [(8, 4), (28, 4), (8, 16)]  # two columns of 16 x 8 pixels, with gaps of 4
+        assert [sheet.getpixel(place) for place in places] == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+        assert sheet.size == (36, 20)
 
 
 def test_a_rerun_makes_what_is_left_and_nothing_twice(port, torchport, capsys, monkeypatch):

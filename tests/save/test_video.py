@@ -46,6 +46,16 @@ def test_a_contact_sheet_of_few_large_frames_is_scaled_down(tmp_path):
         assert sheet.size == (1600, 50)
 
 
+def test_a_grid_has_pictures_of_other_sizes_fitted_into_the_cell_of_the_first(tmp_path):
+    images = [Image.new("RGB", size, "black") for size in ((40, 20), (20, 20), (80, 40))]
+    video.write_grid(tmp_path / "grid.png", images, columns=2)
+    with Image.open(tmp_path / "grid.png") as image:
+        grid = numpy.asarray(image)[..., 0]
+    assert grid.shape == (2 * 20 + 4, 2 * 40 + 4)
+    assert (grid[:20, :40] == 0).all() and (grid[24:, :40] == 0).all() and (grid[24:, 44:] == 255).all()
+    assert (grid[:20, 54:74] == 0).all() and (grid[:20, 44:54] == 255).all() and (grid[:20, 74:] == 255).all()
+
+
 def test_pixels_are_the_nearest_of_256_levels():
     frame = torch.tensor([0.0, 0.5, 1.0, 2.0, -1.0, 0.499 / 255]).reshape(1, 1, 6).expand(3, 1, 6)
     assert video._pixels(frame)[0, :, 0].tolist() == [0, 128, 255, 255, 0, 0]

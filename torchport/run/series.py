@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,9 @@ from torchport.progress import log, table
 from torchport.run import path, resume
 from torchport.run.journey import Journey
 from torchport.run.path import output_folder
+from torchport.save import CONTACT_SHEET
 from torchport.save.manifest import versions
+from torchport.save.video import write_grid
 from torchport.stages import family, picture
 from torchport.task import Request, Task, accept, accept_like
 
@@ -47,6 +50,8 @@ LONGEST_NAME = 255
 """Bytes of a folder's name, on common file systems."""
 
 
+ON_SHEET = 64
+"""Pictures on the sheet of a series, at most."""
 BYTE_ORDER_MARK = "\ufeff"
 """What some editors of Windows write in front of UTF-8."""
 DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{number}" for name in ("COM", "LPT") for number in range(1, 10))}
@@ -64,6 +69,8 @@ def _name(text: str) -> str:
         raise ValueError("A folder's name neither begins with a space nor ends with a space or a dot: remove it")
     if text.startswith("-"):
         raise ValueError("Commands take a name with '-' in front for a flag: begin with a letter or a digit")
+    if text == CONTACT_SHEET:
+        raise ValueError("The sheet of all pictures has this name: take another")
     if text.partition(".")[0].rstrip().upper() in DEVICES:
         raise ValueError(f"Windows has no folder of this name: write for example 'video-{text}'")
     return text
@@ -274,9 +281,18 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
             _Series(videos, together, stopping).make()
+            hosts.from_first(lambda: write_sheet(out, videos))
         except StoppedError as error:
             remedy = "Go on with the same command: what is finished stays"
             raise StoppedError(error.place, error.fact, remedy, on_every_process=True) from error
+
+
+def write_sheet(out: Path, videos: Sequence[Video]) -> None:
+    """Writes the first `ON_SHEET` finished pictures of a series side by side, in the order of the lines."""
+    tasks = [video.task for video in videos if video.task.card.makes_pictures and video.error is None]
+    images = [picture.read(task.result) for task in tasks if task.result.is_file()][:ON_SHEET]
+    if len(images) > 1:
+        write_grid(out / CONTACT_SHEET, images, columns=math.ceil(math.sqrt(len(images))))
 
 
 class _Taken:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 from torchport.files import atomic
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 PRESET = "veryfast"
 """Of x264: a third of the default's time for a noisy video, the same error to 0.4 dB, and no larger file."""
@@ -49,17 +52,25 @@ def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4,
     """Writes up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide."""
     from PIL import Image
 
-    count, _, height, width = frames_FCHW.shape
-    images, gap = min(count, columns * rows), 4
-    columns = min(columns, images)
+    count, number = len(frames_FCHW), min(len(frames_FCHW), columns * rows)
+    frames = [frames_FCHW[round(position * (count - 1) / max(1, number - 1))] for position in range(number)]
+    write_grid(file, [Image.fromarray(_pixels(frame)) for frame in frames], columns)
+
+
+def write_grid(file: Path, images: Sequence[Image], columns: int) -> None:
+    """Writes pictures in rows, as one PNG at most 1600 pixels wide. One of another size than the first is fitted in."""
+    from PIL import ImageOps
+    from PIL.Image import new
+
+    columns, gap, (width, height) = min(columns, len(images)), 4, images[0].size
     scale = min(1.0, 1600 / (columns * width))
     wide, high = max(1, round(width * scale)), max(1, round(height * scale))
-    lines = math.ceil(images / columns)
-    sheet = Image.new("RGB", (columns * (wide + gap) - gap, lines * (high + gap) - gap), "white")
-    for position in range(images):
-        frame = frames_FCHW[round(position * (count - 1) / max(1, images - 1))]
-        image = Image.fromarray(_pixels(frame)).resize((wide, high))
-        sheet.paste(image, (position % columns * (wide + gap), position // columns * (high + gap)))
+    lines = math.ceil(len(images) / columns)
+    sheet = new("RGB", (columns * (wide + gap) - gap, lines * (high + gap) - gap), "white")
+    for position, image in enumerate(images):
+        cell = (wide, high)
+        fitted = image.resize(cell) if image.size == (width, height) else ImageOps.pad(image, cell, color="white")
+        sheet.paste(fitted, (position % columns * (wide + gap), position // columns * (high + gap)))
     with atomic.writing(file) as temporary:
         sheet.save(temporary, format="PNG")
 
