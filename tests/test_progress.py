@@ -52,6 +52,13 @@ def test_a_terminal_gets_a_bar_with_unit_and_total(screen, level):
     assert "denoise" in shown and "5/5" in shown and "step" in shown
 
 
+def test_a_bar_begins_with_nothing_done(screen, level):
+    level(logging.INFO)
+    terminal = screen()
+    list(track("abc", "denoise", "step"))
+    assert "0/3" in terminal.getvalue() and "3/3" in terminal.getvalue()
+
+
 def test_a_file_gets_one_log_line_and_no_bar(level, caplog, capsys):
     level(logging.INFO)
     list(track("abc", "load vae", "tensor"))

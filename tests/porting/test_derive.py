@@ -258,6 +258,16 @@ def test_a_pipeline_that_makes_something_else_of_its_own_embeddings_is_refused()
         trial.check_replay(Observed(output=torch.zeros(1, 3, 2, 2)), {"mask": 1})
 
 
+def test_a_modules_size_that_does_not_fit_its_input_is_named():
+    nn, x = torch.nn, torch.zeros(1, 4, 6)
+    assert trials._wanted(nn.Linear(8, 2), [x]) == ("in_features", 6)
+    assert trials._wanted(nn.Conv1d(8, 2, 1), [x]) == ("in_channels", 4)
+    assert trials._wanted(nn.LayerNorm(8), [x]) == ("normalized_shape", 6)
+    assert trials._wanted(nn.RMSNorm(8), [x]) == ("weight", 6)
+    fitting = (nn.Linear(6, 2), nn.Conv1d(4, 2, 1), nn.LayerNorm(6), nn.RMSNorm(6))
+    assert [trials._wanted(module, [x]) for module in fitting] == [None] * 4
+
+
 def test_what_a_step_returns_beside_the_latents_is_lost_at_last():
     step = trials._latents_at_last(lambda *values: values)
     assert step(torch.ones(1), torch.ones(1))[1] == 1

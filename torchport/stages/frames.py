@@ -23,6 +23,11 @@ def pixels(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return levels, not_finite(video)
 
 
+def levels(video: torch.Tensor) -> torch.Tensor:
+    """Returns what a stage returned as `frames` as bytes; numbers from 0 to 1 are rounded, and have to be finite."""
+    return video if video.dtype == torch.uint8 else checked(*pixels(video))
+
+
 def not_finite(video: torch.Tensor) -> torch.Tensor:
     """Returns how many numbers are NaN or infinite, int32; it may be traced."""
     return (~torch.isfinite(video)).sum().to(torch.int32)

@@ -22,6 +22,7 @@ from torchport import engine, patch, shard
 from torchport.compile import network
 from torchport.compile.eager import Eager
 from torchport.compile.in_force import stage_in_force
+from torchport.stages import frames
 from torchport.stages.family import Steps
 from torchport.task import Task
 from torchport.task.devices import devices
@@ -45,8 +46,8 @@ _Returned = dict[str, list[torch.Tensor]]
 
 def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Returns the frames that the original and the yardstick decode from the same latents, and the latents."""
-    frames = {"original": _frames(task, folder, latents, False), "yardstick": _frames(task, folder, latents, True)}
-    return {**frames, "latents": latents}
+    original, yardstick = (_frames(task, folder, latents, is_wide) for is_wide in (False, True))
+    return {"original": original, "yardstick": yardstick, "latents": latents}
 
 
 def _frames(
@@ -66,8 +67,7 @@ def _frames(
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
     with _watched(None if returned is None else module, keep):
-        frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
-    return frames
+        return frames.levels(stage.run(parts, call, task.settings, Steps(), **latents)["frames"])
 
 
 @contextlib.contextmanager
@@ -112,12 +112,12 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
         else:
             mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
             call, parts = compiled_network(task, stage, folder, mesh)
-        frames = stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"]
+        ported = frames.levels(stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"])
     yardstick = recorded["yardstick"].float()
-    by_frame = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
+    by_frame = (ported.float() - yardstick).abs().flatten(2).amax(2)[0]
     original = (recorded["original"].float() - yardstick).abs()
     worst = int(by_frame.argmax())
-    pictures = frame_pictures(recorded["original"][0, worst], frames[0, worst])
+    pictures = frame_pictures(recorded["original"][0, worst], ported[0, worst])
     return Decoded(rounding=float(original.max()), added=float(by_frame.max()), frame=worst, pictures=pictures)
 
 

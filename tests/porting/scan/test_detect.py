@@ -200,6 +200,21 @@ def test_a_tuple_that_a_function_says_it_returns_has_parts(kinds):
     assert kinds(text) == [("item", 7)]
 
 
+def test_a_list_of_tensors_gives_tensors_and_a_list_of_numbers_numbers(kinds):
+    text = """
+    import torch
+    def f(x: torch.Tensor, n: int):
+        for part in [x, x * 2]:
+            if part > 0:
+                n += 1
+        for size in (n, 2):
+            if size > 0:
+                n += 1
+        return n
+    """
+    assert kinds(text) == [("branch", 5)]
+
+
 def test_a_number_and_a_dictionary_without_annotation_are_no_tensors(kinds):
     text = """
     import torch

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fakes.plain_pack import PlainPack
 
 from torchport.commands import trace as command
 from torchport.porting import trace as tracing
+from torchport.porting.trace import assumptions
 from torchport.task import Request
 
 FORWARD = """    def forward(self, x, context):
@@ -35,6 +37,22 @@ def write(pack, statements, head=""):
 def traced(pack, **changes):
     request = Request("plain", str(pack.root / "configs/small.yaml"), paths=(str(pack.root),), **changes)
     return tracing.traced(request, None)
+
+
+def test_a_package_that_is_not_there_is_named_where_a_function_of_it_is_called():
+    noted = []
+    notes = types.SimpleNamespace(record=lambda error, assumed: noted.append((error.name, assumed)))
+    absent, x = assumptions.Anything("flash_attn", notes), torch.ones(2)
+    assert absent.ops.fused(1, x) is x
+    assert isinstance(absent.ops.fused(1), assumptions.Anything)
+    assert noted == [
+        ("flash_attn", "the call returns its first tensor"),
+        ("flash_attn", "the call returns a stand-in"),
+    ]
+
+
+def test_a_tensor_of_the_host_is_none_of_the_networks():
+    assert assumptions.is_networks(torch.ones(2, device="meta")) and not assumptions.is_networks(torch.ones(2))
 
 
 def rows(report):
