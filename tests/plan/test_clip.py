@@ -1,5 +1,6 @@
 """The seconds of a clip: its parts add up, each says what limits it, and the host's memory is part of "it fits"."""
 
+import contextlib
 import html
 
 import pytest
@@ -92,3 +93,19 @@ def test_lines_and_page_have_each_part_with_its_limit(found):
     for part in found.parts:
         assert part.limit in text
         assert (html.escape(part.limit, quote=False) in page.replace("&#39;", "'")) is not part.once
+
+
+def test_upstreams_modules_are_built_with_the_patches_in_force(monkeypatch):
+    """A network whose number of parameters the card does not say is built, and its module may need a stub."""
+    inside = []
+
+    @contextlib.contextmanager
+    def noted(task, stages):
+        inside.append(stages)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(clip, "in_force", noted)
+    monkeypatch.setattr(clip, "_encode", lambda task: [])
+    monkeypatch.setattr(clip.network, "parameters", lambda task, component: {1: 10**9}[len(inside)])
+    assert clip.of_plans(task_of(), planned()).host_bytes > 0

@@ -35,7 +35,9 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     if any(stage.name not in planned or planned[stage.name].step.model_s is None for stage in stages):
         return None
     encode = [] if task.job.encode == "devices" else _encode(task)
-    parts = [_load(task), _compile(planned), *encode, *(_on_devices(planned[s.name], s) for s in stages)]
+    with in_force(task, task.family.STAGES):  # upstream's modules may need a stub to be imported
+        load, host_bytes = _load(task), preflight.host_bytes(task)
+    parts = [load, _compile(planned), *encode, *(_on_devices(planned[s.name], s) for s in stages)]
     parts.append(_write(task))
     seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
@@ -50,7 +52,7 @@ def of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
         times_real_time=seconds[False] / length,
         chip_s=seconds[False] * chips,
         dollars=None if price is None else seconds[False] * chips * price / 3600,
-        host_bytes=preflight.host_bytes(task),
+        host_bytes=host_bytes,
         host_memory_bytes=None if chip.host_memory is None else chip.host_memory * chips_of_host,
     )
 
