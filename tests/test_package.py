@@ -51,6 +51,14 @@ def test_a_wheel_holds_every_file_of_patches_and_configs(installed):
         assert (installed / "torchport" / "_data" / name).read_bytes() == (ROOT / name).read_bytes()
 
 
+@pytest.mark.slow
+def test_the_demo_runs_from_a_wheel_in_an_empty_folder(installed, tmp_path):
+    done = torchport(installed, tmp_path, "demo", "--out", "made")
+    assert done.returncode == 0, done.stderr
+    assert "made/video.mp4" in done.stdout.splitlines()
+    assert (tmp_path / "made" / "video.mp4").stat().st_size > 10_000
+
+
 def test_a_wheel_says_where_the_pages_are(installed):
     """`torchport explain --web` reads it there."""
     done = torchport(installed, installed, "explain", "--web", "TP203")

@@ -19,6 +19,7 @@ from torchport.files import atomic
 COMMANDS = {
     "check": "Tries patches against the upstreams that are installed, and reads cards and configs.",
     "compare": "Compares two runs by their output folders: frames before the codec, and latents step by step.",
+    "demo": "Makes a small video without an accelerator, and says what to try next.",
     "doctor": "Checks devices, versions, disk, checkpoints, and settings that are known to fail.",
     "exec": "Runs somebody else's script under a model's patches, unchanged.",
     "explain": "Explains an error, such as TP107, or a finding of scan, such as PS401.",

@@ -1,0 +1,50 @@
+"""`torchport demo`: a video on this machine, and what to try next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from torchport.commands import options, terminal
+from torchport.commands.run import lines
+from torchport.errors import TorchportError
+
+CONFIG = "configs/demo.yaml"
+
+
+@terminal.command("demo")
+@click.argument("prompt", default="a red disc moves right")
+@click.option("--out", type=options.FILE, metavar="DIR", help="Output folder [outputs/<run>].")
+def command(prompt: str, out: Path | None) -> None:
+    """Makes a small video without an accelerator, and says what to try next.
+
+    PROMPT names a colour, a shape and a direction, as in "a red disc moves right", the default.
+    """
+    terminal.log_to_stderr(quiet=False, verbose=False)
+    from torchport.config.pack import find_pack
+    from torchport.run.path import run
+    from torchport.task import Request
+
+    cards = [read[0] for _, read in find_pack().cards() if not isinstance(read, TorchportError)]
+    card = next(card for card in cards if card.demo == CONFIG)
+    words = f"--model {card.model} --config {CONFIG} --prompt {shlex.quote(prompt)}"
+    terminal.say(
+        [
+            f"torchport run {words}",
+            f"  {card.title}: its classes, small, with weights that draw moving shapes.",
+            "  They are patched, sharded and compiled for 8 virtual devices, as the published model is for TPU chips.",
+            "  It takes about a minute.",
+        ]
+    )
+    summary = run(Request(card.model, CONFIG, prompt, out=out))
+    following = [
+        f"torchport verify {words} --decode",
+        "  Is it the picture of the original, in PyTorch?",
+        f"torchport plan --model {card.model} --config configs/720p.yaml    (after: pip install 'torchport[plan]')",
+        "  Does 720p fit on eight TPU chips, and how fast is it?",
+        "torchport scan REPO --entry PACKAGE.MODULE:CLASS",
+        "  What in your own model does not run on a TPU?",
+    ]
+    terminal.say([*lines(summary), "", *following])
