@@ -591,11 +591,28 @@ def test_a_network_without_rules_is_refused(copied):
 def test_all_wrong_names_of_a_card_are_named_together(copied):
     card, document = copied.card("hunyuan")
     with pytest.raises(MissingKeyError) as caught:
-        cards.check_names(card, ["transformer", "video_vae"], document)
+        cards.check_names(card, ["transformer", "text_encoder"], document)
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith(": There are no rules for 'video_vae'. Add 'video_vae', a network of 'hunyuan'.")
+    assert lines[0].endswith(": There are no rules for 'text_encoder'. Add 'text_encoder', a network of 'hunyuan'.")
     wrong = [line for line in lines if "'vae' is no network of 'hunyuan'" in line]
-    assert len(wrong) == 2 * len(card.strategies) and len(lines) == 4 * len(card.strategies)
+    own = [strategy for strategy in card.strategies.values() if strategy.like is None]
+    assert 0 < len(own) < len(card.strategies)  # what a strategy takes from another is refused there
+    assert len(wrong) == 2 * len(own) and len(lines) == 4 * len(own)
+
+
+def test_a_network_that_is_no_component_is_refused_as_that_alone(copied):
+    card, document = copied.card("hunyuan")
+    with pytest.raises(UnknownKeyError) as caught:
+        cards.check_names(card, ["transformer", "video_vae"], document)
+    [line] = str(caught.value).splitlines()
+    assert "'video_vae' is no component of 'hunyuan'" in line
+
+
+def test_a_card_that_extends_another_says_its_own_name(copied):
+    file = copied.root / "configs" / "models" / "cogvideox_i2v.yaml"
+    file.write_text(file.read_text().replace("model: cogvideox_i2v\n", ""))
+    with pytest.raises(MissingKeyError, match=r"cogvideox_i2v.yaml:1: 'model' is missing. Add 'model: cogvideox_i2v'."):
+        copied.card("cogvideox_i2v")
 
 
 def test_every_shipped_card_names_its_own_networks_alone(pack):

@@ -815,12 +815,15 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
     sections: list[tuple[list[str | int], Collection[str]]] = [(["stacks"], card.stacks)]
     for name, strategy in card.strategies.items():
         here: list[str | int] = ["strategies", name]
-        sections += [([*here, kind], getattr(strategy, kind)) for kind in ("weights", "inputs", "activations")]
+        for kind in ("weights", "inputs", "activations"):
+            rules = getattr(strategy, kind)  # those that are `like` another strategy's are refused there
+            written = [each for each in rules if strategy.like is None or (*here, kind, each) in document.lines]
+            sections.append(([*here, kind], written))
         sections += [([*here, "divides", axis], [path.split(".")[0]]) for axis, path in strategy.divides.items()]
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
             misspelt = {closest(rule, networks) for rule in set(rules) - set(networks)}
-            # Of a generic family, a network that is no component is refused at `call`.
-            known = set(networks) if card.call is None else set(networks) & set(card.components)
+            # A network that is no component is refused as that.
+            known = set(networks) & set(card.components) if strategy.like is None else set()
             for network in sorted(known - set(rules) - misspelt):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 yield MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
@@ -838,13 +841,14 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
     sections_of_names += [(["strategies", name, "like"], [like], "strategy", alone) for name, like in likes]
     sections_of_names += [(["tiny", "trained"], card.tiny.trained, "component", card.components)]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
-    if card.call is not None:
-        needed = [*card.call.networks, *card.call.encoders, "scheduler", "vae"]
-        sections_of_names += [(["call"], needed, "component", card.components)]
+    needed = networks if card.call is None else [*card.call.networks, *card.call.encoders, "scheduler", "vae"]
+    sections_of_names += [(["components" if card.call is None else "call"], needed, "component", card.components)]
     absent: set[str] = set()
+    # Where a network is no component, rules for a component may be meant for it: they are not refused, too.
+    meant = set(card.components) if set(networks) - set(card.components) else set()
     for path, names, word, known_names in sections_of_names:
         for name in names:
-            if name not in known_names and name not in absent:
+            if name not in known_names and name not in absent and not (word == "network" and name in meant):
                 absent |= {name} if word == "component" else set()
                 fact = f"'{name}' is no {word} of '{card.model}'"
                 yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)

@@ -14,6 +14,7 @@ from torchport.config.document import Document, overridden, read_document, valid
 from torchport.errors import (
     BadValueError,
     DataFolderError,
+    MissingKeyError,
     TakenNameError,
     TorchportError,
     UnknownNameError,
@@ -113,6 +114,8 @@ class Pack:
         home = self.home(name)
         document = home._card_document(name)
         card = validated(Card, document)
+        if ("model",) in document.files:  # it is that of the card which this one extends
+            raise MissingKeyError(document.place(), "'model' is missing", f"Add 'model: {name}'", key="model")
         if card.model != name:
             raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
         if card.overrides:
