@@ -218,9 +218,8 @@ def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozen
 
 
 def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
-    """Returns the findings for patches that are applied after their modules are imported, all groups in one process.
-
-    If that process dies, each group is tried again in a process of its own, to find the upstream that ends it.
+    """Returns the findings for patches that are applied after their modules are imported. All groups share a process;
+    if it dies, each is tried again in a process of its own, to find the upstream that ends it.
     """
     if not groups:
         return Report()

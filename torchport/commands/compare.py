@@ -144,7 +144,7 @@ def _rows(rows: Sequence[Difference]) -> str:
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:
-    """Returns the lines of the table of frames, with a column for B and one for the floor."""
+    """Returns a table of how far B's frames are from A's, and those of the floor, A's job on another mesh."""
     count, _, height, width = comparison.a.frames.shape
     cells: dict[str, Callable[[Distance], str]] = {
         "PSNR, dB": lambda d: _decibels(d.frames.psnr),

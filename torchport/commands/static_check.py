@@ -93,9 +93,8 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
 
 
 def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
-    """Returns the entries of every file that can be read, each id once; an unreadable file is added to `report`.
-
-    The highest folder in which the names are looked up is `home`, as in `patch.read`.
+    """Returns the entries of every file that can be read, each id once; an unreadable file is added to `report`. `home`
+    is the highest folder in which the names are looked up, as in `patch.read`.
     """
     stack = stack_of(folders)
     readable: dict[str, None] = {}

@@ -82,7 +82,9 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
-    """Returns a component's rules under a card's strategy, after `extra` rules for inputs; refuses unknown names."""
+    """Returns a component's sharding rules in a card's strategy; raises if there is no such strategy or component.
+    Where an `extra` rule and a rule of the card match the same input, the `extra` rule holds.
+    """
     if strategy not in card.strategies:
         fact = f"'{card.model}' has no strategy '{strategy}'"
         raise UnknownNameError("port", fact, nearest(strategy, card.strategies), name=strategy)

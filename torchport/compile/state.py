@@ -148,10 +148,10 @@ class State:
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
     def before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
-        """Returns the snapshot of what a call finds; refuses a weight or a buffer that was changed since `port`.
+        """Returns a snapshot of the objects and tensors that a call can reach, taken before the call.
 
-        Args:
-            unnamed: The parameters whose names are no part of their tensors' names, such as `kwargs`.
+        Raises a BadValueError for a weight or buffer that was changed since `port`. A tensor in a parameter of
+        `unnamed`, as in `**kwargs`, is named `mask`, not `kwargs.mask`.
         """
         submodules = [*self.module.modules()]
         for part in submodules:
@@ -317,14 +317,14 @@ class State:
             found[_HOOKS] = hooks
         return found
 
-    def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
-        """Replaces an object's items or attributes in place; see `parts`."""
-        if not self._is_submodule(thing):
-            graph.fill(thing, new)
+    def fill(self, node: Any, new: Mapping[Part, Any]) -> None:
+        """Makes `new` the parts of an object, in place; its parts that `new` lacks are deleted, and weights stay."""
+        if not self._is_submodule(node):
+            graph.fill(node, new)
             return
-        attributes, buffers = vars(thing), thing._buffers
-        graph.fill_slots(thing, new)
-        for kind, name in self.parts(thing):
+        attributes, buffers = vars(node), node._buffers
+        graph.fill_slots(node, new)
+        for kind, name in self.parts(node):  # of the other kinds, submodules and hooks, nothing is changed
             if (kind, name) not in new and kind == "attribute":
                 del attributes[name]
             elif (kind, name) not in new and kind == "buffer":

@@ -161,9 +161,8 @@ class StepCached:
         return output
 
     def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
-        """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes.
-
-        It compiles both programs, so that later steps need not.
+        """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes. It
+        compiles both programs, so that later steps need not.
         """
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:

@@ -118,8 +118,7 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
-
+    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name, and
     None for any other exception.
     """
     module = sys.modules.get("torchax.tensor")
@@ -130,9 +129,8 @@ def missing_operator(error: BaseException) -> str | None:
 
 
 def difference(error: BaseException) -> tuple[str, str] | None:
-    """Returns the operator that differs from PyTorch's, with how it differs, and what to do instead.
-
-    None for any other exception than a `DiffersError`.
+    """Returns the operator that differs from PyTorch's, how it differs, and what to do instead; None for any exception
+    but a `DiffersError`.
     """
     return (str(error), error.cure) if isinstance(error, DiffersError) else None
 

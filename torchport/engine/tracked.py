@@ -70,9 +70,8 @@ def prepare(environment: Any) -> None:
 
 
 def _value(tensor: Any) -> Any:
-    """Returns the JAX array of a traced tensor; if PyTorch has its values, each trace makes an array of its own.
-
-    Upstream may keep tables from one call to the next, in a cache of a function's results.
+    """Returns the JAX array of a traced tensor; for a tensor with known values, an array that belongs to this trace, as
+    upstream may keep such tables from one call to the next.
     """
     value, trace = tensor.__dict__.get("_array"), tensor.__dict__.get("_made_in", _trace)
     if value is None or (trace != _trace and is_known(tensor)):

@@ -219,9 +219,8 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
 
 
 def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that says of which classes a checkpoint's components are, and its data.
-
-    A modular pipeline's file has, beside each class, from where the component comes.
+    """Returns the file that says of which classes a checkpoint's components are, and its data. A modular pipeline's
+    file also says, beside each class, from where the component comes.
     """
     file, of_modular = folder / "model_index.json", folder / "modular_model_index.json"
     if file.is_file() or not of_modular.is_file():

@@ -332,9 +332,8 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors; refuses a key that fits none of them.
-
-    A file may call a tensor as the module does, or as the checkpoint does (`name_in_file`).
+    """Returns what a component's LoRA files add to its tensors; raises if a key fits none of them. A file may name a
+    tensor as the module does, or as the checkpoint does (`name_in_file`).
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:

@@ -335,9 +335,8 @@ def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
 
 
 def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Returns the module with the buffers that a component's files hold; its weights stay on meta.
-
-    A pipeline reads such buffers, as the mean of a VAE's latents, without calling the module.
+    """Returns the module with the buffers that a component's files hold; its weights stay on meta. A pipeline reads
+    such buffers, as the mean of a VAE's latents, without calling the module.
     """
     state = module.state_dict()
     names = {name for name, _ in module.named_buffers()} & state.keys()

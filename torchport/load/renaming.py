@@ -67,9 +67,8 @@ def closest(name: str, names: Collection[str]) -> str:
 def file_names(
     names: Iterable[str], rules: Sequence[RenameRule], places: Sequence[str], is_unread: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
-
-    A name for which `is_unread` is true is not used: the file's reader would leave it out.
+    """Returns what a file calls each tensor of a module: names that the rules turn into the module's. Each rule is used
+    at least once; a name for which `is_unread` is true is not taken, as the file's reader would leave it out.
     """
     inverses = [inverse for inverse in map(_inverse, rules) if inverse is not None]
     fitting: dict[str, list[str]] = {}

@@ -301,10 +301,8 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
 
 
 def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
-    """Returns a tokenizer of the real class, trained on a few sentences.
-
-    Upstream crops a fixed number of tokens, its template's prefix; the tiny one is filled up to exactly that number,
-    or template tokens would count as prompt.
+    """Returns a tokenizer of the real class, trained on a few sentences. Upstream crops the first tokens, a prompt
+    template of fixed length; this one's template is filled up to that length, or it would count as prompt.
     """
     system = _system_message(spec.system_message_of) if spec.system_message_of else ""
     longest = {} if spec.model_max_length is None else {"model_max_length": spec.model_max_length}

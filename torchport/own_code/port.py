@@ -149,7 +149,7 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
 
 
 def _owners(module: torch.nn.Module, session: Session) -> failure.Owners:
-    """Returns whose code the module runs, for errors. Packages of its submodules are upstream's, in any case."""
+    """Returns whose code a module runs, for remedies in errors; the packages of its submodules count as upstream's."""
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return failure.Owners(
         session.pack,

@@ -81,9 +81,8 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
-    """Returns the call of each encoder of a stage, as shapes of tokens and mask; patches must be in force.
-
-    The result is empty if the shapes of the embeddings are not known before a run.
+    """Returns the call of each encoder of a stage, as shapes of tokens and mask; empty if the shapes of the embeddings
+    are not known before a run. Patches must be in force.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:

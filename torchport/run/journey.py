@@ -193,9 +193,9 @@ class Journey:
         lap: Callable[[str], None],
         programs: Mapping[str, compile.Compiled],
     ) -> None:
-        """Notes a stage's programs, the seconds that it ran, and those of them in which its programs were compiled.
+        """Notes a stage's programs and its seconds, and writes the curve of a calibrating step cache; `--memory` logs.
 
-        Programs are compiled when they are first called, inside the verb.
+        Programs are compiled when the stage first calls them, so that the seconds of compiling are taken from the run.
         """
         lap("run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]

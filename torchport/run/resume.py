@@ -65,7 +65,6 @@ class Unfinished:
         self, weights: checkpoint.Checkpoint, shas: Mapping[str, str], stage: StageName = "denoise"
     ) -> tuple[int, dict[str, torch.Tensor]]:
         """Returns how many steps of a stage a stopped run of this very job finished, and its latents; 0 and {} if none.
-
         From now on, `save` saves the latents of this stage.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)

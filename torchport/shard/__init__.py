@@ -294,9 +294,8 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
-    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
-
-    The dtype stays, even if it has 64 bits: `enable_x64` keeps JAX from halving it.
+    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part. The dtype stays,
+    even if it has 64 bits: `enable_x64` keeps JAX from halving it.
     """
     array = _to_numpy(tensor)
     with jax.enable_x64(True):

@@ -220,7 +220,11 @@ class Original:
             return self.eager(**inputs)
 
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Returns the yardstick's output and values at borders; each of its modules gets the original's values."""
+        """Calls the copy in a wider dtype; returns its output, and what enters and leaves its modules `paths`.
+
+        In the copy, a module's arguments and outputs are replaced by those that `values` has for it, so that a
+        difference is the module's own.
+        """
         eager = self.eager
         if self._wide is None:
             module = wide_module(eager.module, self.dtype)

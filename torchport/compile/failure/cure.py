@@ -162,8 +162,7 @@ def _cuda(failure: Failure) -> Cure:
 
 
 def _torch_maker(frame: Frame) -> str | None:
-    """Returns the torch function that moves or makes a tensor on CUDA in upstream's statement, as a patch's target.
-
+    """Returns the torch function that moves or makes a tensor on CUDA in upstream's statement, as a patch's target;
     None outside upstream, and for other statements.
     """
     if frame.owner != "upstream":

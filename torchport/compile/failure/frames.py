@@ -135,7 +135,6 @@ def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
 
 def to_list(every: Sequence[Frame], frame: Frame) -> list[Frame]:
     """Returns the frames to show to a person, the innermost last: code that a port can change, and the code at fault.
-
     The frame of a comprehension has its function's name and line, and is not shown twice.
     """
     ours = [other for other in every if other.owner in OURS or other == frame]

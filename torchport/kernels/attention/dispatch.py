@@ -269,9 +269,8 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation of a call, as a function of q, k, v, lengths and mask; notes the call for a plan.
-
-    The queries have the shape [B, H, S].
+    """Returns the implementation of a call, as a function of q, k, v, lengths and mask; notes the call for a plan. The
+    queries have the shape [B, H, S].
     """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.

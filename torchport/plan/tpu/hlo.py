@@ -166,9 +166,8 @@ class HloProgram:
     flops_per_cycle: float = math.inf
 
     def walk(self, computation: str | None = None) -> Iterator[InstructionRuns]:
-        """Yields every instruction that runs, and how many times it runs; a fusion is one instruction.
-
-        A loop's condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
+        """Yields every instruction that runs, and how many times it runs; a fusion is one instruction. A loop's
+        condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
         """
         return self._walk(computation or self.entry, 1, False)
 

@@ -147,9 +147,8 @@ def _kind(cls: Any) -> Kind:
 
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
-    """Returns small numbers for the arguments of each component that has weights.
-
-    The names of the arguments say what they are. Whether the components agree with one another shows in a trial.
+    """Returns small numbers for the arguments of each component that has weights, by the arguments' names. Whether the
+    components agree with one another shows in a trial.
     """
     widths = iter(_WIDTHS * len(parts))
     result: dict[str, dict[str, Any]] = {}

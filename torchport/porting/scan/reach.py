@@ -109,15 +109,15 @@ class Reached:
         return known
 
     def _import(self, name: str) -> None:
-        """Notes that a module is imported, with the packages around it."""
+        """Notes that a module and the packages around it are imported: their own statements and class bodies run."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = self._codebase.modules.get(".".join(parts[:end]))
-            if module is not None and module.units[MODULE] not in self._arguments:
-                self._reach(module.units[MODULE], None, None)
+            if module is not None and module.units[MODULE] not in self._arguments:  # else it was imported before
+                self._reach(module.units[MODULE], caller=None, call=None)
                 for unit in module.units.values():
                     if unit.is_class:
-                        self._reach(unit, None, None)
+                        self._reach(unit, caller=None, call=None)
 
     def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
         """Notes that a function is called, and with which constants; without a `call`, nothing is known of them."""

@@ -280,7 +280,7 @@ def _tensor_attributes(codebase: Codebase, unit: CodeUnit) -> frozenset[str]:
 
 
 def _package_of(path: Path) -> str:
-    """Returns the dotted name of a folder that lies inside a package, or is one; else nothing."""
+    """Returns the dotted name of the package that a folder is, or that a file lies in; empty outside of packages."""
     names: list[str] = []
     current = path.resolve()
     current = current.parent if current.is_file() else current
