@@ -208,7 +208,7 @@ class _Output:
 
 
 def _run_with_output(command: click.Command) -> int:
-    """Runs a command and flushes its output; returns the exit code, 1 if the reader of a pipe has closed it."""
+    """Runs a command and flushes its output, or raises; returns the exit code, 1 if the reader of a pipe is gone."""
     stream = sys.stdout
     if stream is None:  # it was closed, and click prints nothing
         return _exit_code(command)

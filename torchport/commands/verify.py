@@ -172,7 +172,7 @@ def findings_of(verification: Verification) -> findings.Report:
 
 
 def _capture_folder(against: str) -> Path | None:
-    """Returns the folder in a value of --against, `run:DIR`; None for `original`."""
+    """Returns the folder in a value of --against, `run:DIR`; None for `original`. Raises for any other value."""
     if against == "original":
         return None
     kind, _, name = against.partition(":")

@@ -111,7 +111,7 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the rules of a shared strategy, for a module that has no model card.
+    """Returns the rules of a shared strategy, for a module that has no model card; raises if there is no such strategy.
 
     Args:
         strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.

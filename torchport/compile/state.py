@@ -233,7 +233,7 @@ class State:
                 _write(table, value)
 
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
-        """Returns what a call does: the difference between what it found and what it left."""
+        """Returns what a call does, from the snapshots before and after it; raises if it exchanges submodules."""
         changed = {}
         for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
             if [*old.items()] != [*new.items()]:
@@ -377,10 +377,10 @@ class _Survey:
         return snapshot
 
     def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
-        """Returns the term that describes a value: a constant, a reference, or a container of terms.
+        """Returns the term for a value: a constant, a reference, or a container of terms; raises for other arguments.
 
         Args:
-            path: The names that lead to it from the arguments.
+            path: The names that lead to it from the arguments; None: it is reached otherwise.
             thing: The node that has it as its `part`.
         """
         if id(value) in self.numbers:
@@ -440,7 +440,7 @@ class _Survey:
         return self.tensors[id(tensor)]
 
     def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
-        """Adds a tensor to the inputs, under a name that no other input has, and returns its reference."""
+        """Adds a tensor to the inputs, under a new name, and returns its reference; raises for a sparse tensor."""
         snapshot = self.snapshot
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"

@@ -96,7 +96,7 @@ def _copy(tensor: Any, known: dict[int, Any]) -> Any:
 
 
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
-    """Assigns to `tensor.data`: gives the tensor the memory of a value of the same shape, dtype and strides."""
+    """Assigns to `tensor.data`: gives the tensor a value's memory. Raises unless shape, dtype and strides are equal."""
     dispatch = tensor._env.dispatch
     value, whose = dispatch._known(value), dispatch._memory(tensor).whose
     if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
@@ -564,7 +564,7 @@ class Dispatch:
             other._array = value
 
     def _changed_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator such as `unsqueeze_`, which makes its tensor another view of the same memory."""
+        """Calls an operator such as `unsqueeze_`, which makes its tensor another view of its memory, or raises."""
         tensor, other = args[0], functional(function)
         if other is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")

@@ -30,7 +30,7 @@ _NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk."""
+    """Yields a temporary path beside `file`, and renames it to `file` when it is whole and on the disk, or raises."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=TEMPORARY, suffix=file.suffix, dir=file.parent)
@@ -94,7 +94,7 @@ def remove(*files: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the output folder, and tests that it can be written before hours are spent."""
+    """Makes the output folder; raises if it cannot be written, before hours are spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -122,7 +122,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, handle: int) -> bool:
-    """Returns whether the folder is now this process's; False on a file system that has no locks."""
+    """Returns whether the folder could be locked, False if the file system has no locks; raises if it is locked."""
     try:
         is_locked = _flock(handle)
     except OSError as error:

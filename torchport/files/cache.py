@@ -48,7 +48,7 @@ def is_off() -> bool:
 
 
 def make(path: Path) -> Path:
-    """Returns a folder of the cache, made with every missing one above it for its owner alone (0700)."""
+    """Returns a folder of the cache, made with the missing ones above it for its owner alone (0700), or raises."""
     try:
         for part in (*reversed(path.parents), path):
             # mkdir's own `parents` would make those above by the umask, which may let the group write.

@@ -131,7 +131,7 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
 
 
 def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
-    """Returns a repository's folder in the hub's cache, after downloading what matches `patterns`, not `without`."""
+    """Returns a repository's folder in the hub's cache after downloading all of `patterns` but `without`, or raises."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -311,7 +311,9 @@ def _digest(folder: Path, files: Sequence[Path]) -> str:
 
 
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
-    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder."""
+    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder.
+    Raises if the folder has several indices, a file that its index does not name, or none.
+    """
     if file is not None:
         return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
     indices = sorted(folder.glob("*.safetensors.index.json"))

@@ -76,7 +76,7 @@ class _Adapter:
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     def alpha(self, names: Sequence[str], rank: int) -> float:
-        """Returns the alpha of a layer that has these `names` and no tensor for it: the trainer's, or else the rank."""
+        """Returns the alpha of a layer without a tensor for it: the trainer's, or else the rank; raises for two."""
         found: dict[float, str] = {}
         for source in self._sources:
             alphas = list(self._alphas(source, names))
@@ -100,7 +100,7 @@ class _Adapter:
                 yield _Source(f"'{key}'", self._of_component(self._object(key, text)))
 
     def _object(self, key: str, text: Any) -> dict[str, Any]:
-        """Returns a JSON object that is a value in the metadata, as text or already parsed."""
+        """Returns a JSON object that is a value in the metadata, as text or already parsed; raises for other values."""
         try:
             value = json.loads(text) if isinstance(text, str) else text
         except (ValueError, RecursionError) as error:
@@ -414,7 +414,7 @@ class _Reader:
             yield from self._layer_additions(layer, name, keys)
 
     def _keys_by_name(self) -> dict[str, dict[str, str]]:
-        """Returns the file's keys by the layer's name in the file, and then by their part in `PARTS`."""
+        """Returns the file's keys by the layer's name, and then by their part in `PARTS`; raises for other keys."""
         keys: dict[str, dict[str, str]] = {}
         for key, entry in self.entries.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
@@ -445,7 +445,7 @@ class _Reader:
         return f"{remedy}. Merge this one into the checkpoint, or name a plain LoRA" if piece else remedy
 
     def _layer(self, name: str, key: str, layers: Mapping[str, set[str]]) -> str:
-        """Returns the layer that a name in the file means, with or without a prefix."""
+        """Returns the layer that a name in the file means, with or without a prefix; raises if none or several fit."""
         bare = list(self._bare(name))
         fitting = sorted({layer for each in bare for layer in layers.get(each, ())})
         if len(fitting) == 1:

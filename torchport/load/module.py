@@ -189,7 +189,7 @@ def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.
 
 
 def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module that a constructor or a card's function makes of keyword arguments."""
+    """Returns a module that a constructor or a card's function makes; raises if it is of another class."""
     function: Callable[..., torch.nn.Module]
     if isinstance(maker, Builder):
         function, cls, name = maker.function, class_of(maker.class_path), maker.reference

@@ -17,7 +17,7 @@ from torchport.progress import log
 
 
 def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns the file, dtype and shape of every tensor that transformers reads, from safetensors or else a pickle."""
+    """Returns file, dtype and shape of each tensor that transformers reads, from safetensors or pickle, or raises."""
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
         return {name: (file, entry) for name, entry in pickled.header(file).items()}

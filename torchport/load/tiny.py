@@ -225,7 +225,7 @@ def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -
 
 
 def _save(contents: _Contents, part: Any, folder: Path, layout: Layout, place: str) -> None:
-    """Saves a component by its `save_pretrained`; as its layout says, if that has a file or names of its own."""
+    """Saves a component by its `save_pretrained`, or under its layout's file and names if it has any; else raises."""
     if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
         part.save_pretrained(folder)
     elif hasattr(part, "state_dict") and hasattr(part, "forward"):

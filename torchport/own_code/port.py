@@ -85,7 +85,7 @@ def _rules(
     component: str | None,
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
-    """Returns a module's rules: its caller's own, those of a shared strategy, or the card's."""
+    """Returns a module's rules: its caller's, those of a shared strategy, or the card's; raises if there are none."""
     is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
     if not is_name:
         if inputs:

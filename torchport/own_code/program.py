@@ -86,7 +86,7 @@ def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
-    """Returns the axes of the flag `--mesh`, such as `dp=2,tp=4`, with their sizes; None without the flag."""
+    """Returns the axes with their sizes in a value of `--mesh`, as `dp=2,tp=4`, or raises; None without the flag."""
     if text is None:
         return None
     mesh: dict[Any, int] = {}

@@ -333,7 +333,7 @@ _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
 def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
-    """Runs `compiled` in a process of its own, and returns its programs; the compiler's dump goes into `folder`."""
+    """Runs `compiled` in a process of its own and returns its programs; raises if `folder` has an earlier dump."""
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")

@@ -51,7 +51,7 @@ class Unfinished:
         self.step = number
 
     def keep(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Keeps the latents after a step in a file of their own, which stays: `torchport compare` reads it."""
+        """Writes the latents after a step to a file of their own, for `torchport compare`; raises if there are none."""
         latents = latents_of(state)
         if latents is None:
             fact = f"'keep_steps' is true, and the state of '{self.stage}' after a step has no 'latents', but"

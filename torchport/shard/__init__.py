@@ -173,7 +173,7 @@ def _first(rules: Sequence[RuleT], name: str, place: str, what: str) -> RuleT:
 
 
 def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
-    """Returns the rule of one input of a network, with the spec that fits its shape."""
+    """Returns the rule of one input of a network, with the spec that fits its shape; raises if none fits."""
     rule = _first(rules, name, place, f"the input '{name}' {list(shape)} of {what}")
     try:
         return _with_fitting_spec(name, shape, rule, mesh, place)

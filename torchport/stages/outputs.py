@@ -37,7 +37,7 @@ def of_call(output: Any, names: Sequence[str], network: str) -> Any:
 
 
 def _by_names(output: Any, names: Sequence[str], network: str) -> Sequence[Any]:
-    """Returns the outputs in the order of their names: by position of a tuple or list, else by name."""
+    """Returns the outputs in the order of `names`: by position of a tuple or list, else by name; or raises."""
     if isinstance(output, torch.Tensor):
         output = (output,)
     if isinstance(output, tuple | list):

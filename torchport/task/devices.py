@@ -41,7 +41,7 @@ class Need:
 
 
 def prepare(machine: Machine) -> None:
-    """Gives JAX in this process its share of the machine's virtual CPU devices, if it is a CPU machine."""
+    """Gives JAX in this process its share of the virtual devices of a CPU machine; raises if that is impossible."""
     import jax
 
     if machine.platform != "cpu":

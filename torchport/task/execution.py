@@ -73,7 +73,7 @@ def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None
 
 
 def pass_flags(execution: Execution, machine: Machine) -> None:
-    """Passes a set of flags to the compiler, which reads them when JAX starts."""
+    """Passes a set of flags to the compiler, which reads them when JAX starts; raises if JAX runs already."""
     if execution.xla_flags is None:
         return
     from jax._src import xla_bridge

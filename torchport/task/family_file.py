@@ -73,7 +73,7 @@ def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, what: str, p
 
 
 def _loaded(file: Path, card: Card, place: str) -> ModuleType:
-    """Returns the module of a file among the patches, which must not import the upstream yet."""
+    """Returns the module of a file among the patches; raises if it is not there, or if it imports the upstream."""
     if not file.is_file():
         known = [other.name for other in file.parent.glob("*.py")]
         fact = f"There is no file '{file.name}' beside the family '{card.family}'"
@@ -89,7 +89,7 @@ def _loaded(file: Path, card: Card, place: str) -> ModuleType:
 
 
 def builder(family: ModuleType, reference: str, place: str) -> Callable[..., Any]:
-    """Returns a function that builds a module, `file.py:function`, from its file beside a family's."""
+    """Returns the function `file.py:function` that builds a module, from a file beside a family's, or raises."""
     name, _, function = reference.partition(":")
     file = Path(str(family.__file__)).with_name(name)
     module = replacement.module_of(file, file.parent.name, place)

@@ -121,7 +121,7 @@ def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tens
 
 
 def write(recording: Any, file: Path) -> None:
-    """Writes a recording for the port's process, which waits until `file` exists: it gets this name when complete."""
+    """Writes a recording, or raises. The port's process waits for `file`, which gets this name when complete."""
     unfinished = file.with_suffix(".unfinished")
     try:
         torch.save(recording, unfinished)

@@ -86,7 +86,7 @@ def platform() -> tuple[str, str | None]:
 
 
 def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
-    """Returns lengths as int32 [B]. Known numbers must be 0 to `tokens`; those of a trace are clipped to that."""
+    """Returns lengths as int32 [B]. Known numbers outside 0 to `tokens` raise; those of a trace are clipped to that."""
     traced = isinstance(lengths, jax.core.Tracer)
     values = lengths if traced else numpy.asarray(lengths)
     if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
@@ -269,8 +269,8 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation of a call, as a function of q, k, v, lengths and mask; notes the call for a plan. The
-    queries have the shape [B, H, S].
+    """Returns the implementation of a call, as a function of q, k, v, lengths and mask, and notes the call for a plan.
+    Raises if that implementation cannot compute it. `shape` is that of the queries, [B, H, S].
     """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.

@@ -197,7 +197,7 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
 
 
 def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
-    """Returns a function wrapped like the original `raw`: as a static or class method or property, or not at all."""
+    """Returns a function wrapped as the original `raw` is: a static or class method, a property, or not at all."""
     try:
         if isinstance(raw, (staticmethod, classmethod)):
             shaped: Any = type(raw)(function)

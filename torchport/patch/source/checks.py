@@ -28,7 +28,7 @@ from torchport.source.parsing import SourceFile, read_source, tree_of
 
 
 def source_of(entry: Entry) -> SourceFile | None:
-    """Returns the source of an entry's target module. None if it has none, as a module in C."""
+    """Returns the source of an entry's target module, None for a module in C; raises if there is no such module."""
     try:
         return read_source(entry.module)
     except ModuleNotFoundError as error:

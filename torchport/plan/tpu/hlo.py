@@ -533,7 +533,7 @@ class _HloReader:
         )
 
     def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
-        """Returns a convolution's bfloat16 operations from its arrays, output first; 0 for another instruction."""
+        """Returns a convolution's bfloat16 operations from its arrays, output first, or raises; else returns 0."""
         if opcode != "convolution":
             return 0
         try:
@@ -543,7 +543,7 @@ class _HloReader:
             raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
 
     def close(self, text: str, start: int) -> int:
-        """Returns the index after the bracket that closes the one at `start`."""
+        """Returns the index after the bracket that closes the one at `start`; raises if none closes it."""
         depth = 0
         for token in _TOKEN.finditer(text, start):
             depth += (token[0] in "([{") - (token[0] in ")]}")

@@ -57,7 +57,7 @@ class PipelinePart:
 
 
 def pipeline_class(name: str) -> Any:
-    """Returns a pipeline class of diffusers by the name that `--model` has: `diffusers:MochiPipeline`."""
+    """Returns the pipeline class of diffusers with the name `diffusers:MochiPipeline`, or raises if it is not there."""
     import diffusers
     from diffusers import DiffusionPipeline
 
@@ -81,7 +81,7 @@ def pipeline_class(name: str) -> Any:
 
 
 def parts_of(cls: Any, place: str) -> list[PipelinePart]:
-    """Returns the components that a pipeline cannot be without, in the order of its constructor."""
+    """Returns the required components of a pipeline, in its constructor's order; raises if a class is unknown."""
     hints = typing.get_type_hints(cls.__init__)
     result = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
@@ -260,7 +260,7 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 
 def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
+    """Returns what a tiny tokenizer is trained with; None if it has no vocabulary; raises if it needs files."""
     try:
         blank = cls()
     except refusals() as error:
@@ -296,7 +296,7 @@ class Configurations:
         self.tokenizers = {part.name: _tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
 
     def built(self, component: str) -> Any:
-        """Returns a component, with drawn weights."""
+        """Returns a component with random weights; raises if it has more parameters than a tiny one may have."""
         if component in self.values:
             count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
             if count > LARGEST:

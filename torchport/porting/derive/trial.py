@@ -107,7 +107,7 @@ class PipelineTrial:
     unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
 
     def observed(self) -> Observed:
-        """Returns what the pipeline did, after mending what stopped it."""
+        """Returns what the pipeline did, after mending what stopped it; raises if that cannot be mended."""
         end = time.monotonic() + PATIENCE
         observed, stop = self._tried()
         while stop is not None:

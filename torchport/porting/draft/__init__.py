@@ -210,7 +210,7 @@ def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
 
 
 def _rewritten(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite` of the statement on a line of the target."""
+    """Returns the draft of a `rewrite` of the statement on a line of the target; raises if that cannot be rewritten."""
     target = find(wish.target, wish.place)
     what, line = ".".join(target.path), wish.line or 0
     last = target.node.end_lineno or target.node.lineno
@@ -232,7 +232,9 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
 
 
 def _lowered(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of an `op`. The parameters of an ATen overload come from torch's schema: torch is imported."""
+    """Returns the draft of an `op` for a function of torch, or raises; imports torch for the schema of an ATen
+    overload.
+    """
     module, _, path = wish.target.partition(":")
     if module.partition(".")[0] != "torch":
         fact = f"{wish.target} is not torch's"
@@ -287,7 +289,7 @@ def _argument_text(argument: Any) -> str:
 
 
 def _stubbed(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `stub` for a package that is not installed."""
+    """Returns the draft of a `stub` for a package that is not installed; raises if it is, or if an importer is not."""
     package = re.split(r"[.:]", wish.target)[0]
     if is_there(package):
         fact = f"The package {package} is installed, and a stub is for one that is not"

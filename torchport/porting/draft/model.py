@@ -71,7 +71,7 @@ class Part:
 
 
 def parts(wish: ModelDraftRequest) -> list[Part]:
-    """Returns the components; upstream must be on the search path. Nothing of it is imported."""
+    """Returns the components that the flags name, or raises. Upstream must be on the search path; it is only read."""
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
         fact = f"'{wish.name}' is no name for a folder of patches"
         raise BadValueError(wish.place, fact, "Write letters, digits and underscores")

@@ -44,7 +44,9 @@ _DEEPEST = 50_000
 
 
 def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
-    """Returns what in a codebase will not port. `entries` are run of it, as `pkg.mod:Class` or `pkg.mod:function`."""
+    """Returns what in a codebase will not port; raises if it has no Python file. `entries`, as `pkg.mod:Class` or
+    `pkg.mod:function`, are where its run begins.
+    """
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
     sources, unread = find_sources(path)
