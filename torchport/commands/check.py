@@ -269,9 +269,8 @@ def _in_fresh_process(
 
 
 def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
-    """Tries groups one after the other in this process, which must be fresh, and returns the findings.
-
-    The `mode` "armed" imports the targets while the patches are in force, "late" before the patches.
+    """Tries groups one after the other in this process, which must be fresh, and returns the findings. The `mode`
+    "armed" imports the targets while the patches are in force, "late" before the patches.
     """
     report = Report()
     for group in groups:

@@ -179,6 +179,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
 
 
 def _unlocked_finding(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
+    """Returns the finding for a patch whose target has no row in the lock, with the source to review."""
     text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
     text = f"{text} (with the --path and --upstream-path that are used here)."
     try:
@@ -373,9 +374,8 @@ def _check_config(
     is_whole: bool,
     report: Report,
 ) -> None:
-    """Checks a config: its fields, its machine, and that it is valid for one card of the pack.
-
-    The last only if `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
+    """Checks a config: its fields, its machine, and that it is valid for one card of the pack. The last only if
+    `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
     """
     try:
         pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack

@@ -95,9 +95,8 @@ def _check_value(option: click.Parameter, value: str) -> None:
 
 
 def say(text: str | Iterable[str]) -> None:
-    """Prints to standard output, with control characters escaped so that no text can control the terminal.
-
-    Of a list, each item is printed as one line: line breaks in it, as from a file name, are escaped, too.
+    """Prints to standard output, with control characters escaped so that no text can control the terminal. Of a list,
+    each item is printed as one line: line breaks in it, as from a file name, are escaped, too.
     """
     lines = text if isinstance(text, str) else "\n".join(line.replace("\n", r"\n") for line in text)
     click.echo(_escaped_lines(lines))

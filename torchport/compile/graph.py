@@ -353,9 +353,8 @@ def _rebuilt(kind: type, values: list[Any]) -> Any:
 
 
 def holder_of_traced() -> str:
-    """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does.
-
-    It names a global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
+    """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does. It names a
+    global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
     """
     if not engine.alive():
         return ""

@@ -74,9 +74,8 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 
 
 def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew.
-
-    A loop changes its scheduler, and the next run must not see that. Patches must be in place.
+    """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew. A
+    loop changes its scheduler, and the next run must not see that. Patches must be in place.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     return {**parts, **{name: _light(task, name, task.component_folder(folder, name)) for name in light}}

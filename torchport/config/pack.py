@@ -207,9 +207,8 @@ class Pack:
 
 
 def find_pack(paths: Sequence[str] = ()) -> Pack:
-    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one.
-
-    The current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
+    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one. The
+    current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
     """
     shipped = _shipped()
     packs = [*_packs("--path", paths)]

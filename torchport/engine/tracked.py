@@ -610,7 +610,6 @@ def on_host(value: Any) -> Any:
 
 def alive() -> list[Any]:
     """Returns those tensors of the last trace that something still refers to, and that depend on the network's inputs.
-
     Call it after the trace: the tensors lose what they know of shared memory, which refers to tensors, too.
     """
     from torchax import default_env
@@ -665,9 +664,8 @@ def _memory_of(tensor: Any) -> int:
 
 
 def _container(tensors: Sequence[Any]) -> int:
-    """Returns the number of the tensor in which all others of its memory lie; `len(tensors)` if there is none.
-
-    The largest one counts as it if no two overlap, or if the memory is much larger than all of them.
+    """Returns the number of the tensor in which all others of its memory lie; `len(tensors)` if there is none. The
+    largest one counts as it if no two overlap, or if the memory is much larger than all of them.
     """
     shadows = [tensor._shadow for tensor in tensors]
     largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].numel()))

@@ -105,9 +105,8 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs.
-
-    The kernel releases the lock however the process ends. The folder itself is locked: `filelock` would leave a file.
+    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs. The kernel
+    releases the lock however the process ends. The folder itself is locked: `filelock` would leave a file.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -178,9 +177,8 @@ def _new_scratch() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders of temporary files whose processes are gone.
-
-    A living process holds a lock on its folder. A process id would not tell: another process may have it by now.
+    """Removes this user's folders of temporary files whose processes are gone. A living process holds a lock on its
+    folder. A process id would not tell: another process may have it by now.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError):  # there is no folder for temporary files; who needs one says so

@@ -138,9 +138,8 @@ def _ancestors(path: Path) -> Iterator[Path]:
 
 
 def host() -> str:
-    """Returns a name for this host's kind of CPU.
-
-    XLA compiles for the CPU's instructions, which JAX's keys do not name: on another CPU a program may end in SIGILL.
+    """Returns a name for this host's kind of CPU. XLA compiles for the CPU's instructions, which JAX's keys do not
+    name: on another CPU a program may end in SIGILL.
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -283,7 +283,6 @@ def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, s
 
 def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
     """Returns a component's files: all in its folder; in the root, which components share, its `file` with its shards.
-
     A component in the root without `file` has all files that lie directly in the root.
     """
     if folder != root:

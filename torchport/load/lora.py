@@ -352,7 +352,6 @@ def _layers_by_name(
     loras: Loras, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]
 ) -> dict[str, set[str]]:
     """Returns the layers that each name can mean: the module's names, the checkpoint's, and those of the card's rules.
-
     Each name is there a second time with underscores in place of dots.
     """
     names: dict[str, set[str]] = {}

@@ -120,7 +120,6 @@ class _Storages(pickle.Unpickler):
 
 def _check_records(file: Path) -> None:
     """Refuses a file in which a record does not have exactly the bytes of its tensors, though torch has accepted it.
-
     torch maps the file into memory, whatever size a record has: a short one would go on with the next one's bytes.
     """
     with (

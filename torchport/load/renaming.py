@@ -119,9 +119,8 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
 
 
 def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
-    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax.
-
-    A dot outside groups counts as a dot: in a name it stands for itself.
+    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax. A dot
+    outside groups counts as a dot: in a name it stands for itself.
     """
     pieces: list[str | int] = []
     groups: list[str] = []

@@ -128,6 +128,7 @@ class Ledger:
         return [self._row(record) for record in self.records]
 
     def _row(self, record: Record) -> dict[str, Any]:
+        """Returns the row of a patch in the ledger, for manifests and tables."""
         entry, state = record.entry, record.state()
         if state in ("armed", "applied") and self._traced.get(entry.id):
             state = "used"  # by a credited trace, though it was not called here

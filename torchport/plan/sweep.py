@@ -141,6 +141,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def data(swept: Sweep) -> dict[str, Any]:
+    """Returns a sweep as JSON data: a row for each planned choice, and those that failed or were skipped."""
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
     return {
         "model": swept.model,
@@ -174,6 +175,7 @@ def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
 
 
 def lines(swept: Sweep) -> list[str]:
+    """Returns what `torchport plan --sweep` prints: a table with a row for each strategy and mesh."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
     rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:

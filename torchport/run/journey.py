@@ -194,7 +194,6 @@ class Journey:
         programs: Mapping[str, compile.Compiled],
     ) -> None:
         """Notes a stage's programs and its seconds, and writes the curve of a calibrating step cache; `--memory` logs.
-
         Programs are compiled when the stage first calls them, so that the seconds of compiling are taken from the run.
         """
         lap("run")

@@ -99,7 +99,6 @@ def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> N
 
 def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """Returns JAX's mesh of these devices, with the axes dp, sp and tp; an axis that the job leaves out has size 1.
-
     Devices of a group are neighbours, first those of a group along an inner axis: see `grid.order`.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
@@ -303,9 +302,8 @@ def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit.
-
-    Where several processes run together, all of them must call this, and each gets the whole array.
+    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit. Where several
+    processes run together, all of them must call this, and each gets the whole array.
     """
     host = to_host(array)
     if host.dtype == ml_dtypes.bfloat16:

@@ -306,9 +306,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
 
 
 def accept_like(task: Task, request: Request) -> Task:
-    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone.
-
-    It takes card, job and family from that task. It does not read the image: a series reads its images itself.
+    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone. It takes card,
+    job and family from that task. It does not read the image: a series reads its images itself.
     """
     _check_request(request, dry=False)
     _check_image(request, task.family, dry=False, reads_picture=False)

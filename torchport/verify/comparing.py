@@ -165,7 +165,6 @@ class _StageComparison:
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
         """Compares each recorded step, started from the original's latents; and the drift of a loop that has its own.
-
         The drift of a second network is measured only if the loop of the first has ended: it starts from its latents.
         """
         stage = self.stage
@@ -247,6 +246,7 @@ class _WatchedProgram:
         return placed
 
     def __call__(self, **inputs: Any) -> Any:
+        """Calls the network; in the first compared step it also records inputs and outputs in the host's memory."""
         output = self.call(**inputs)
         if self.step == self.first:
             # To the host: JAX arrays would start JAX in every process that unpickles them, before its devices are set.

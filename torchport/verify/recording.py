@@ -66,9 +66,8 @@ class RecordedCall:
 
 
 def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]) -> list[torch.Tensor] | None:
-    """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ.
-
-    A port's call may batch several conditions of guidance, for each of which the original has a call.
+    """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ. A port's
+    call may batch several conditions of guidance, for each of which the original has a call.
     """
     rows = torch.cat([output.float() for output in outputs])
     counts = [call.wide_output.shape[0] for call in calls]
@@ -147,9 +146,8 @@ def read(path: Path) -> Recording:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
-    """Records the original, and writes the recording to a file; runs in a process of its own.
-
-    Denoising steps are counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
+    """Records the original, and writes the recording to a file; runs in a process of its own. Denoising steps are
+    counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
     """
     write(recording_of(accept(request), steps, decodes), file)
 

@@ -326,6 +326,7 @@ def _job_line(verification: Verification) -> str:
 
 
 def _seam_line(verification: Verification) -> str:
+    """Returns the line on seams, the loop's values outside networks that are compared by name; empty without any."""
     bad = verification.bad_seams
     if not verification.seams:
         return ""
@@ -367,6 +368,7 @@ def _unit_group(unit: Unit) -> str:
 
 
 def _culprit_line(verification: Verification) -> str:
+    """Returns the line on the first unit of the network whose error is too large; empty without one."""
     if not verification.culprits:
         return ""
     unit = verification.culprits[0]
@@ -380,6 +382,7 @@ def _culprit_line(verification: Verification) -> str:
 
 
 def _cause_line(verification: Verification) -> str:
+    """Returns the line on the patch at fault and how it was found; without one the clue, or empty text."""
     if not verification.causes:
         return f"cause: {verification.clue}" if verification.clue else ""
     cause = verification.causes[0]

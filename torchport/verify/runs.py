@@ -174,9 +174,8 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
 
 
 def job(manifest: Manifest) -> dict[str, Any]:
-    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches.
-
-    Also without the fields of `PLAIN`, and without those that change with every run of one job, as its seconds do.
+    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches. Also
+    without the fields of `PLAIN`, and without those that change with every run of one job, as its seconds do.
     """
     return _fields(manifest, manifest.config)
 

@@ -108,6 +108,7 @@ class LoopRecord:
 
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
             if self._depth:  # a call of `super().step`, within a recorded one
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
@@ -211,7 +212,6 @@ def _run_upstream(
     task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
     """Takes the original's denoising steps in upstream's loop: a pipeline's `__call__`, or `upstream_loop` of a family.
-
     `inputs` are the outputs of the stages before, and `noise` if the user gives it.
     """
     settings = task.settings

@@ -290,9 +290,8 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
 
 
 def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
-    """Returns the measured blocks of a call, and the modules of its first faulty block.
-
-    If an earlier call is at fault (`is_over`), neither effects nor modules are measured.
+    """Returns the measured blocks of a call, and the modules of its first faulty block. If an earlier call is at fault
+    (`is_over`), neither effects nor modules are measured.
     """
     if is_over:
         return [_mark_behind(measured) for measured in units.blocks()]

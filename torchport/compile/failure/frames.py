@@ -171,9 +171,8 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
 
 
 def _is_passage(module: str, name: str, statement: str) -> bool:
-    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault.
-
-    A mode of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
+    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault. A mode
+    of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
     """
     is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
     return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)

@@ -176,9 +176,8 @@ def alone(
     centred: int,
     bias: int,
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns `norm_rotary` as a function of arrays, and the arrays' shapes, to be compiled alone by `plan`.
-
-    The last four are 0 or 1: no norm; a norm of all heads together; a LayerNorm (else RMSNorm); a norm with offsets.
+    """Returns `norm_rotary` as a function of arrays, and the arrays' shapes, to be compiled alone by `plan`. The last
+    four are 0 or 1: no norm; a norm of all heads together; a LayerNorm (else RMSNorm); a norm with offsets.
     """
 
     def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ class Slot:
             vars(self.holder)[self.name] = value
 
     def restore(self) -> None:
+        """Puts the original back, or removes the name again if the holder only inherited it."""
         if self.in_holder:
             self.put(self.raw)
         elif isinstance(self.holder, type):
@@ -124,6 +125,7 @@ def _find(holder: Any, name: str) -> tuple[Any, bool]:
 
 
 def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
+    """Returns the error for a target of which the name at `depth` in its path does not exist."""
     walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
     known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
     remedy = nearest(entry.path[depth], known)

@@ -369,6 +369,7 @@ def _header_parts(node: Definition) -> Iterator[tuple[Any, ...]]:
 
 
 def _statements_in(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yields the statements directly in the blocks of a statement, such as both branches of an `if`."""
     for field in ("body", "orelse", "finalbody"):
         block = getattr(node, field, None)
         if isinstance(block, list):

@@ -127,6 +127,7 @@ def _alternatives(hint: Any) -> Sequence[Any]:
 
 
 def _built(cls: Any) -> Any:
+    """Returns the class to build where a pipeline names `cls`, which may only be a base such as `T5PreTrainedModel`."""
     base = cls.__name__.removesuffix("PreTrainedModel")  # of a family's models, which is none itself
     path = _STAND_FOR.get(cls.__name__, cls.__name__ if base == cls.__name__ else f"transformers:{base}Model")
     if ":" not in path:
@@ -136,6 +137,7 @@ def _built(cls: Any) -> Any:
 
 
 def _kind(cls: Any) -> Kind:
+    """Returns what a class is, by its base class: a network, scheduler, encoder, tokenizer or other component."""
     from diffusers import ModelMixin, SchedulerMixin
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -229,6 +231,7 @@ def _levels(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoder(cls: Any, width: int) -> dict[str, Any]:
+    """Returns tiny arguments for a text encoder of a given `width`, those of nested configurations among them."""
     values = _encoder_numbers(arguments(cls), width) | _axes(cls.config_class, width)
     nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
@@ -247,6 +250,7 @@ def _axes(config: Any, width: int) -> dict[str, Any]:
 
 
 def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
+    """Returns tiny values for the known arguments of an encoder: widths, heads and rotary sections fit `width`."""
     values, _ = tiny_arguments(known)
     names = {argument.name for argument in known}
     values |= {name: width for name in ("d_model", "hidden_size", "projection_dim", "embed_dim") if name in names}
@@ -304,6 +308,9 @@ class Configurations:
         return self._part(self.parts[component])
 
     def _part(self, part: PipelinePart) -> Any:
+        """Returns a component: a tiny tokenizer, a module with random weights from seed 0, or an object such as a
+        scheduler.
+        """
         tokenizer = self.tokenizers.get(part.name)
         if tokenizer is not None:
             return tiny.tokenizer(part.cls, tokenizer, part.name)

@@ -147,6 +147,7 @@ class PipelineTrial:
             raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
+        """Returns the error for a pipeline that stops with tiny weights, and whose stop we could not mend."""
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
             fact = f"'{self.cls.__name__}' stops at {stop.line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
@@ -275,6 +276,7 @@ class PipelineTrial:
             return self._run()
 
     def _run(self) -> tuple[Observed, Stop | None]:
+        """Runs the pipeline once with tiny weights; returns what it did, and where it stopped or None."""
         observed = Observed()
         running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
         kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
@@ -383,6 +385,7 @@ def _patch(configurations: Configurations) -> int:
 
 
 def _size(module: torch.nn.Module, path: str, attribute: str) -> int | None:
+    """Returns a module's attribute as a number, of a tensor or tuple the first size; None without the attribute."""
     try:
         value = getattr(module.get_submodule(path), attribute)
     except AttributeError:
@@ -493,6 +496,7 @@ class _Chain:
         ]
 
     def _noted(self, number: int, block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Notes which of a block's inputs are the outputs of the block before: what a scan over blocks would carry."""
         inputs = dict(inspect.signature(block.forward).bind_partial(*args, **kwargs).arguments)
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
@@ -523,6 +527,7 @@ def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
 
 
 def _counted(component: str, name: str, module: torch.nn.Module, observed: Observed, running: list[Any]) -> list[Any]:
+    """Registers hooks that keep the stack of running modules and count finished calls; returns their handles."""
     def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         running.append((component, name, module, args))
 

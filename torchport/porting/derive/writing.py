@@ -277,9 +277,8 @@ def _places(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
-    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets.
-
-    Those of a second implementation are left out: a card offers them, and a job chooses.
+    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets. Those of a
+    second implementation are left out: a card offers them, and a job chooses.
     """
     pack = find_pack()
     chosen: set[str] = set()

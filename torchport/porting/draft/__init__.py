@@ -112,6 +112,7 @@ def draft(wish: PatchDraftRequest) -> Draft:
 
 
 def _check(wish: PatchDraftRequest) -> None:
+    """Raises if the flags of the wished patch do not fit its kind, or if the file's name is no plain word."""
     check_name(wish.target, wish.place)
     flags = {"stub": ("--importer MODULE", wish.importers), "rewrite": ("--line N", wish.line)}
     for kind, (flag, value) in flags.items():
@@ -251,6 +252,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
 
 
 def _parameters_of_torch_function(wish: PatchDraftRequest) -> str:
+    """Returns the parameters of a Python function of torch as source text; `*args, **kwargs` if it has no source."""
     module, _, path = wish.target.partition(":")
     try:
         source = read_source(module)
@@ -261,6 +263,7 @@ def _parameters_of_torch_function(wish: PatchDraftRequest) -> str:
 
 
 def _parameters_of_overload(wish: PatchDraftRequest) -> str:
+    """Returns the parameters of an ATen overload as source text, from its schema; raises if there is none."""
     import torch
 
     module, _, path = wish.target.partition(":")
@@ -336,6 +339,7 @@ def _arguments_text(target: Target) -> str:
 
 
 def _call_text(target: Target) -> str:
+    """Returns the source text of a test's call of the target, with `args` and `kwargs`."""
     if target.kind == "property":
         return f"args[0].{target.path[-1]}"
     call = f"module.{'.'.join(target.path)}(*args, **kwargs)"

@@ -266,6 +266,7 @@ def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | N
 
 
 def _tiny_lines(components: Sequence[Part]) -> list[str]:
+    """Returns the YAML lines of a card's `tiny.components`: small arguments for each component."""
     lines = []
     for place in components:
         lines.append(f"    # The arguments of {place.target.name} ({place.target.place}); others keep their defaults.")
@@ -361,6 +362,7 @@ def _args_of(init: Function) -> Iterator[Argument]:
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
+    """Returns what the source says about an argument: its default if it is a literal, and its annotation."""
     value = ast.literal_eval(default) if default is not None and is_literal(default) else None
     words = (
         {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()

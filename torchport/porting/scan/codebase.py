@@ -448,6 +448,7 @@ def _bind_value(module: Module, name: str, value: ast.expr) -> None:
 
 
 def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
+    """Adds the names that an import statement binds to `bound`, each with the full name that it means."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             bound[taken(alias)] = alias.name if alias.asname else taken(alias)

@@ -153,6 +153,7 @@ class Terms:
         return self._call(node) if isinstance(node, ast.Call) else None
 
     def _attribute(self, node: ast.Attribute) -> Term:
+        """Returns the term of a condition for an attribute: a known constant, `self.name`, or unknown."""
         if node.attr == "training":
             return ("training",)
         if node.attr == "TYPE_CHECKING":
@@ -171,6 +172,7 @@ class Terms:
         return compared
 
     def _call(self, node: ast.Call) -> Term:
+        """Returns the term of a condition for a call: a constant, or a known function; torch's are unknown."""
         name = self._full(node.func)
         if name in _FALSE_ALONE:
             return "const", False

@@ -314,6 +314,7 @@ class _Values:
         return self._operator_value(kind, parts)
 
     def _operator_value(self, kind: str, parts: list[Term]) -> Any:
+        """Returns the value of `not`, `and`, `or` or a comparison; unknown if the parts do not decide it."""
         if kind == "not":
             value = self.truth(parts[0])
             return _UNKNOWN if value is None else not value

@@ -211,6 +211,7 @@ class Tensors:
         return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
 
     def _comparison(self, node: ast.Compare) -> Kind:
+        """Returns the kind of a comparison's result: a mask if one side is a tensor; plain for `is`, `in` and texts."""
         if any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
             return Kind.PLAIN
         sides = [node.left, *node.comparators]
@@ -222,6 +223,7 @@ class Tensors:
         return _joint_kind(kinds)
 
     def _call(self, node: ast.Call) -> Kind:
+        """Returns the kind of value that a call returns, by its full name, its annotation or its first argument."""
         name = self._full(node.func)
         if name.startswith("torch."):
             return _kind_of_torch_call(name, node, self)
@@ -259,6 +261,7 @@ class Tensors:
 
 
 def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
+    """Returns whether a function of torch returns a tensor, a mask (bool tensor), or a plain Python value."""
     last = name.rpartition(".")[2]
     if name.startswith(_PLAIN_MODULES) or last in _PLAIN_FUNCTIONS:
         return Kind.PLAIN
@@ -301,6 +304,7 @@ def _names_tensor(annotation: ast.expr) -> bool:
 
 
 def _is_collection(annotation: ast.expr) -> bool:
+    """Returns whether an annotation is a collection such as `list[Tensor]`, or may be one."""
     if isinstance(annotation, ast.Subscript):
         outer = chain_of(annotation.value)[-1:]
         if outer in (("Optional",), ("Union",)):
