@@ -167,6 +167,7 @@ def check(
     Args:
         called: Runs a model with tiny weights, and returns findings for patches that were not called.
         stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
+        chosen: The folders whose patches are tried; None: all.
     """
     report = Report()
     groups = _groups(folders, static_check.known_names(folders, names), stages, report)

@@ -202,7 +202,7 @@ def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -
 
 
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
-    """Returns the findings for the named model cards; without names, for all cards and configs."""
+    """Returns the findings for the named model cards; without names, for all cards and all configs."""
     report = Report()
     cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
     sound = []  # only cards without mistakes judge jobs: an error could follow from the mistake

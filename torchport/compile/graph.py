@@ -295,7 +295,7 @@ class Blank(NamedTuple):
         return cls(type(thing), getattr(thing, "default_factory", maximum))
 
     def new(self) -> Any:
-        """Returns a new object of the type, without items and attributes."""
+        """Returns a new empty object of the type: of an array or bytes a copy of `model`, as their size is fixed."""
         if self.type is types.CellType:
             return types.CellType()
         if isinstance(self.model, (numpy.ndarray, *_BYTES)):

@@ -112,7 +112,7 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
     """Returns how a component is built: from the checkpoint's `config.json`, or from the card.
 
     Args:
-        folder: The checkpoint's; None if it is not on this machine, or not written yet.
+        folder: The checkpoint's folder; None if it is not on this machine, or not written yet.
     """
     entry, is_tiny = task.card.components[component], task.is_tiny
     if folder is not None and load.records_config(entry, task.component_folder(folder, component)):

@@ -241,7 +241,7 @@ class State:
                 if old.get(_SUBMODULES) != new.get(_SUBMODULES):
                     fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        there = len(before.things)
+        there = len(before.things)  # nodes keep their numbers: the call has made those after these
         created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
         same = dict(enumerate(before.marks))

@@ -274,7 +274,7 @@ class PipelineCall(Frozen):
 
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
-        """The shape of each embedding, by name. With `negative_apart`, those with `negative_` in front are added."""
+        """The shape of each embedding by name, for lists that of an item; with `negative_apart` also as `negative_...`."""
         shapes: dict[str, Any] = {
             name: shape[0] if shape is not None and isinstance(shape[0], list) else shape
             for name, shape in self.embeddings.items()

@@ -281,7 +281,7 @@ class _Mistake:
         return is_beside and closest(str(other.path[-1]), [str(self.path[-1])]) != ""
 
     def is_another_form_of(self, other: _Mistake) -> bool:
-        """Returns whether both are about one value: one path begins with the other, or their alternatives differ."""
+        """Returns whether both are about one value: one path begins with the other, or their union members differ."""
         shared = self.alternatives.keys() & other.alternatives.keys()
         if any(self.alternatives[path] != other.alternatives[path] for path in shared):
             return True

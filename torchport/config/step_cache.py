@@ -132,7 +132,9 @@ class MagCache(_Kind):
         return tuple(self._computed(steps))
 
     def _computed(self, steps: int) -> Iterator[int]:
-        """Yields the steps that compute all blocks: others are skipped while their added error is below `threshold`."""
+        """Yields the steps that compute all blocks. Others are skipped: after the first share `retain`, no more than
+        `skips` in a row, and while the errors that they add up to stay below `threshold`.
+        """
         ratio, error, skipped = 1.0, 0.0, 0
         for step in range(steps):
             # A curve of another number of steps: the nearest of its steps.

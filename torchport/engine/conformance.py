@@ -189,7 +189,9 @@ def _dtypes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the options of a call: arguments that differ from their defaults; without a default, bools and words."""
+    """Yields the options in a call of an operator: arguments that differ from their defaults, and of those without a
+    default the bools, dtypes and texts.
+    """
     parameters = _parameters(func, len(args), frozenset(kwargs))
     if parameters is None:
         # A builtin whose overload is not known: what stands at a place has no name.
@@ -262,7 +264,7 @@ def _declared(argument: Any) -> _Parameter:
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of a builtin: those of the first ATen overload that takes as many arguments by place."""
+    """Returns a builtin's parameters: of the first ATen overload that takes `places` positional arguments and `names`."""
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)

@@ -285,13 +285,13 @@ class Dispatch:
                 return _UNKNOWN
 
     def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator whose arguments all have known values, in PyTorch."""
+        """Calls an operator in PyTorch on the host: all arguments have known values, and the results have them, too."""
         answer = self._answer(function, args, kwargs, "cpu")
         traced = self._traced((args, kwargs))
         shadows = {id(t._shadow): t for t in traced}
         for tensor in self._traced(_written(function, args, kwargs)):
             for other, _ in self._memory(tensor).alive():
-                other._array = None
+                other._array = None  # a cached copy: the operator writes to the memory that they share
         outputs, tree = pytree.tree_flatten(answer)
         shapes = [getattr(leaf, "shape", None) for leaf in outputs]
         for item, leaf in enumerate(outputs):

@@ -161,7 +161,7 @@ class _Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _check_rank(self, source: _Source, names: Sequence[str], rank: int) -> None:
-        """Refuses a source that gives another rank than the layer's matrices have."""
+        """Raises if a source in the file's metadata gives a layer another rank than its matrices have."""
         of_layer = self._by_pattern(source, "rank_pattern", names)
         known = [of_layer] if of_layer else [(name, source.values[name]) for name in RANKS if name in source.values]
         for name, value in known:
@@ -351,8 +351,8 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
 def _layers_by_name(
     loras: Loras, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]
 ) -> dict[str, set[str]]:
-    """Returns the layers that each name can mean: the module's names, the checkpoint's, and those of the card's rules.
-    Each name is there a second time with underscores in place of dots.
+    """Returns the layers that each name can mean, with dots or underscores: the module's names, the checkpoint's, and
+    those by the card's rules. Raises if a rule is the first match of no layer.
     """
     names: dict[str, set[str]] = {}
 

@@ -241,7 +241,7 @@ MOST = 20_000
 def building(
     name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
 ) -> Iterator[None]:
-    """Refuses a configuration from which a module cannot be built, or that asks for more than `MOST` parameters."""
+    """Raises, around code that builds a module, if that fails or makes more than `MOST` parameters."""
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:

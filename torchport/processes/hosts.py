@@ -176,7 +176,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns what the first process makes, and sends it to the others; or sends its refusal, and raises that."""
+    """Returns what the first process makes, and sends it to the others; if that fails, sends and raises the error."""
     from safetensors.torch import save
 
     _alone.append(True)

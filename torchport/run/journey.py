@@ -93,7 +93,7 @@ class Journey:
                 self.revise()  # the job may have another `fps` than the finished video
 
     def _finished_manifests(self) -> dict[str, Manifest]:
-        """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
+        """Sets the run's name, and returns manifests of the stages that it finished before it was stopped or killed."""
 
         def name_and_manifests() -> tuple[str, dict[str, Any]]:
             """Returns the name of the unfinished run with its manifests, or a new name with none."""

@@ -201,7 +201,7 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
             return rule.model_copy(update={"spec": spec})
-        if len(spec) > len(shape) and rule.is_shared:
+        if len(spec) > len(shape) and rule.is_shared:  # a shared strategy is for networks that it does not know
             continue
         if len(spec) > len(shape):
             raise MeshError(

@@ -47,8 +47,8 @@ def spots(devices: Sequence[Any]) -> list[Spot]:
 def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:
     """Returns an order of devices in which the groups along each axis are as compact as possible, inner axes first.
 
-    An axis is given a box of chips, 2x2 rather than 1x4, in one island if it fits into one, with both devices of a
-    chip before a second chip; successive devices of a group are neighbours wherever the box allows it.
+    An axis is given a box of chips, 2x2 rather than 1x4, on one slice if it fits, with both devices of a chip before a
+    second chip; successive devices of a group are neighbours wherever the box allows it.
 
     Args:
         sizes: Their product is the number of devices.

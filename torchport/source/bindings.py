@@ -62,7 +62,7 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 def _under_conditions(
     body: Iterable[ast.stmt], above: tuple[ast.stmt, ...] = ()
 ) -> Iterator[tuple[ast.stmt, tuple[ast.stmt, ...]]]:
-    """Yields the statements of `at_import`, each with the `if` statements around it."""
+    """Yields the statements that run when a module is imported, each with the `if` statements around it."""
     for statement in body:
         yield statement, above
         if isinstance(statement, DEFINITIONS):
@@ -267,7 +267,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:
     """Returns the names that may be read after `block[:end]`, before they are written; `chain` leads to `block`."""
-    live, sure = exposed(block[end:])
+    live, sure = exposed(block[end:])  # names that may be read, and names that are surely written before
     for parent, outer, index in reversed(chain):
         if isinstance(parent, _LOOPS):
             live |= exposed([parent])[0] - sure

@@ -426,7 +426,7 @@ def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture:
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:
-    """Refuses `vae_tiling` if a stage compiles the VAE whole: tiles are another function, unrolled into one program."""
+    """Raises if `vae_tiling` is set and a stage compiles the VAE: that decodes the whole video, split over the mesh."""
     if card.call is None or not job.vae_tiling:
         return
     if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):

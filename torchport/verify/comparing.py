@@ -164,8 +164,9 @@ class _StageComparison:
         return compiled_network(self.task, self.stage, self.folder, mesh)
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
-        """Compares each recorded step, started from the original's latents; and the drift of a loop that has its own.
-        The drift of a second network is measured only if the loop of the first has ended: it starts from its latents.
+        """Compares the port's programs with the original in each recorded step, started from the original's latents,
+        and notes the drift: how far a loop that goes on from its own latents gets from the original's. The drift of a
+        second network is measured only if the first one's loop has ended: it starts from those latents.
         """
         stage = self.stage
         call, parts = self._program()

@@ -104,7 +104,7 @@ class _WideNetwork:
 
 
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
-    """Returns how far the port's frames are from those that `original_frames` recorded, for the same latents."""
+    """Returns how far the port's frames are from the yardstick's, and the original's too, for the same latents."""
     stage = task.family.STAGES[-1]
     with stage_in_force(task, stage):
         if stage.network is None:

@@ -197,7 +197,9 @@ class Verification:
 
     @property
     def culprits(self) -> list[Unit]:
-        """The faulty units of the first faulty call; if blocks are among them, the first block, after its modules."""
+        """The faulty units of the first call that has any; if a block is faulty, only the first such one, after its
+        modules.
+        """
         bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
         if not bad:
             return []

@@ -233,7 +233,9 @@ class Units:
             )
 
     def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
-        """Returns the kind of the unit that ends at a border, its module's path, and its name within the network."""
+        """Returns the unit that ends at a border, as its kind, its module's path and its name: a block, a module in a
+        block, or the code of a module's `forward` before its next submodule or its end.
+        """
         path = border.path
         inside = [other for other in paths if other != path and _within(other, path)]
         if border.side == "in":

@@ -488,7 +488,7 @@ def _error_without(
 
 @contextlib.contextmanager
 def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
-    """Logs the errors by which a network refuses to be called without some patches, and suppresses them."""
+    """Logs and suppresses the error of a network that cannot be called while the patches `entries` are left out."""
     name = f"{', '.join(entry.id for entry in entries)} left out" if entries else "all patches in force"
     try:
         yield

@@ -321,7 +321,7 @@ def _by_platform(problem: Problem) -> str:
     if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
         return "splash" if problem.windowed else "splash_transposed"
     right = None if problem.window is None else problem.window[1]
-    to_right = not problem.causal and right not in (None, 0)
+    to_right = not problem.causal and right not in (None, 0)  # the window ends after the query
     if problem.platform == "gpu" and problem.dtype in (jnp.bfloat16, jnp.float16) and problem.head_size <= 128:
         return "plain" if to_right or problem.head_size % 8 else "cudnn"
     return "plain"

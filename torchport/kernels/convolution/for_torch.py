@@ -106,9 +106,7 @@ def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
 
 
 def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Returns which of a video's frames, or of a chunk's, come from the first latent frame, with the padding before it:
-    bool [T, 1, 1].
-    """
+    """Returns which frames of a video or chunk come from the first latent frame, or pad before it: bool [T, 1, 1]."""
     numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
     first: torch.Tensor = numbers <= _lead(x_BCTHW)
     return first[:, None, None]

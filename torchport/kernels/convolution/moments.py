@@ -165,7 +165,7 @@ def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares:
     origin = near[...]
 
     def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Adds some columns of the row."""
+        """Adds the differences of some columns of the row, and their squares, to the sums `so_far`."""
         difference = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
         if sums.padded:
             column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)

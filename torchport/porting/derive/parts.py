@@ -308,9 +308,7 @@ class Configurations:
         return self._part(self.parts[component])
 
     def _part(self, part: PipelinePart) -> Any:
-        """Returns a component: a tiny tokenizer, a module with random weights from seed 0, or an object such as a
-        scheduler.
-        """
+        """Returns a component: a tiny tokenizer, a module with random weights of seed 0, or another object."""
         tokenizer = self.tokenizers.get(part.name)
         if tokenizer is not None:
             return tiny.tokenizer(part.cls, tokenizer, part.name)

@@ -247,7 +247,7 @@ class PipelineTrial:
                     yield from ((component, {name: size}) for size in others)
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
-        """Yields changes of one argument: a switch turned, a size of a head, a width as another component has it."""
+        """Yields changes of one argument to try: a switch turned, another head size, or another component's width."""
         current = self.configurations.all_values(component)
         sizes = {HEADS * HEAD_SIZE, HEAD_SIZE, *self._widths()}
         for name, value in current.items():
@@ -528,6 +528,7 @@ def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
 
 def _counted(component: str, name: str, module: torch.nn.Module, observed: Observed, running: list[Any]) -> list[Any]:
     """Registers hooks that keep the stack of running modules and count finished calls; returns their handles."""
+
     def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         running.append((component, name, module, args))
 

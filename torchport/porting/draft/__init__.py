@@ -233,9 +233,7 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
 
 
 def _lowered(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of an `op` for a function of torch, or raises; imports torch for the schema of an ATen
-    overload.
-    """
+    """Returns the draft of an `op` for a function of torch, or raises; reads an ATen overload's schema from torch."""
     module, _, path = wish.target.partition(":")
     if module.partition(".")[0] != "torch":
         fact = f"{wish.target} is not torch's"

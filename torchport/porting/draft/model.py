@@ -222,7 +222,7 @@ def _family_name(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
 
 
 def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
-    """Returns a line for each thing that a person has to fill in."""
+    """Returns a line for each thing that a person has to fill in after a draft of a card, whose YAML is `text`."""
     result = []
     for class_path in components:
         here = f"tiny.components.{class_path.name}"

@@ -193,7 +193,7 @@ def _assumed_by_name(last: str) -> tuple[str, Any] | None:
 
 
 def _certain(term: Term) -> Term:
-    """Returns a term without assumptions, so that code after `if not initialized: raise` still counts as reached."""
+    """Returns a term as if nothing was assumed, None for unknown: code after `if not initialized: raise` is reached."""
     if term is None or term[0] in ("const", "name", "self", "training"):
         return term
     if term[0] == "call":  # what a function answers is asked for under an assumption alone

@@ -98,7 +98,7 @@ class Reached:
         return values.open(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
-        """Returns what is known of a function's parameters."""
+        """Returns what is known of a function's parameters: a constant that all calls pass, or that it is not None."""
         known = self._known.get(unit)
         if known is None:
             names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}

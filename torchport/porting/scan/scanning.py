@@ -193,7 +193,7 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
 
 
 def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
-    """Returns the helpers over process groups in a module (see `_all_sites`); `direct` call torch.distributed."""
+    """Returns a module's functions that lead to a call of torch.distributed; those in `direct` have such a call."""
     candidates = [unit for unit in module.units.values() if _can_be_helper(codebase, unit)]
     known = {unit for unit in candidates if unit in direct}
     makers = {kind for kind in module.classes.values() if _constructor_leads_to(codebase, kind, direct)}
@@ -215,7 +215,7 @@ def _can_be_helper(codebase: Codebase, unit: CodeUnit) -> bool:
 
 
 def _constructor_leads_to(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
-    """Returns whether the constructor of a class calls one of some functions, itself or through methods."""
+    """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
     pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
     if any("autograd" in base for base in codebase.bases(kind)):
         return False
@@ -470,7 +470,7 @@ class _Coverage:
         return tuple(dict.fromkeys(self._closing(site.unit)))
 
     def _of_calls(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches of the functions that a line calls, as in `self.mesh("cuda")`, if each has one."""
+        """Returns the patches of the functions that a line calls, as in `self.mesh("cuda")`; none if one has none."""
         if site.kind != "cuda-device":
             return ()
         called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]

@@ -114,7 +114,7 @@ class GoingOn(TorchFunctionMode):
         return value
 
     def _result_by_value(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns a result for a function whose output's shape depends on values: of a mask, all is selected."""
+        """Returns an assumed result of a function whose output's shape depends on values: a mask selects everything."""
         name = getattr(function, "__name__", "")
         if name == "tolist":
             self.notes.record(error, "all values are 1")
