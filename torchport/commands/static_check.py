@@ -130,7 +130,7 @@ def _check_entry(entry: patch.Entry, entries: Sequence[patch.Entry], report: Rep
     try:
         loaded = checks.parsed(entry, entry.reference) if entry.reference else None
         if entry.needed and "probe" in entry.needed:
-            checks.parsed(entry, entry.needed["probe"])
+            checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
     except TorchportError as error:
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)
@@ -311,7 +311,7 @@ def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, 
 def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | None = None) -> Iterator[TorchportError]:
     """Yields an error if the patches that a card names at `place` do not exist; none for mistakes in their file."""
     try:
-        patch.read(folders, [name], home)
+        patch.read(folders, [name], home)  # for its errors alone
     except UnknownNameError as error:
         yield UnknownNameError(place, error.fact, error.remedy, name=name)
     except BadValueError as error:
@@ -381,7 +381,7 @@ def _check_config(
         pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
-        parse_machine(job.machine, document.place(["machine"]))
+        parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine
         report.cases.append(Case(document.place(), "", "job"))
     except TorchportError as error:
         report.add(error, "schema")

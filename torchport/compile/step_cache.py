@@ -40,7 +40,7 @@ def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
 
 
 def calling(how: How, cache: StepCache, name: str, place: str) -> How:
-    """Wraps `how` for a step cache: returns a function that calls the network and returns output and kept tensors."""
+    """Returns a `how`, which calls a network, for a step cache: it also returns the tensors that are kept for later."""
     is_state = isinstance(cache, DeepCache)
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:

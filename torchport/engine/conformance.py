@@ -264,7 +264,9 @@ def _declared(argument: Any) -> _Parameter:
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns a builtin's parameters: of the first ATen overload that takes `places` positional arguments and `names`."""
+    """Returns a builtin's parameters: of the first ATen overload that takes `places` positional arguments and these
+    names.
+    """
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)

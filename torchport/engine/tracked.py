@@ -176,7 +176,7 @@ class Dispatch:
         if is_aten and torch.Tag.inplace_view in function.tags:
             return self._changed_view(function, types, args, kwargs)
         for tensor in traced:
-            self.shadow(tensor)
+            self.shadow(tensor)  # makes it if it is missing
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
                 raise DiffersError(operator_name(function), memory.stale)
         other = _without_out(function)
@@ -388,7 +388,7 @@ class Dispatch:
         # PyTorch would resize the shadows themselves.
         with _plain():
             shadows = pytree.tree_map_only(self.type, lambda tensor: tensor._shadow.detach(), outs)
-        self._answer(function, args, given | shadows, "meta")
+        self._answer(function, args, given | shadows, "meta")  # raises where PyTorch refuses such an `out`
         answer = self._answer(other, args, given, "meta")
         # A sum is computed in the dtype that `out` has.
         dtype = tensors[0].dtype
@@ -459,7 +459,7 @@ class Dispatch:
 
     def _memory(self, tensor: Any) -> Storage:
         """Returns the `Storage` of a traced tensor, which its views share; makes one if it has none."""
-        self.shadow(tensor)
+        self.shadow(tensor)  # makes it if it is missing
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
             memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
@@ -664,8 +664,8 @@ def _memory_of(tensor: Any) -> int:
 
 
 def _container(tensors: Sequence[Any]) -> int:
-    """Returns the number of the tensor in which all others of its memory lie; `len(tensors)` if there is none. The
-    largest one counts as it if no two overlap, or if the memory is much larger than all of them.
+    """Returns the number of a tensor whose memory contains that of all others, or `len(tensors)`. The largest one
+    counts as it, too, if none overlap or if their storage is much larger than all of them.
     """
     shadows = [tensor._shadow for tensor in tensors]
     largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].numel()))

@@ -298,7 +298,7 @@ class Additions:
         for additions in self.of_tensor.values():
             for each in additions:
                 for key in filter(None, (each.up, each.down)):
-                    self._read(each.file, key)
+                    self._read(each.file, key)  # raises for NaN and infinity
 
     def _read(self, file: Path, key: str) -> torch.Tensor:
         """Returns a tensor of a LoRA file in float32. The file stays open for the next one."""

@@ -58,7 +58,7 @@ class Flags:
 def run(flags: Flags) -> None:
     """Checks the flags, and replaces this process by the script's, under the patches; does not return."""
     script.check(flags.words)
-    axes_of(flags.mesh)
+    axes_of(flags.mesh)  # for its errors, as the next one
     if flags.machine is not None:
         machine.parse_machine(flags.machine, f"--machine {flags.machine}")
     if flags.backend == "original":

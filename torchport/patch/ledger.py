@@ -41,7 +41,7 @@ class Record:
     imported: bool | None = None
 
     def state(self) -> str:
-        """Returns armed, applied, used, displaced or not needed."""
+        """Returns the patch's state: armed before its import, then applied; used once called; displaced; not needed."""
         if self.outcome is not None:
             return self.outcome
         if self.calls.count:

@@ -71,7 +71,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         weights = network.shapes(task, stage, module, mesh)
         # A copy is called: upstream may cache tensors in the module, as position tables, which would be on `meta`.
         called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
-        preflight.input_rules(task, stage.network, called)
+        preflight.input_rules(task, stage.network, called)  # raises if no rule fits an input
         network.restore_attributes(task, stage.network, parts[stage.network])
         kernels: list[dispatch.Traced | dispatch.Pass] = []
         program = network.compiled(task, stage, module, weights, mesh, record=kernels.append)
@@ -133,7 +133,7 @@ def check_loras(task: Task, stage: family.Stage) -> None:
     if layout.rename and folder is not None:
         names |= {key: stored.name for key, stored in layout.stored(folder).items()}
     files = [lora.Lora(expand_home(entry.path), entry.scale) for entry in here]
-    lora.additions(dataclasses.replace(layout.loras, files=files), shapes, names)
+    lora.additions(dataclasses.replace(layout.loras, files=files), shapes, names)  # raises if a file does not fit
 
 
 def unchecked_loras(task: Task) -> list[str]:

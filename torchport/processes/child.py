@@ -74,7 +74,7 @@ def call(
     first: Sequence[Path] = (),
     stop: threading.Event | None = None,
 ) -> Any:
-    """Returns what a function returns in a process of its own.
+    """Calls a function in a new process, and returns its result.
 
     Args:
         function: `package.module:function`.

@@ -242,6 +242,7 @@ def finished_manifests(
             break
         if _difference(task, stage, manifest, upstream) is not None:
             break
+        # Raises if the artefact is broken or of another job.
         save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
         manifests[stage.name] = manifest
     return manifests

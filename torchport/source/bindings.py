@@ -245,7 +245,7 @@ def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
 
 
 def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
-    """Returns the same two sets as `exposed`, for one statement."""
+    """Returns the names that a statement may read before it writes them, and the names that it surely writes."""
     if isinstance(statement, ast.If):
         body, orelse = exposed(statement.body), exposed(statement.orelse)
         sure = body[1] & orelse[1]

@@ -32,7 +32,7 @@ class Conditions:
         self.second = torch.empty(0)
 
     def inputs(self, inputs: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-        """Returns the inputs of both conditions as one batch; None at the second call of a step: its half is known.
+        """Returns one batch of both conditions; None at a step's second call, as the batch has its half already.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.

@@ -15,7 +15,7 @@ TENSORS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct)
 
 
 def of_call(output: Any, names: Sequence[str], network: str) -> Any:
-    """Returns what a call returns, from the raw output of its network.
+    """Returns the outputs of a stage's network that the stage asks for, from all that the network returns.
 
     Args:
         output: A tensor, or a tuple, list, mapping or object of several outputs.

@@ -422,7 +422,7 @@ def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture:
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
     if reads_picture:
-        picture.read(request.image)
+        picture.read(request.image)  # raises if it cannot be read
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:

@@ -109,7 +109,7 @@ def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.blocks()
+        units.blocks()  # leaves in `units` what `modules` needs
         return with_effects(units, units.modules(key.block))
 
 

@@ -142,7 +142,7 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
     exact, rounded = _Returned(), _Returned()
     with stage_in_force(original, stage):
         for returned, is_wide in ((exact, True), (rounded, False)):
-            _frames(original, folder, recorded["latents"], is_wide, returned)
+            _frames(original, folder, recorded["latents"], is_wide, returned)  # fills `returned`
     with stage_in_force(task, stage) as ledger:
         ported, patches = _port_returns(task, folder, recorded["latents"], ledger)
     for path, tensors in ported.items():

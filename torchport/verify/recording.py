@@ -208,7 +208,7 @@ class _RecordedLoop:
         for step, state in self.watch.found() if self.watch is not None else ():
             recording.states[step] = state
             self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
-            self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))
+            self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))  # `call` records
 
     def _loop(self, call: _RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
         """Runs the stage, and returns its outputs; None where the loop was left after the last compared step."""

@@ -350,6 +350,7 @@ def _network_line(verification: Verification) -> str:
 
 
 def _unit_line(verification: Verification) -> str:
+    """Returns the line on the network's units: how many there are of each kind and verdict; empty without any."""
     units = [unit for unit in verification.units if unit.kind != "network"]
     if not units:
         return ""

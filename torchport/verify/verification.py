@@ -200,7 +200,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 def _check_floor(task: Task, mesh: str) -> None:
     """Raises an error that names --floor if the job cannot run on that mesh."""
     try:
-        accept(_on_mesh(task, mesh))
+        accept(_on_mesh(task, mesh))  # for its errors alone
     except BadValueError:
         raise
     except TorchportError as error:

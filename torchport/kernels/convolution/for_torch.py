@@ -325,7 +325,7 @@ def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.A
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Applies layers and then `last` to a video; in chunks of time from the last layer on that adds frames.
+    """Applies layers and then `last` to a video: from the last layer that adds frames on, in chunks of time.
 
     Args:
         layers: A layer that adds frames has an attribute `add_temporal_upsample` that is true.

@@ -67,7 +67,7 @@ def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) 
 
 
 def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what `_by_xla` returns, by the kernel."""
+    """Returns the first values, and the sums of differences and of squares, as `_by_xla` does, but by the kernel."""
     height, width, frames, channels = x.shape
     call = Sums(height, width, frames, channels, is_padded, x.dtype.name)
     context = attention.current()

@@ -290,7 +290,7 @@ def read_lock(folder: Path) -> dict[str, Locked]:
 
 @functools.cache
 def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]:
-    """Returns a lock, read once for each version of its file."""
+    """Returns a lock file's rows by target; time and size are part of the cache's key, so that a new file is read."""
     document = read_document(file, shown)
     if not isinstance(document.data, list):
         raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")

@@ -255,7 +255,7 @@ def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
     entry = entry_of(fields, home)
     try:
-        rewriting.edit(entry, text, line, find, parameters)
+        rewriting.edit(entry, text, line, find, parameters)  # a trial: its result is not used
     except (RewriteError, ConflictError):
         return False
     return True

@@ -333,7 +333,7 @@ class Configurations:
         return cls(**values) if config is None else cls(config(**values))
 
     def give(self, field: str, value: Any) -> bool:
-        """Gives the tokenizers something, such as a chat's template; returns whether one of them had none."""
+        """Sets a field, such as a chat's template, of all tokenizers that lack it; returns whether one lacked it."""
         lacking = [name for name, spec in self.tokenizers.items() if spec and getattr(spec, field) is None]
         for name in lacking:
             spec = self.tokenizers[name]

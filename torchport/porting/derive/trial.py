@@ -85,7 +85,7 @@ class Stop:
 
     @property
     def line(self) -> str:
-        """Upstream's line."""
+        """The innermost line of diffusers or transformers at which the pipeline stopped, as `file:line`."""
         frame = self.error.__traceback__
         place = ""
         while frame is not None:
@@ -205,7 +205,7 @@ class PipelineTrial:
             yield from ((component, changes) for changes in self._variants(component))
 
     def _attributes(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields what gives an encoder's configuration an attribute that only its parts have, with all of theirs."""
+        """Yields all attributes of a part of an encoder's configuration, if that lacks one that only the part has."""
         lacking = re.search(r"'\w+Config' object has no attribute '(\w+)'", str(stop.error))
         if lacking and stop.component:
             known = self.configurations.parts[stop.component].cls.config_class().to_dict()
@@ -336,7 +336,9 @@ class PipelineTrial:
 
 
 def _latents_at_last(step: Any) -> Any:
-    """Returns a scheduler's `step` that returns NaN beside the latents the second time: a finished loop has no more."""
+    """Returns a `step` that returns NaN in place of all but the latents at the second, last step: a pipeline that goes
+    on with more than the latents is then seen.
+    """
     numbers = itertools.count()
 
     @functools.wraps(step)  # upstream reads its signature
@@ -414,7 +416,7 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
 
 @contextlib.contextmanager
 def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: list[Any]) -> Iterator[None]:
-    """Notes what a pipeline calls, and with what."""
+    """Records the calls of a pipeline's components, its scheduler and `encode_prompt`, while the context lasts."""
     handles: list[Any] = []
     networks = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]
     for component in networks:

@@ -281,6 +281,7 @@ def _parameters_of_overload(wish: PatchDraftRequest) -> str:
 
 
 def _argument_text(argument: Any) -> str:
+    """Returns an argument of an ATen schema as source text, with its default, or None for one that is no literal."""
     if not argument.has_default_value():
         return str(argument.name)
     value = argument.default_value

@@ -134,7 +134,7 @@ def _trace_one(task: Task, stage: Stage, notes: Notes, calls: Calls | None, oper
             module = network.module_of(loud, parts)
             compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
             for call in found:
-                compiled.lowered(compiled.shapes(call.inputs), call.static)
+                compiled.lowered(compiled.shapes(call.inputs), call.static)  # what stops it goes into `notes`
             operators[stage.name] = compiled.operators.text()
         if calls is not None:
             return []
