@@ -211,9 +211,7 @@ def _without_weights(task: Task, component: str) -> Any:
 
 
 def published(task: Task, component: str) -> Any:
-    """Returns a component on meta, in the dtypes that a run loads it in: see `as_shapes`. It is built once for all
-    callers, who only read it.
-    """
+    """Returns a component on meta, in the dtypes of a run (see `as_shapes`): one object for all callers."""
     if component not in task.shapes:
         dtype = task.dtype(component) if component in task.settings.dtypes else None
         root = checkpoint.described(task.checkpoint, task.card)

@@ -189,9 +189,7 @@ def _dtypes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the options in a call of an operator: arguments that differ from their defaults, and of those without a
-    default the bools, dtypes and texts.
-    """
+    """Yields the options of a call: arguments that are not the default; without a default, bools, dtypes and texts."""
     parameters = _parameters(func, len(args), frozenset(kwargs))
     if parameters is None:
         # A builtin whose overload is not known: what stands at a place has no name.
@@ -264,9 +262,7 @@ def _declared(argument: Any) -> _Parameter:
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns a builtin's parameters: of the first ATen overload that takes `places` positional arguments and these
-    names.
-    """
+    """Returns the parameters of the first ATen overload of a builtin that takes such arguments, or None."""
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)

@@ -118,7 +118,9 @@ def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:
 
 
 def _pairs(record: Record) -> list[_Pair]:
-    """Returns what to rebind for a record: none if it changes one name alone, or nobody else has the original."""
+    """Returns pairs of an original and its replacement, to exchange wherever somebody refers to the original: none if
+    the patch changes one name alone, or nobody else has the original.
+    """
     change = record.change
     if not isinstance(change, Placed) or not change.held or not change.slot.in_holder:
         return []

@@ -305,11 +305,8 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def note_tiles(latents: torch.Tensor, count: int) -> None:
-    """Warns in the log that tiles are decoded by another function than the whole; not for one tile, or in a rehearsal.
-
-    Args:
-        latents: What is decoded.
-        count: The number of tiles.
+    """Warns in the log that decoding in tiles is not the same as decoding whole; not for one tile, nor for shapes
+    alone.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -104,7 +104,7 @@ class _WideNetwork:
 
 
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
-    """Returns how far the port's frames are from the yardstick's, and the original's too, for the same latents."""
+    """Returns the distance of the port's frames, and of the original's, from those decoded in a wider dtype."""
     stage = task.family.STAGES[-1]
     with stage_in_force(task, stage):
         if stage.network is None:

@@ -53,8 +53,8 @@ def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, 
 def encoded(
     task: Task, stage: Stage, folder: Path, yardstick: Yardstick | None
 ) -> tuple[dict[str, torch.Tensor], list[Seam]]:
-    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one. The
-    modules are an empty list if the yardstick is None or has none, as in a capture.
+    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one. There are
+    no modules if the original's were not recorded, as in a capture: then `yardstick` is None or has none.
     """
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)

@@ -197,9 +197,7 @@ class Verification:
 
     @property
     def culprits(self) -> list[Unit]:
-        """The faulty units of the first call that has any; if a block is faulty, only the first such one, after its
-        modules.
-        """
+        """The faulty units of the first call that has any; of faulty blocks only the first one, after its modules."""
         bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
         if not bad:
             return []

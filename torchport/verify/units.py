@@ -139,7 +139,7 @@ class Units:
         return [by_border.get(unit.border) for unit in measured]
 
     def _port_value(self, measured: MeasuredUnit) -> Any:
-        """Returns the port's whole value at a unit's border; the network is called again if only some rows are kept."""
+        """Returns the port's value at the end of a unit; calls the network again if only some rows of it were kept."""
         border, forced = measured.border, self.forced_call
         if forced is not None and border in forced.observed and border.path in self.port.units:
             value = forced.observed[border]
@@ -174,7 +174,7 @@ class Units:
         self.rounding = max(self.rounding, expected)
 
     def _moved(self, changes: Sequence[tuple[Border, Any]]) -> list[float | None]:
-        """Returns for each value at a border how far it moves the network's output if it replaces the original's."""
+        """Returns how far each value of a module moves the network's output if it replaces the original's there."""
         if not changes:
             return []
         pairs = [{border: each} for border, value in changes for each in (value, self.call.values[border])]
@@ -203,7 +203,7 @@ class Units:
     def _measured(
         self, forced: WatchedCall, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
     ) -> Iterator[MeasuredUnit]:
-        """Yields a measured unit for each border of a forced call, with its error against the yardstick, `wide`."""
+        """Yields each unit that ends at a recorded value of a call, with its error against `wide`, of a wider dtype."""
         patches = _patches_by_block(forced, self.port.units)
         for depth, (border, value) in enumerate(forced.observed.items()):
             known = border in wide and border in self.call.values and (not block or _within(border.path, block))
@@ -253,7 +253,7 @@ class Units:
 
 
 def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
-    """Returns by border the modules that were called since the border before, but cannot be compared alone."""
+    """Returns the modules that were called between two compared values, but cannot be compared, by the later value."""
     modules: dict[Border, list[str]] = {}
     waiting: list[str] = []
     for border in observed:
@@ -343,7 +343,7 @@ def port_outputs(port: Port, call: RecordedCall) -> Outputs:
 
 
 def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
-    """Returns a function that computes the original's outputs with other values at borders, in a process of its own."""
+    """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
     key = BlockKey(call.network, call.step, call.number, "")
 
     def ended(end: child.Ended) -> MachineError:

@@ -390,7 +390,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 
 
 def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
-    """Calls `splash_transposed`, or `splash_int8`; a rehearsal returns the queries after the checks."""
+    """Calls `splash_transposed`, or `splash_int8`; a rehearsal, which has only shapes, gets the queries back."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:

@@ -196,7 +196,7 @@ _NEEDED = {
 
 
 def _network_numbers(cls: Any) -> dict[str, Any]:
-    """Returns small numbers for a network of diffusers."""
+    """Returns tiny arguments for a network of diffusers: heads, widths, rotary dims, channels and levels."""
     known = {argument.name: argument.default for argument in arguments(cls)}
     values, lacking = tiny_arguments(arguments(cls))
     heads = [name for name in ("num_attention_heads", "num_heads", "n_heads") if type(known.get(name)) is int]

@@ -187,9 +187,7 @@ class Tensors:
         return self._compound(node)
 
     def _compound(self, node: ast.expr) -> Kind:
-        """Returns the kind of an operator's, tuple's, list's, choice's or comprehension's value, from those of its
-        parts.
-        """
+        """Returns the kind of an operator's, tuple's, list's, choice's or comprehension's value, by its parts."""
         if isinstance(node, ast.BinOp):
             kind = _joint_kind([self.kind(node.left), self.kind(node.right)])
             bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
