@@ -135,7 +135,7 @@ def _lock(folder: Path, handle: int) -> bool:
 
 
 def _flock(handle: int) -> bool:
-    """Locks an open folder for this process; returns False on a file system that has no locks."""
+    """Locks an open folder for this process, or raises; returns False on a file system that has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

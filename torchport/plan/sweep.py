@@ -67,6 +67,7 @@ def sweep(
     """Returns the plans of a job for every strategy of its card on every valid mesh of its slice.
 
     Args:
+        topology_name: The slice, such as `v6e:2x4`; None: the job's machine.
         keep: A folder for the compiler's dumps, with a subfolder for each plan.
         count: The number of parallel compilations; by default as many as the machine has room for.
     """

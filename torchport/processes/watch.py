@@ -96,7 +96,6 @@ class Watch:
         """Publishes why this process failed, for the others to read; if another one failed first, its reason stays."""
         import jax
 
-        # If another failed first, its message stays.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             failed = {"process": self.state.process_id, "code": code, "error": text}
             self.state.client.key_value_set(FAILED, json.dumps(failed))

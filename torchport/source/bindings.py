@@ -35,7 +35,7 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
-    """Returns the statement that binds the last name of a path, or the first one that leads out of the source."""
+    """Returns the statement that binds the last name of a path, or an earlier name that the source does not define."""
     holder: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(path, 1):
         node = last_bindings(holder).get(_as_written(name, path[: depth - 1]))

@@ -57,6 +57,7 @@ class Equivalence(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
+        """Returns the word `bitwise` as a field, and a mapping with one of the other fields as it is; else raises."""
         if data == "bitwise":
             return {"bitwise": True}
         if isinstance(data, dict) and len(data) == 1 and "bitwise" not in data:

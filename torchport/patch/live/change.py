@@ -53,6 +53,7 @@ class Placed:
         return self.slot.now() is self.value
 
     def undo(self) -> None:
+        """Restores the original, unless something else stands in its place by now, and ends the counting of calls."""
         if self.stands():
             self.slot.restore()
         if self.retire is not None:

@@ -36,6 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _spec_of_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+        """Returns the spec that the finders after this one give for a module; None if none of them finds it."""
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         for finder in others:
             find = getattr(finder, "find_spec", None)

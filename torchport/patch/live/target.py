@@ -184,8 +184,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among them,
-    the outermost function, or None. If the source shows no `def`, it is the innermost one by `__wrapped__`.
+    """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among these,
+    the outermost one, or None. Without a `def` in the source it returns the innermost one by `__wrapped__`.
     """
     functions = list(layers(raw))
     if not isinstance(node, Function):

@@ -352,6 +352,7 @@ class _Walk:
         self._note(Act.CALL, node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        """Notes what a comprehension does, in its order: the iterables, targets and conditions, then the values."""
         for part in node.generators:
             self.expression(part.iter)
             self._note(Act.ASSIGN, part.target, part.iter, loops_over=True)
