@@ -116,8 +116,8 @@ class ProgramTime:
         )
 
     def largest(self) -> list[Operation]:
-        """Returns the ten longest operations of a block, or of a program without blocks. Attention and collectives are
-        not among them: they have figures of their own.
+        """Returns the ten longest operations of a block, or of a program without blocks, but no attention or
+        collectives.
         """
         computation = None if self.loop is None else self.loop.body
         kernels = [

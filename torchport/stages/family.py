@@ -305,8 +305,12 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def note_tiles(latents: torch.Tensor, count: int) -> None:
-    """Warns in the log that decoding in tiles is not the same as decoding whole; not for one tile, nor for shapes
+    """Warns in the log that tiles are decoded by another function than the whole; not for one tile, or for shapes
     alone.
+
+    Args:
+        latents: What is decoded.
+        count: The number of tiles.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

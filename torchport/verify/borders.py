@@ -136,9 +136,7 @@ class WatchedCall:
         self._patch_counts = counts
 
     def _replaced(self, value: Any, other: Any) -> Any:
-        """Returns `value` with tensors of `other` in place of its own where shapes agree; unchanged if the trees
-        differ.
-        """
+        """Returns `value` with those tensors of `other` that agree in shape; unchanged if the trees differ."""
         if isinstance(value, Mapping) and isinstance(other, Mapping) and type(value) is dict:
             return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
         leaves, structure = pytree.tree_flatten(value)
@@ -268,9 +266,7 @@ class Port:
         skipped: Collection[str] = (),
         whole: Container[Border] = (),
     ) -> tuple[Any, WatchedCall]:
-        """Calls the port's network; returns its output, and the call with recorded values. See `WatchedCall` for
-        arguments.
-        """
+        """Calls the port's network; returns its output, and the call with recorded values: see `WatchedCall`."""
         counts = functools.partial(call_counts, self.ledger)
         call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts=counts, whole=whole)
         with call.watching():

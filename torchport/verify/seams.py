@@ -323,7 +323,14 @@ def record(
     reference: SideRecord | None = None,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> SideRecord:
-    """Returns the values of the port's or the original's loop. Only encoders run; networks' outputs are random."""
+    """Returns the values of the port's or the original's loop. Only encoders run; networks' outputs are random.
+
+    Args:
+        chosen: Steps, from 0, whose large tensors are compared.
+        reference: The original's record, if `task` is a port: the port's loop gets the original's embeddings, so that
+            an error of an encoder is reported once.
+        encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
+    """
     with in_force(task, task.stages):
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
         for stage in _encoders(task):

@@ -149,9 +149,7 @@ def _kind(cls: Any) -> Kind:
 
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
-    """Returns small numbers for the arguments of each component that has weights, by the arguments' names. Whether the
-    components agree with one another shows in a trial.
-    """
+    """Returns tiny arguments, chosen by name alone, for each component that has weights; a trial shows if they agree."""
     widths = iter(_WIDTHS * len(parts))
     result: dict[str, dict[str, Any]] = {}
     for part in parts:

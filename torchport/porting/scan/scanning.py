@@ -44,9 +44,7 @@ _DEEPEST = 50_000
 
 
 def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
-    """Returns what in a codebase will not port; raises if it has no Python file. `entries`, as `pkg.mod:Class` or
-    `pkg.mod:function`, are where its run begins.
-    """
+    """Returns what in a codebase will not port, or raises; `entries` (`pkg.mod:name`) are where a run of it begins."""
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
     sources, unread = find_sources(path)
