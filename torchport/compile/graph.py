@@ -135,7 +135,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def is_node(value: Any, *, is_long: bool = False) -> bool:
-    """Returns whether a value is a mutable object that a model may change; long containers are only if `is_long`."""
+    """Returns whether a value is a node, a mutable object that a model may change; long containers if `is_long`."""
     kind: Any = type(value)
     if kind is types.CellType:
         return True

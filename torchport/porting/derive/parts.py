@@ -149,7 +149,7 @@ def _kind(cls: Any) -> Kind:
 
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
-    """Returns tiny arguments, chosen by name alone, for each component that has weights; a trial shows if they agree."""
+    """Returns tiny arguments, chosen by name alone, for each component with weights; a trial shows if they agree."""
     widths = iter(_WIDTHS * len(parts))
     result: dict[str, dict[str, Any]] = {}
     for part in parts:
