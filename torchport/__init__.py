@@ -10,7 +10,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports what people call from Python when it is first asked for: neither torch nor jax is imported before."""
+    """Imports a public name when it is first asked for: `import torchport` alone imports neither torch nor jax."""
     if name not in _LAZY:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     import importlib

@@ -167,6 +167,7 @@ def check(
     Args:
         called: Runs a model with tiny weights, and returns findings for patches that were not called.
         stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
+        chosen: The folders whose patches are tried; None: all.
     """
     report = Report()
     groups = _groups(folders, static_check.known_names(folders, names), stages, report)
@@ -218,9 +219,8 @@ def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozen
 
 
 def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
-    """Returns the findings for patches that are applied after their modules are imported, all groups in one process.
-
-    If that process dies, each group is tried again in a process of its own, to find the upstream that ends it.
+    """Returns the findings for patches that are applied after their modules are imported. All groups share a process;
+    if it dies, each is tried again in a process of its own, to find the upstream that ends it.
     """
     if not groups:
         return Report()
@@ -270,9 +270,8 @@ def _in_fresh_process(
 
 
 def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
-    """Tries groups one after the other in this process, which must be fresh, and returns the findings.
-
-    The `mode` "armed" imports the targets while the patches are in force, "late" before the patches.
+    """Tries groups one after the other in this process, which must be fresh, and returns the findings. The `mode`
+    "armed" imports the targets while the patches are in force, "late" before the patches.
     """
     report = Report()
     for group in groups:

@@ -111,6 +111,7 @@ def data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _distance_data(distance: Distance) -> dict[str, Any]:
+    """Returns how far a run is from A as JSON data; numbers that are infinite or missing are null."""
     from torchport.verify.report import finite
 
     return {
@@ -124,6 +125,7 @@ def _distance_data(distance: Distance) -> dict[str, Any]:
 
 
 def lines(comparison: Comparison) -> list[str]:
+    """Returns what `torchport compare` prints: both folders, what differs, and the tables of frames and latents."""
     other = comparison.other_video
     text = [f"A and B are two different videos: {_rows(other)}"] if other else []
     text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
@@ -144,7 +146,7 @@ def _rows(rows: Sequence[Difference]) -> str:
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:
-    """Returns the lines of the table of frames, with a column for B and one for the floor."""
+    """Returns a table of how far B's frames are from A's, and those of the floor, A's job on another mesh."""
     count, _, height, width = comparison.a.frames.shape
     cells: dict[str, Callable[[Distance], str]] = {
         "PSNR, dB": lambda d: _decibels(d.frames.psnr),

@@ -110,6 +110,7 @@ def _operators() -> Diagnosis:
 
 
 def _devices() -> list[Diagnosis]:
+    """Returns how many devices of each platform JAX sees, and the host's free memory."""
     from torchport.task import devices
 
     findings = []
@@ -126,6 +127,7 @@ def _devices() -> list[Diagnosis]:
 
 
 def _disk() -> list[Diagnosis]:
+    """Returns whether the output and cache folders can be written and have at least a GiB free."""
     findings = []
     for what, folder in (("output folder", Path("outputs")), ("torchport's cache", cache.folder())):
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

@@ -186,9 +186,8 @@ def _fingerprint(finding: Finding, root: Path) -> str:
 
 
 def as_junit(report: Report) -> str:
-    """Returns JUnit XML: a suite for each file, with a test case for each patch and step.
-
-    It has only elements and attributes that the schemas of Jenkins and Surefire share: no file, no line.
+    """Returns JUnit XML: a suite for each file, with a test case for each patch and step. It has only elements and
+    attributes that the schemas of Jenkins and Surefire share: no file, no line.
     """
     suites: dict[str, dict[tuple[str, str], list[Case | Finding]]] = {}
     everything: list[Case | Finding] = [*report.cases, *report.findings]

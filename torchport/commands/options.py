@@ -100,7 +100,7 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
 
 
 def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the value of `--config`: for a pipeline by default its job; click has parsed the other flags before."""
+    """Returns the config that `--config` names; raises if it is missing, but a pipeline has a job by default."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         hint = f"A pipeline has '{DERIVED}' before its name." if model.endswith("Pipeline") else None

@@ -107,7 +107,7 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
-    """Returns all fields of a patch, the installed versions of its packages, and its rows in the lock."""
+    """Returns all fields of a patch, its packages' versions and its rows in the lock; raises for an unknown id."""
     versions.installed.cache_clear()
     entries = {entry.id: entry for entry in entries_of(folders)}
     if key not in entries:

@@ -88,6 +88,7 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
 
 
 def _check_combination(flags: PlanFlags) -> None:
+    """Raises if a flag for one plan is given with --sweep, or --jobs without it."""
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
     for name, value in {"--stage": flags.stage, "--report": flags.file}.items():

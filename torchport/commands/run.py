@@ -34,7 +34,7 @@ class RunFlags:
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Returns the number in the value of --profile, `steps=2`; None if the flag was not given."""
+    """Returns the number in a value of --profile, `steps=2`, or raises; None if the flag was not given."""
     if value is None:
         return None
     name, _, digits = value.partition("=")

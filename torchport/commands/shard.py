@@ -64,9 +64,8 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
 
 
 def rule_rows(request: Request) -> list[RuleRow]:
-    """Returns a row for each rule of the job's strategy and each network; from shapes, no weights are read.
-
-    A rule that several networks share has no row for a network in which it matches nothing.
+    """Returns a row for each rule of the job's strategy and each network, from shapes: no weights are read. A rule for
+    several networks has no row for a network in which it matches nothing.
     """
     from torchport.compile import network
     from torchport.compile.in_force import in_force

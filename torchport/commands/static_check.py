@@ -93,9 +93,8 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
 
 
 def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
-    """Returns the entries of every file that can be read, each id once; an unreadable file is added to `report`.
-
-    The highest folder in which the names are looked up is `home`, as in `patch.read`.
+    """Returns the entries of every file that can be read, each id once; an unreadable file is added to `report`. `home`
+    is the highest folder in which the names are looked up, as in `patch.read`.
     """
     stack = stack_of(folders)
     readable: dict[str, None] = {}
@@ -131,7 +130,7 @@ def _check_entry(entry: patch.Entry, entries: Sequence[patch.Entry], report: Rep
     try:
         loaded = checks.parsed(entry, entry.reference) if entry.reference else None
         if entry.needed and "probe" in entry.needed:
-            checks.parsed(entry, entry.needed["probe"])
+            checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
     except TorchportError as error:
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)
@@ -180,6 +179,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
 
 
 def _unlocked_finding(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
+    """Returns the finding for a patch whose target has no row in the lock, with the source to review."""
     text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
     text = f"{text} (with the --path and --upstream-path that are used here)."
     try:
@@ -202,7 +202,7 @@ def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -
 
 
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
-    """Returns the findings for the named model cards; without names, for all cards and configs."""
+    """Returns the findings for the named model cards; without names, for all cards and all configs."""
     report = Report()
     cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
     sound = []  # only cards without mistakes judge jobs: an error could follow from the mistake
@@ -311,7 +311,7 @@ def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, 
 def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | None = None) -> Iterator[TorchportError]:
     """Yields an error if the patches that a card names at `place` do not exist; none for mistakes in their file."""
     try:
-        patch.read(folders, [name], home)
+        patch.read(folders, [name], home)  # for its errors alone
     except UnknownNameError as error:
         yield UnknownNameError(place, error.fact, error.remedy, name=name)
     except BadValueError as error:
@@ -374,15 +374,14 @@ def _check_config(
     is_whole: bool,
     report: Report,
 ) -> None:
-    """Checks a config: its fields, its machine, and that it is valid for one card of the pack.
-
-    The last only if `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
+    """Checks a config: its fields, its machine, and that it is valid for one card of the pack. The last only if
+    `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
     """
     try:
         pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
-        parse_machine(job.machine, document.place(["machine"]))
+        parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine
         report.cases.append(Case(document.place(), "", "job"))
     except TorchportError as error:
         report.add(error, "schema")

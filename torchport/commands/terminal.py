@@ -95,9 +95,8 @@ def _check_value(option: click.Parameter, value: str) -> None:
 
 
 def say(text: str | Iterable[str]) -> None:
-    """Prints to standard output, with control characters escaped so that no text can control the terminal.
-
-    Of a list, each item is printed as one line: line breaks in it, as from a file name, are escaped, too.
+    """Prints to standard output, with control characters escaped so that no text can control the terminal. Of a list,
+    each item is printed as one line: line breaks in it, as from a file name, are escaped, too.
     """
     lines = text if isinstance(text, str) else "\n".join(line.replace("\n", r"\n") for line in text)
     click.echo(_escaped_lines(lines))
@@ -208,7 +207,7 @@ class _Output:
 
 
 def _run_with_output(command: click.Command) -> int:
-    """Runs a command and flushes its output; returns the exit code, 1 if the reader of a pipe has closed it."""
+    """Runs a command and flushes its output, or raises; returns the exit code, 1 if the reader of a pipe is gone."""
     stream = sys.stdout
     if stream is None:  # it was closed, and click prints nothing
         return _exit_code(command)

@@ -77,6 +77,7 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
 
 
 def _stopper_lines(stopper: Stopper) -> Iterator[str]:
+    """Yields the lines on a place that stops the trace: fact, remedy, stack frames, and the patch entry that helps."""
     often = f" ({stopper.times} times)" if stopper.times > 1 else ""
     yield f"{stopper.id} {stopper.place}: {stopper.fact}{often}. {stopper.remedy}."
     for frame in reversed(stopper.frames):

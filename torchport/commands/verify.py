@@ -86,9 +86,8 @@ def command(**given: Any) -> None:
 
 
 def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verification | None]:
-    """Returns the command's output, and the verification; None in its place if only the original is captured.
-
-    A port's request without a prompt gets the prompt of the card's tiny weights.
+    """Returns the command's output, and the verification; None in its place if only the original is captured. A port's
+    request without a prompt gets the prompt of the card's tiny weights.
     """
     _check_combination(flags)
     from torchport.config.pack import find_pack
@@ -172,7 +171,7 @@ def findings_of(verification: Verification) -> findings.Report:
 
 
 def _capture_folder(against: str) -> Path | None:
-    """Returns the folder in a value of --against, `run:DIR`; None for `original`."""
+    """Returns the folder in a value of --against, `run:DIR`; None for `original`. Raises for any other value."""
     if against == "original":
         return None
     kind, _, name = against.partition(":")

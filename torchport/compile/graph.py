@@ -135,10 +135,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def is_node(value: Any, *, is_long: bool = False) -> bool:
-    """Returns whether a value is a node: a mutable object that a model's code may change.
-
-    Containers of more than `LONG` items are nodes only with `is_long`.
-    """
+    """Returns whether a value is a node, a mutable object that a model may change; long containers if `is_long`."""
     kind: Any = type(value)
     if kind is types.CellType:
         return True
@@ -296,7 +293,7 @@ class Blank(NamedTuple):
         return cls(type(thing), getattr(thing, "default_factory", maximum))
 
     def new(self) -> Any:
-        """Returns a new object of the type, without items and attributes."""
+        """Returns a new empty object of the type: of an array or bytes a copy of `model`, as their size is fixed."""
         if self.type is types.CellType:
             return types.CellType()
         if isinstance(self.model, (numpy.ndarray, *_BYTES)):
@@ -354,9 +351,8 @@ def _rebuilt(kind: type, values: list[Any]) -> Any:
 
 
 def holder_of_traced() -> str:
-    """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does.
-
-    It names a global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
+    """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does. It names a
+    global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
     """
     if not engine.alive():
         return ""

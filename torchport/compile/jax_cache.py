@@ -26,7 +26,6 @@ def of_task(task: Task) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
     """Puts JAX's compilation cache into torchport's cache folder while the context lasts, for programs of any size.
-
     Where the user has set a folder for JAX (`JAX_COMPILATION_CACHE_DIR`), that folder and its thresholds stay.
     """
     if jax.config.jax_compilation_cache_dir:

@@ -74,9 +74,8 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 
 
 def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew.
-
-    A loop changes its scheduler, and the next run must not see that. Patches must be in place.
+    """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew. A
+    loop changes its scheduler, and the next run must not see that. Patches must be in place.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     return {**parts, **{name: _light(task, name, task.component_folder(folder, name)) for name in light}}
@@ -113,7 +112,7 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
     """Returns how a component is built: from the checkpoint's `config.json`, or from the card.
 
     Args:
-        folder: The checkpoint's; None if it is not on this machine, or not written yet.
+        folder: The checkpoint's folder; None if it is not on this machine, or not written yet.
     """
     entry, is_tiny = task.card.components[component], task.is_tiny
     if folder is not None and load.records_config(entry, task.component_folder(folder, component)):
@@ -212,10 +211,7 @@ def _without_weights(task: Task, component: str) -> Any:
 
 
 def published(task: Task, component: str) -> Any:
-    """Returns a component as shapes, in the dtypes that a run loads it in: see `as_shapes`.
-
-    It is built once for all callers that only read it.
-    """
+    """Returns a component on meta, in the dtypes of a run (see `as_shapes`): one object for all callers."""
     if component not in task.shapes:
         dtype = task.dtype(component) if component in task.settings.dtypes else None
         root = checkpoint.described(task.checkpoint, task.card)
@@ -235,9 +231,8 @@ def parameters(task: Task, component: str) -> int:
 
 
 def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> None:
-    """Gives a network on meta the values of tensors that are neither parameters nor buffers, but plain attributes.
-
-    Upstream may move them to its input's device, where a trace needs their values.
+    """Gives a network on meta the values of tensors that are plain attributes, neither parameters nor buffers: upstream
+    may move them to its input's device, where a trace needs their values.
     """
     parts = dict(module.named_modules())
     found = [(path, key) for path in parts for key, x in vars(parts[path]).items() if isinstance(x, torch.Tensor)]
@@ -249,9 +244,8 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
 
 
 def check_classes(task: Task) -> None:
-    """Refuses classes of a card that do not exist, and networks that are no torch modules, all in one error.
-
-    Patches must be in place: the classes' modules are imported.
+    """Raises one error for all classes of a card that do not exist, and for networks that are no torch modules. Patches
+    must be applied before: the classes' modules are imported.
     """
     networks = {stage.network for stage in task.stages}
     names = {name for stage in task.stages for name in (*stage.parts, *stage.meta, *stage.loads(task.settings))}
@@ -272,9 +266,8 @@ def check_classes(task: Task) -> None:
 
 
 def check_heads(task: Task) -> None:
-    """Refuses a mesh with an axis that does not divide what the card says it splits: mostly the number of heads.
-
-    Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
+    """Raises if the size of a mesh axis does not divide the number that the card's `divides` names for the axis, such
+    as `transformer.num_attention_heads`. Numbers are from the checkpoint, or if it is not here, from its class.
     """
     networks = [] if task.original else [task.card.written(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
@@ -299,9 +292,8 @@ def how(stage: Stage, task: Task) -> How:
 
 
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
-    """Returns the rule of every parameter and buffer of a stage's prepared network, with the spec that fits.
-
-    A rule may be for modules that only other stages call: it matches nothing here, and is no mistake.
+    """Returns the rule of every parameter and buffer of a stage's prepared network, with the PartitionSpec that it
+    gives. A rule may be for modules that only other stages call: that it matches nothing here is no mistake.
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
@@ -470,9 +462,8 @@ def _release(module: torch.nn.Module) -> None:
 
 
 def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
-    """Returns upper bounds of a network's attention scores by name, from the gains of its norms.
-
-    Weights that are shapes have no gains. We then assume that scores are within the card's bounds.
+    """Returns upper bounds of a network's attention scores by name, from the gains of its norms. Weights on meta have
+    no gains: then scores are assumed to be within the card's bounds.
     """
     if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights.values()):
         return dict.fromkeys(rules.bounds, 1.0)

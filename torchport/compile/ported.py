@@ -122,7 +122,7 @@ class Ported(torch.nn.Module):
             return self._called(args, kwargs)
 
     def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls the program for these arguments, and changes on the host what the module's forward would change."""
+        """Calls the program, and changes on the host what forward would; raises if a tensor is left in a global."""
         bound = self.signature.bind(*args, **kwargs).arguments
         given_names = [*bound]
         for name, parameter in self.signature.parameters.items():
@@ -164,7 +164,7 @@ class Ported(torch.nn.Module):
         return self._state.leave(effects, found, outputs)
 
     def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
-        """Copies an input's new value from the program into the caller's tensor, as the module's forward would."""
+        """Copies an input's new value into the caller's tensor, as forward would; raises if others share its memory."""
         tensor = [*found.inputs.values()][number]
         if found.overlaps(number):
             fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
@@ -179,7 +179,7 @@ class Ported(torch.nn.Module):
         return {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
 
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
-        """Runs the module's forward under a trace, notes its effects, and returns the tensors that are the outputs."""
+        """Traces the module's forward, notes its effects, and returns its tensors; raises if it reshapes an input."""
         call, found = inputs.pop(CALL), _found.get()
         given = list(found.inputs.values())
         tensors = [
@@ -230,7 +230,7 @@ class Ported(torch.nn.Module):
         return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
 
     def _rebound(self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns new values of buffers that a call has written to or replaced, and puts the old tensors back."""
+        """Returns new values of changed buffers, and restores the old tensors; raises if shape or dtype has changed."""
         found = {}
         for name, buffer in before.items():
             prefix, _, attribute = name.rpartition(".")

@@ -228,7 +228,6 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
 
 def _fitting_rules(task: Task, component: str, rules: Rules, call: recorder.NetworkCall) -> dict[str, Rule]:
     """Returns the rule of every input of a call, with the spec that fits; refuses one that does not split the batch.
-
     Outputs that become inputs of later calls are checked, too, and not returned.
     """
     mesh, place = task.job.mesh, rules.place("inputs")

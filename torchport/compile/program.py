@@ -249,9 +249,8 @@ class Compiled:
         return lowered
 
     def _with_tables(self, traced: Any, arguments: Any) -> tuple[Any, list[Any]]:
-        """Returns a traced program that takes its large constants as first argument, and these; none if none is large.
-
-        XLA compiles constants slowly.
+        """Returns a traced program that takes its large constants as its first argument, and these constants: XLA
+        compiles large constants slowly. Without large ones, it returns the program as it is, and an empty list.
         """
         closed = traced.jaxpr
         large = [number for number, value in enumerate(closed.consts) if value.nbytes > LARGE]

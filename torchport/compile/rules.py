@@ -82,7 +82,9 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
-    """Returns a component's rules under a card's strategy, after `extra` rules for inputs; refuses unknown names."""
+    """Returns a component's sharding rules in a card's strategy; raises if there is no such strategy or component.
+    Where an `extra` rule and a rule of the card match the same input, the `extra` rule holds.
+    """
     if strategy not in card.strategies:
         fact = f"'{card.model}' has no strategy '{strategy}'"
         raise UnknownNameError("port", fact, nearest(strategy, card.strategies), name=strategy)
@@ -109,7 +111,7 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the rules of a shared strategy, for a module that has no model card.
+    """Returns the rules of a shared strategy, for a module that has no model card; raises if there is no such strategy.
 
     Args:
         strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.

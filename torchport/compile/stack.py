@@ -183,7 +183,7 @@ class _StackedList(torch.nn.ModuleList):
 
 
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
-    """Stacks blocks of each declared `ModuleList`, in the network itself; returns how many blocks each stack has."""
+    """Stacks blocks of each `ModuleList` in `stacks`, in the network itself, or raises; returns counts by name."""
     counts: dict[str, int] = {}
     for name, entry in stacks.items():
         where = place(name)

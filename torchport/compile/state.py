@@ -148,10 +148,10 @@ class State:
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
     def before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
-        """Returns the snapshot of what a call finds; refuses a weight or a buffer that was changed since `port`.
+        """Returns a snapshot of the objects and tensors that a call can reach, taken before the call.
 
-        Args:
-            unnamed: The parameters whose names are no part of their tensors' names, such as `kwargs`.
+        Raises a BadValueError for a weight or buffer that was changed since `port`. A tensor in a parameter of
+        `unnamed`, as in `**kwargs`, is named `mask`, not `kwargs.mask`.
         """
         submodules = [*self.module.modules()]
         for part in submodules:
@@ -233,7 +233,7 @@ class State:
                 _write(table, value)
 
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
-        """Returns what a call does: the difference between what it found and what it left."""
+        """Returns what a call does, from the snapshots before and after it; raises if it exchanges submodules."""
         changed = {}
         for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
             if [*old.items()] != [*new.items()]:
@@ -241,7 +241,7 @@ class State:
                 if old.get(_SUBMODULES) != new.get(_SUBMODULES):
                     fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        there = len(before.things)
+        there = len(before.things)  # nodes keep their numbers: the call has made those after these
         created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
         same = dict(enumerate(before.marks))
@@ -317,14 +317,14 @@ class State:
             found[_HOOKS] = hooks
         return found
 
-    def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
-        """Replaces an object's items or attributes in place; see `parts`."""
-        if not self._is_submodule(thing):
-            graph.fill(thing, new)
+    def fill(self, node: Any, new: Mapping[Part, Any]) -> None:
+        """Makes `new` the parts of an object, in place; its parts that `new` lacks are deleted, and weights stay."""
+        if not self._is_submodule(node):
+            graph.fill(node, new)
             return
-        attributes, buffers = vars(thing), thing._buffers
-        graph.fill_slots(thing, new)
-        for kind, name in self.parts(thing):
+        attributes, buffers = vars(node), node._buffers
+        graph.fill_slots(node, new)
+        for kind, name in self.parts(node):  # of the other kinds, submodules and hooks, nothing is changed
             if (kind, name) not in new and kind == "attribute":
                 del attributes[name]
             elif (kind, name) not in new and kind == "buffer":
@@ -377,10 +377,10 @@ class _Survey:
         return snapshot
 
     def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
-        """Returns the term that describes a value: a constant, a reference, or a container of terms.
+        """Returns the term for a value: a constant, a reference, or a container of terms; raises for other arguments.
 
         Args:
-            path: The names that lead to it from the arguments.
+            path: The names that lead to it from the arguments; None: it is reached otherwise.
             thing: The node that has it as its `part`.
         """
         if id(value) in self.numbers:
@@ -440,7 +440,7 @@ class _Survey:
         return self.tensors[id(tensor)]
 
     def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
-        """Adds a tensor to the inputs, under a name that no other input has, and returns its reference."""
+        """Adds a tensor to the inputs, under a new name, and returns its reference; raises for a sparse tensor."""
         snapshot = self.snapshot
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"

@@ -40,7 +40,7 @@ def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
 
 
 def calling(how: How, cache: StepCache, name: str, place: str) -> How:
-    """Wraps `how` for a step cache: returns a function that calls the network and returns output and kept tensors."""
+    """Returns a `how`, which calls a network, for a step cache: it also returns the tensors that are kept for later."""
     is_state = isinstance(cache, DeepCache)
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -161,9 +161,8 @@ class StepCached:
         return output
 
     def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
-        """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes.
-
-        It compiles both programs, so that later steps need not.
+        """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes. It
+        compiles both programs, so that later steps need not.
         """
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:

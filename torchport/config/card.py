@@ -274,7 +274,7 @@ class PipelineCall(Frozen):
 
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
-        """The shape of each embedding, by name. With `negative_apart`, those with `negative_` in front are added."""
+        """The shape of each embedding by name, of an item for lists; with `negative_apart` also as `negative_...`."""
         shapes: dict[str, Any] = {
             name: shape[0] if shape is not None and isinstance(shape[0], list) else shape
             for name, shape in self.embeddings.items()
@@ -658,7 +658,7 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
     if job.cache is None:
         return
     try:
-        job.cache.computed(job.steps)
+        job.cache.computed(job.steps)  # raises if the cache's fields do not fit
     except BadValueError as error:
         keys = getattr(error, "keys", ())  # a flag that sets one of them is at fault, or else a line
         flagged = [key for key in keys if ("cache", key) in document.flags]

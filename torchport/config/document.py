@@ -111,7 +111,7 @@ _CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
 
 
 def parse_document(text: str, file: str) -> Document:
-    """Returns YAML text as data with its lines; see `read_document`."""
+    """Returns YAML text as data with its lines; raises with the line of a fault. See `read_document`."""
     try:
         return _YamlReader(yaml.parse(text, Loader=_LOADER), file).document()
     except yaml.MarkedYAMLError as error:
@@ -136,7 +136,7 @@ class _YamlReader:
         self.lines: dict[Location, int] = {(): 1}
 
     def document(self) -> Document:
-        """Returns the only document of the file; its data is None if the file is empty."""
+        """Returns the only document of the file, its data None if the file is empty; raises if there are several."""
         data, count = None, 0
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -147,7 +147,7 @@ class _YamlReader:
         return Document(self.file, data, self.lines)
 
     def _value(self, event: Any, path: Location) -> Any:
-        """Returns the mapping, list or scalar that starts with this event, and notes its line under `path`."""
+        """Returns the mapping, list or scalar that starts with an event, and notes its line; raises if too deep."""
         self._check_plain(event)
         if len(path) > _DEEPEST:
             raise self._refusal(event, f"The value is nested in more than {_DEEPEST} others", "Nest it less deeply")
@@ -207,7 +207,7 @@ def _line(event: Any) -> int:
 
 
 def overridden(document: Document, override: str) -> Document:
-    """Returns the document with one field set by `path.to.field=value`, where the value is YAML."""
+    """Returns the document with one field set by `path.to.field=value`, where the value is YAML, or raises."""
     place = f"--set {override}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -281,7 +281,7 @@ class _Mistake:
         return is_beside and closest(str(other.path[-1]), [str(self.path[-1])]) != ""
 
     def is_another_form_of(self, other: _Mistake) -> bool:
-        """Returns whether both are about one value: one path begins with the other, or their alternatives differ."""
+        """Returns whether both are about one value: one path begins with the other, or their union members differ."""
         shared = self.alternatives.keys() & other.alternatives.keys()
         if any(self.alternatives[path] != other.alternatives[path] for path in shared):
             return True

@@ -81,7 +81,7 @@ TPU_CHIPS = {
 
 
 def parse_machine(name: str, place: str) -> Machine:
-    """Returns the machine that a config names: `v6e:2x4` (a TPU slice), `cuda:8`, or `cpu:8` (virtual devices)."""
+    """Returns the machine of a name: `v6e:2x4` (a TPU slice), `cuda:8`, or `cpu:8` (virtual devices); else raises."""
     kind, _, shape = name.partition(":")
     if kind in ("cpu", "cuda") and re.fullmatch(r"[1-9]\d{0,3}", shape):
         return Machine(name, "cuda" if kind == "cuda" else "cpu", int(shape))

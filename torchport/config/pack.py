@@ -79,7 +79,7 @@ class Pack:
         return list((self.root / "configs").glob(pattern))
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the pack that a model card lies in: the highest that has it."""
+        """Returns the highest pack that has a model card; raises if none has it."""
         name = f"configs/models/{model}.yaml"
         if model.startswith(DERIVED) and has_file(derived_folder() / name):
             return Pack(derived_folder(), DERIVED, self)
@@ -123,7 +123,7 @@ class Pack:
         return card.in_folder(home.root / "configs" / "models"), document
 
     def _card_document(self, name: str) -> Document:
-        """Returns the document of a card of this pack, on top of the card that it extends, if it extends one."""
+        """Returns the document of a card of this pack, on top of the one that it extends; only one may be extended."""
         document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
         other = document.data.get("extends") if isinstance(document.data, dict) else None
         if not isinstance(other, str):
@@ -153,7 +153,7 @@ class Pack:
             yield BadValueError(as_named(file), fact, remedy)
 
     def family_file(self, card: Card, place: str) -> Path:
-        """Returns the Python file of a card's family: beside the patches of its own pack, or of one under that."""
+        """Returns the Python file of a card's family: in the card's pack, or in one under that; raises without one."""
         layers = list(self.home(card.model).layers())
         for pack in layers:
             file = pack.patches / f"{card.family}.py"
@@ -184,7 +184,7 @@ class Pack:
         return job, document
 
     def _job_file(self, name: str) -> Path:
-        """Returns the file of a config: at this path, or else in the highest pack that has it."""
+        """Returns the file of a config: at this path, or else in the highest pack that has it; raises without one."""
         here = Path(name)
         if has_file(here):
             return here
@@ -210,9 +210,8 @@ class Pack:
 
 
 def find_pack(paths: Sequence[str] = ()) -> Pack:
-    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one.
-
-    The current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
+    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one. The
+    current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
     """
     shipped = _shipped()
     packs = [*_packs("--path", paths)]
@@ -243,7 +242,7 @@ def _packs(source: str, paths: Sequence[str]) -> Iterator[Pack]:
 
 
 def _installed() -> Iterator[Pack]:
-    """Yields the packs of installed packages. A package is located without importing it."""
+    """Yields the packs of installed packages without importing them; raises if an entry point leads to no pack."""
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         package, *inner = point.value.split(".")
         is_name = all(part.isidentifier() for part in (package, *inner))

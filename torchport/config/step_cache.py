@@ -48,7 +48,7 @@ class _Periodic(_Kind):
     """The number of steps that `start` and `end` are meant for. With another number both move in proportion."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps, counted from 0, that compute all blocks."""
+        """Returns the steps, counted from 0, that compute all blocks; raises unless `start` < `end` <= `of`."""
         if not self.start < self.end <= self.of:
             keys = ("start", "end") if self.start >= self.end else ("of", "end")
             values = [
@@ -57,6 +57,7 @@ class _Periodic(_Kind):
             ]
             fact, remedy = ", ".join(values), "Write all three in this order: start < end <= of"
             raise BadValueError("cache", fact, remedy, keys=keys)
+        # `start` and `end` are meant for `of` steps, and the job has `steps`.
         start, end = (max(1, round(step * steps / self.of)) for step in (self.start, self.end))
         return tuple(n for n in range(steps) if n < start or n >= end or (n - start) % self.every == 0)
 
@@ -131,7 +132,9 @@ class MagCache(_Kind):
         return tuple(self._computed(steps))
 
     def _computed(self, steps: int) -> Iterator[int]:
-        """Yields the steps that compute all blocks: others are skipped while their added error is below `threshold`."""
+        """Yields the steps that compute all blocks. Others are skipped: after the first share `retain`, no more than
+        `skips` in a row, and while the errors that they add up to stay below `threshold`.
+        """
         ratio, error, skipped = 1.0, 0.0, 0
         for step in range(steps):
             # A curve of another number of steps: the nearest of its steps.
@@ -158,9 +161,8 @@ StepCache = Annotated[DeepCache | Schedule | MagCache | TaylorSeer | Calibrate, 
 
 
 def computed_by(cache: _Kind, steps: int, begins: int) -> tuple[int, ...]:
-    """Returns the steps, counted from 0, that compute all blocks, if the network's first step is step `begins`.
-
-    At its first step a network has nothing to reuse. So it computes all blocks there, whatever the cache says.
+    """Returns the steps, counted from 0, that compute all blocks, if the network's first step is step `begins`. That
+    step is always among them: at its first step a network has nothing to reuse.
     """
     return tuple(sorted({*cache.computed(steps), begins}))
 

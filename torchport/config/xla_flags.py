@@ -81,7 +81,7 @@ def set_of(name: str, machine: Machine) -> _FlagSet:
 
 
 def added(name: str, chosen: _FlagSet, environment: Mapping[str, str]) -> str:
-    """Returns the new value of the set's environment variable: the flags in it now, then those of the set."""
+    """Returns the new value of an environment variable: its flags, then those of the set; raises if they conflict."""
     flags = environment.get(chosen.variable, "").split()
     for text in chosen.texts:
         key = text.partition("=")[0]

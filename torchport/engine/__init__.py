@@ -118,10 +118,7 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
-
-    None for any other exception.
-    """
+    """Returns the name of the operator that torchax cannot lower, `torch.ops.aten:name.overload` or ""; else None."""
     module = sys.modules.get("torchax.tensor")
     if module is None or not isinstance(error, module.OperatorNotFound):
         return None
@@ -130,10 +127,7 @@ def missing_operator(error: BaseException) -> str | None:
 
 
 def difference(error: BaseException) -> tuple[str, str] | None:
-    """Returns the operator that differs from PyTorch's, with how it differs, and what to do instead.
-
-    None for any other exception than a `DiffersError`.
-    """
+    """Returns the operator, how it differs from PyTorch's, and the remedy, of a `DiffersError`; else None."""
     return (str(error), error.cure) if isinstance(error, DiffersError) else None
 
 

@@ -189,7 +189,7 @@ def _dtypes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the options of a call: arguments that differ from their defaults; without a default, bools and words."""
+    """Yields the options of a call: arguments that are not the default; without a default, bools, dtypes and texts."""
     parameters = _parameters(func, len(args), frozenset(kwargs))
     if parameters is None:
         # A builtin whose overload is not known: what stands at a place has no name.
@@ -262,7 +262,7 @@ def _declared(argument: Any) -> _Parameter:
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of a builtin: those of the first ATen overload that takes as many arguments by place."""
+    """Returns the parameters of the first ATen overload of a builtin that takes such arguments, or None."""
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)

@@ -70,9 +70,8 @@ def prepare(environment: Any) -> None:
 
 
 def _value(tensor: Any) -> Any:
-    """Returns the JAX array of a traced tensor; if PyTorch has its values, each trace makes an array of its own.
-
-    Upstream may keep tables from one call to the next, in a cache of a function's results.
+    """Returns the JAX array of a traced tensor; for a tensor with known values, an array that belongs to this trace, as
+    upstream may keep such tables from one call to the next.
     """
     value, trace = tensor.__dict__.get("_array"), tensor.__dict__.get("_made_in", _trace)
     if value is None or (trace != _trace and is_known(tensor)):
@@ -97,7 +96,7 @@ def _copy(tensor: Any, known: dict[int, Any]) -> Any:
 
 
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
-    """Assigns to `tensor.data`: gives the tensor the memory of a value of the same shape, dtype and strides."""
+    """Assigns to `tensor.data`: gives the tensor a value's memory. Raises unless shape, dtype and strides are equal."""
     dispatch = tensor._env.dispatch
     value, whose = dispatch._known(value), dispatch._memory(tensor).whose
     if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
@@ -177,7 +176,7 @@ class Dispatch:
         if is_aten and torch.Tag.inplace_view in function.tags:
             return self._changed_view(function, types, args, kwargs)
         for tensor in traced:
-            self.shadow(tensor)
+            self.shadow(tensor)  # makes it if it is missing
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
                 raise DiffersError(operator_name(function), memory.stale)
         other = _without_out(function)
@@ -286,13 +285,13 @@ class Dispatch:
                 return _UNKNOWN
 
     def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator whose arguments all have known values, in PyTorch."""
+        """Calls an operator in PyTorch on the host: all arguments have known values, and the results have them, too."""
         answer = self._answer(function, args, kwargs, "cpu")
         traced = self._traced((args, kwargs))
         shadows = {id(t._shadow): t for t in traced}
         for tensor in self._traced(_written(function, args, kwargs)):
             for other, _ in self._memory(tensor).alive():
-                other._array = None
+                other._array = None  # a cached copy: the operator writes to the memory that they share
         outputs, tree = pytree.tree_flatten(answer)
         shapes = [getattr(leaf, "shape", None) for leaf in outputs]
         for item, leaf in enumerate(outputs):
@@ -389,7 +388,7 @@ class Dispatch:
         # PyTorch would resize the shadows themselves.
         with _plain():
             shadows = pytree.tree_map_only(self.type, lambda tensor: tensor._shadow.detach(), outs)
-        self._answer(function, args, given | shadows, "meta")
+        self._answer(function, args, given | shadows, "meta")  # raises where PyTorch refuses such an `out`
         answer = self._answer(other, args, given, "meta")
         # A sum is computed in the dtype that `out` has.
         dtype = tensors[0].dtype
@@ -460,7 +459,7 @@ class Dispatch:
 
     def _memory(self, tensor: Any) -> Storage:
         """Returns the `Storage` of a traced tensor, which its views share; makes one if it has none."""
-        self.shadow(tensor)
+        self.shadow(tensor)  # makes it if it is missing
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
             memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
@@ -565,7 +564,7 @@ class Dispatch:
             other._array = value
 
     def _changed_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator such as `unsqueeze_`, which makes its tensor another view of the same memory."""
+        """Calls an operator such as `unsqueeze_`, which makes its tensor another view of its memory, or raises."""
         tensor, other = args[0], functional(function)
         if other is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
@@ -611,7 +610,6 @@ def on_host(value: Any) -> Any:
 
 def alive() -> list[Any]:
     """Returns those tensors of the last trace that something still refers to, and that depend on the network's inputs.
-
     Call it after the trace: the tensors lose what they know of shared memory, which refers to tensors, too.
     """
     from torchax import default_env
@@ -666,9 +664,8 @@ def _memory_of(tensor: Any) -> int:
 
 
 def _container(tensors: Sequence[Any]) -> int:
-    """Returns the number of the tensor in which all others of its memory lie; `len(tensors)` if there is none.
-
-    The largest one counts as it if no two overlap, or if the memory is much larger than all of them.
+    """Returns the number of a tensor whose memory contains that of all others, or `len(tensors)`. The largest one
+    counts as it, too, if none overlap or if their storage is much larger than all of them.
     """
     shadows = [tensor._shadow for tensor in tensors]
     largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].numel()))

@@ -30,7 +30,7 @@ _NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk."""
+    """Yields a temporary path beside `file`, and renames it to `file` when it is whole and on the disk, or raises."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=TEMPORARY, suffix=file.suffix, dir=file.parent)
@@ -94,7 +94,7 @@ def remove(*files: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the output folder, and tests that it can be written before hours are spent."""
+    """Makes the output folder; raises if it cannot be written, before hours are spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -105,9 +105,8 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs.
-
-    The kernel releases the lock however the process ends. The folder itself is locked: `filelock` would leave a file.
+    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs. The kernel
+    releases the lock however the process ends. The folder itself is locked: `filelock` would leave a file.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -122,7 +121,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, handle: int) -> bool:
-    """Returns whether the folder is now this process's; False on a file system that has no locks."""
+    """Returns whether the folder could be locked, False if the file system has no locks; raises if it is locked."""
     try:
         is_locked = _flock(handle)
     except OSError as error:
@@ -136,7 +135,7 @@ def _lock(folder: Path, handle: int) -> bool:
 
 
 def _flock(handle: int) -> bool:
-    """Locks an open folder for this process; returns False on a file system that has no locks."""
+    """Locks an open folder for this process, or raises; returns False on a file system that has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -178,9 +177,8 @@ def _new_scratch() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders of temporary files whose processes are gone.
-
-    A living process holds a lock on its folder. A process id would not tell: another process may have it by now.
+    """Removes this user's folders of temporary files whose processes are gone. A living process holds a lock on its
+    folder. A process id would not tell: another process may have it by now.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError):  # there is no folder for temporary files; who needs one says so

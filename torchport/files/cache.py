@@ -48,7 +48,7 @@ def is_off() -> bool:
 
 
 def make(path: Path) -> Path:
-    """Returns a folder of the cache, made with every missing one above it for its owner alone (0700)."""
+    """Returns a folder of the cache, made with the missing ones above it for its owner alone (0700), or raises."""
     try:
         for part in (*reversed(path.parents), path):
             # mkdir's own `parents` would make those above by the umask, which may let the group write.
@@ -138,9 +138,8 @@ def _ancestors(path: Path) -> Iterator[Path]:
 
 
 def host() -> str:
-    """Returns a name for this host's kind of CPU.
-
-    XLA compiles for the CPU's instructions, which JAX's keys do not name: on another CPU a program may end in SIGILL.
+    """Returns a name for this host's kind of CPU. XLA compiles for the CPU's instructions, which JAX's keys do not
+    name: on another CPU a program may end in SIGILL.
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():

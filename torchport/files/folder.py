@@ -10,7 +10,7 @@ from torchport.errors import BadValueError, OutputError
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns a path, if it leads to a place inside a folder and no link leads out of it."""
+    """Returns a path as it is; raises if a link in it leads out of the folder `root`."""
     # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise BadValueError(

@@ -45,9 +45,8 @@ def reads_config(component: Component) -> bool:
 
 
 def records_config(component: Component, folder: Path) -> bool:
-    """Whether a component of a checkpoint is built from the `config.json` that lies in its folder.
-
-    That holds for modules of transformers, too, unless the card says how they are built.
+    """Whether a component of a checkpoint is built from the `config.json` that lies in its folder. That holds for
+    modules of transformers, too, unless the card says how they are built.
     """
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
     is_open = component.build is None and component.file is None and is_transformers
@@ -81,9 +80,8 @@ def account_component(
 
 
 def check_init(card: Card, folder: Path) -> None:
-    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults.
-
-    A missing value counts as null and as false. A component that the card sets to null is not compared.
+    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults. A
+    missing value counts as null and as false. A component that the card sets to null is not compared.
     """
     assert card.call is not None
     defaults = inspect.signature(class_of(str(card.pipeline)).__init__).parameters

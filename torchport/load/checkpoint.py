@@ -131,7 +131,7 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
 
 
 def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
-    """Returns a repository's folder in the hub's cache, after downloading what matches `patterns`, not `without`."""
+    """Returns a repository's folder in the hub's cache after downloading all of `patterns` but `without`, or raises."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -219,9 +219,8 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
 
 
 def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that says of which classes a checkpoint's components are, and its data.
-
-    A modular pipeline's file has, beside each class, from where the component comes.
+    """Returns the file that says of which classes a checkpoint's components are, and its data. A modular pipeline's
+    file also says, beside each class, from where the component comes.
     """
     file, of_modular = folder / "model_index.json", folder / "modular_model_index.json"
     if file.is_file() or not of_modular.is_file():
@@ -284,7 +283,6 @@ def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, s
 
 def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
     """Returns a component's files: all in its folder; in the root, which components share, its `file` with its shards.
-
     A component in the root without `file` has all files that lie directly in the root.
     """
     if folder != root:
@@ -312,7 +310,9 @@ def _digest(folder: Path, files: Sequence[Path]) -> str:
 
 
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
-    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder."""
+    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder.
+    Raises if the folder has several indices, a file that its index does not name, or none.
+    """
     if file is not None:
         return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
     indices = sorted(folder.glob("*.safetensors.index.json"))

@@ -16,9 +16,8 @@ from torchport.errors import CheckpointBrokenError, CheckpointForeignError, Torc
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that upstream raises over unexpected files (tests/load/test_fuzzed_checkpoints.py).
-
-    They are many: a constructor that gets a word for a number fails wherever it first computes with it.
+    """Returns the exceptions that upstream raises over unexpected files (tests/load/test_fuzzed_checkpoints.py). They
+    are many: a constructor that gets a word for a number fails wherever it first computes with it.
     """
     import jinja2
     from huggingface_hub.errors import StrictDataclassError
@@ -53,7 +52,6 @@ _CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|requires 
 @contextlib.contextmanager
 def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> Iterator[None]:
     """Turns what upstream raises over files of a checkpoint into an error of one line: `fact`, and upstream's reason.
-
     An exception about a package or about CUDA passes: no file is at fault.
     """
     try:
@@ -92,7 +90,6 @@ def brief(error: BaseException) -> str:
 
 def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
     """Refuses a configuration that names another class, or has a value of another type than the class's default.
-
     Upstream does not check most of these values. It would stop hours later, where it first computes with one.
     """
     if config.get("_class_name", cls.__name__) != cls.__name__:
@@ -112,9 +109,8 @@ def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON has a default's type: a truth value, a number, text, or a list of such.
-
-    A number is finite, unless the default is the same infinity.
+    """Whether a value of JSON has a default's type: a truth value, a number, text, or a list of such. A number is
+    finite, unless the default is the same infinity.
     """
     if isinstance(default, bool):
         return isinstance(value, bool)

@@ -63,7 +63,7 @@ class Layout:
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
     def held(self, folder: Path) -> dict[str, Stored]:
-        """Returns the same as `stored`, but by the names in the files, and with the modules in `without`."""
+        """Returns file, dtype and shape of each tensor by its name in the files, with the modules in `without`."""
         headers: Iterable[tuple[Path, Mapping[str, Any]]]
         if self.file is not None:
             checkpoint.check_file(folder, self.file)

@@ -76,7 +76,7 @@ class _Adapter:
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     def alpha(self, names: Sequence[str], rank: int) -> float:
-        """Returns the alpha of a layer that has these `names` and no tensor for it: the trainer's, or else the rank."""
+        """Returns the alpha of a layer without a tensor for it: the trainer's, or else the rank; raises for two."""
         found: dict[float, str] = {}
         for source in self._sources:
             alphas = list(self._alphas(source, names))
@@ -100,7 +100,7 @@ class _Adapter:
                 yield _Source(f"'{key}'", self._of_component(self._object(key, text)))
 
     def _object(self, key: str, text: Any) -> dict[str, Any]:
-        """Returns a JSON object that is a value in the metadata, as text or already parsed."""
+        """Returns a JSON object that is a value in the metadata, as text or already parsed; raises for other values."""
         try:
             value = json.loads(text) if isinstance(text, str) else text
         except (ValueError, RecursionError) as error:
@@ -161,7 +161,7 @@ class _Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _check_rank(self, source: _Source, names: Sequence[str], rank: int) -> None:
-        """Refuses a source that gives another rank than the layer's matrices have."""
+        """Raises if a source in the file's metadata gives a layer another rank than its matrices have."""
         of_layer = self._by_pattern(source, "rank_pattern", names)
         known = [of_layer] if of_layer else [(name, source.values[name]) for name in RANKS if name in source.values]
         for name, value in known:
@@ -298,7 +298,7 @@ class Additions:
         for additions in self.of_tensor.values():
             for each in additions:
                 for key in filter(None, (each.up, each.down)):
-                    self._read(each.file, key)
+                    self._read(each.file, key)  # raises for NaN and infinity
 
     def _read(self, file: Path, key: str) -> torch.Tensor:
         """Returns a tensor of a LoRA file in float32. The file stays open for the next one."""
@@ -332,9 +332,8 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors; refuses a key that fits none of them.
-
-    A file may call a tensor as the module does, or as the checkpoint does (`name_in_file`).
+    """Returns what a component's LoRA files add to its tensors; raises if a key fits none of them. A file may name a
+    tensor as the module does, or as the checkpoint does (`name_in_file`).
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
@@ -352,9 +351,8 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
 def _layers_by_name(
     loras: Loras, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]
 ) -> dict[str, set[str]]:
-    """Returns the layers that each name can mean: the module's names, the checkpoint's, and those of the card's rules.
-
-    Each name is there a second time with underscores in place of dots.
+    """Returns the layers that each name can mean, with dots or underscores: the module's names, the checkpoint's, and
+    those by the card's rules. Raises if a rule is the first match of no layer.
     """
     names: dict[str, set[str]] = {}
 
@@ -415,7 +413,7 @@ class _Reader:
             yield from self._layer_additions(layer, name, keys)
 
     def _keys_by_name(self) -> dict[str, dict[str, str]]:
-        """Returns the file's keys by the layer's name in the file, and then by their part in `PARTS`."""
+        """Returns the file's keys by the layer's name, and then by their part in `PARTS`; raises for other keys."""
         keys: dict[str, dict[str, str]] = {}
         for key, entry in self.entries.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
@@ -446,7 +444,7 @@ class _Reader:
         return f"{remedy}. Merge this one into the checkpoint, or name a plain LoRA" if piece else remedy
 
     def _layer(self, name: str, key: str, layers: Mapping[str, set[str]]) -> str:
-        """Returns the layer that a name in the file means, with or without a prefix."""
+        """Returns the layer that a name in the file means, with or without a prefix; raises if none or several fit."""
         bare = list(self._bare(name))
         fitting = sorted({layer for each in bare for layer in layers.get(each, ())})
         if len(fitting) == 1:

@@ -189,7 +189,7 @@ def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.
 
 
 def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module that a constructor or a card's function makes of keyword arguments."""
+    """Returns a module that a constructor or a card's function makes; raises if it is of another class."""
     function: Callable[..., torch.nn.Module]
     if isinstance(maker, Builder):
         function, cls, name = maker.function, class_of(maker.class_path), maker.reference
@@ -241,7 +241,7 @@ MOST = 20_000
 def building(
     name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
 ) -> Iterator[None]:
-    """Refuses a configuration from which a module cannot be built, or that asks for more than `MOST` parameters."""
+    """Raises, around code that builds a module, if that fails or makes more than `MOST` parameters."""
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -335,9 +335,8 @@ def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
 
 
 def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Returns the module with the buffers that a component's files hold; its weights stay on meta.
-
-    A pipeline reads such buffers, as the mean of a VAE's latents, without calling the module.
+    """Returns the module with the buffers that a component's files hold; its weights stay on meta. A pipeline reads
+    such buffers, as the mean of a VAE's latents, without calling the module.
     """
     state = module.state_dict()
     names = {name for name, _ in module.named_buffers()} & state.keys()

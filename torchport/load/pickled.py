@@ -120,7 +120,6 @@ class _Storages(pickle.Unpickler):
 
 def _check_records(file: Path) -> None:
     """Refuses a file in which a record does not have exactly the bytes of its tensors, though torch has accepted it.
-
     torch maps the file into memory, whatever size a record has: a short one would go on with the next one's bytes.
     """
     with (
@@ -145,7 +144,7 @@ def _check_records(file: Path) -> None:
 
 
 def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
-    """Returns the state dict in a file's content: at `key`, or by default at `state_dict` or the content itself."""
+    """Returns the state dict in a file's content, or raises: at `key`, or else at `state_dict` or all of it."""
     state = content
     for word in key.split(".") if key is not None else ():
         if not isinstance(state, dict) or word not in state:

@@ -17,7 +17,7 @@ from torchport.progress import log
 
 
 def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns the file, dtype and shape of every tensor that transformers reads, from safetensors or else a pickle."""
+    """Returns file, dtype and shape of each tensor that transformers reads, from safetensors or pickle, or raises."""
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
         return {name: (file, entry) for name, entry in pickled.header(file).items()}
@@ -44,7 +44,7 @@ def account(component: Component, folder: Path) -> None:
 
 def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
     """Returns a transformers model; refuses missing, unexpected and mismatched keys."""
-    weights(folder)
+    weights(folder)  # raises for files that transformers would not read
     cls = class_of(component.class_)
     _check_config(cls, folder)
     module: torch.nn.Module
@@ -102,7 +102,7 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
         name = class_of(component.class_).__name__
         fact = f"'file' is '{component.file}', and transformers reads a {name} under names of its own"
         raise BadValueError(str(folder), fact, "Add 'build', which makes one that torchport fills")
-    checkpoint.weight_files(folder)
+    checkpoint.weight_files(folder)  # raises if the files are not one set of weights
     account(component, folder)
     log.info("load %s ...", what)
     module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))

@@ -18,7 +18,9 @@ TURNED = (
 def module_names(
     names: Collection[str], rules: Sequence[RenameRule], places: Sequence[str], file: str
 ) -> dict[str, str]:
-    """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it."""
+    """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it.
+    Raises if two names become one, or if a rule renames nothing.
+    """
     name_in_file: dict[str, str] = {}
     used = set()
     for name in names:
@@ -67,9 +69,8 @@ def closest(name: str, names: Collection[str]) -> str:
 def file_names(
     names: Iterable[str], rules: Sequence[RenameRule], places: Sequence[str], is_unread: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
-
-    A name for which `is_unread` is true is not used: the file's reader would leave it out.
+    """Returns the name in the file of each tensor of a module: one that the rules turn into the tensor's own, and that
+    is not `is_unread`. Raises if there is none, or if a rule renames nothing.
     """
     inverses = [inverse for inverse in map(_inverse, rules) if inverse is not None]
     fitting: dict[str, list[str]] = {}
@@ -118,9 +119,8 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
 
 
 def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
-    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax.
-
-    A dot outside groups counts as a dot: in a name it stands for itself.
+    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax. A dot
+    outside groups counts as a dot: in a name it stands for itself.
     """
     pieces: list[str | int] = []
     groups: list[str] = []

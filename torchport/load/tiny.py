@@ -225,7 +225,7 @@ def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -
 
 
 def _save(contents: _Contents, part: Any, folder: Path, layout: Layout, place: str) -> None:
-    """Saves a component by its `save_pretrained`; as its layout says, if that has a file or names of its own."""
+    """Saves a component by its `save_pretrained`, or under its layout's file and names if it has any; else raises."""
     if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
         part.save_pretrained(folder)
     elif hasattr(part, "state_dict") and hasattr(part, "forward"):
@@ -301,10 +301,8 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
 
 
 def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
-    """Returns a tokenizer of the real class, trained on a few sentences.
-
-    Upstream crops a fixed number of tokens, its template's prefix; the tiny one is filled up to exactly that number,
-    or template tokens would count as prompt.
+    """Returns a tokenizer of the real class, trained on a few sentences. Upstream crops the first tokens, a prompt
+    template of fixed length; this one's template is filled up to that length, or it would count as prompt.
     """
     system = _system_message(spec.system_message_of) if spec.system_message_of else ""
     longest = {} if spec.model_max_length is None else {"model_max_length": spec.model_max_length}

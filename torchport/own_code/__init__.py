@@ -91,8 +91,7 @@ class Session:
 
     def nothing(self) -> NothingAppliedError | None:
         """Returns an error if no patch was applied, as nobody imported the modules that they change; None otherwise.
-
-        Patches of torch and of the engine are no sign: they are in force around any code.
+        Patches of torch and of the engine do not count: they are in force around any code.
         """
         records = [r for r in self.ledger.records if r.entry.package not in ENGINE and r.outcome is None]
         waited = [record for record in records if record.entry.edits and not record.late]
@@ -165,9 +164,8 @@ def applied(
 
 
 def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: str) -> list[Entry]:
-    """Returns the patches of all stages of a card, those of its scripts, and further ones.
-
-    For the backend `original`, only plumbing, and the patches that the card names for it.
+    """Returns the patches of all stages of a card, those of its scripts, and further ones. For the backend `original`,
+    only plumbing, and the patches that the card names for it.
     """
     names = dict.fromkeys(BESIDE if backend == "torchax" else ())
     names |= {name: None for _, stage in (card.patch_sets() if card is not None else ()) for name in stage}

@@ -85,7 +85,7 @@ def _rules(
     component: str | None,
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
-    """Returns a module's rules: its caller's own, those of a shared strategy, or the card's."""
+    """Returns a module's rules: its caller's, those of a shared strategy, or the card's; raises if there are none."""
     is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
     if not is_name:
         if inputs:
@@ -149,7 +149,7 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
 
 
 def _owners(module: torch.nn.Module, session: Session) -> failure.Owners:
-    """Returns whose code the module runs, for errors. Packages of its submodules are upstream's, in any case."""
+    """Returns whose code a module runs, for remedies in errors; the packages of its submodules count as upstream's."""
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return failure.Owners(
         session.pack,

@@ -58,7 +58,7 @@ class Flags:
 def run(flags: Flags) -> None:
     """Checks the flags, and replaces this process by the script's, under the patches; does not return."""
     script.check(flags.words)
-    axes_of(flags.mesh)
+    axes_of(flags.mesh)  # for its errors, as the next one
     if flags.machine is not None:
         machine.parse_machine(flags.machine, f"--machine {flags.machine}")
     if flags.backend == "original":
@@ -86,7 +86,7 @@ def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
-    """Returns the axes of the flag `--mesh`, such as `dp=2,tp=4`, with their sizes; None without the flag."""
+    """Returns the axes with their sizes in a value of `--mesh`, as `dp=2,tp=4`, or raises; None without the flag."""
     if text is None:
         return None
     mesh: dict[Any, int] = {}

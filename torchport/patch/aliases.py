@@ -118,7 +118,9 @@ def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:
 
 
 def _pairs(record: Record) -> list[_Pair]:
-    """Returns what to rebind for a record: none if it changes one name alone, or nobody else has the original."""
+    """Returns pairs of an original and its replacement, to exchange wherever somebody refers to the original: none if
+    the patch changes one name alone, or nobody else has the original.
+    """
     change = record.change
     if not isinstance(change, Placed) or not change.held or not change.slot.in_holder:
         return []
@@ -235,7 +237,9 @@ def _of_home(referrer: Any, held: Any, homes: dict[int, str], owners: list[Any])
 
 
 def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
-    """Yields objects with a step: an expression for the object, and `.name` or `[0]`, lead to what a referrer holds."""
+    """Yields ways to write `held`: an object, and what to write after it, such as `.name` or `[0]`. The object is
+    `referrer`, or one of `owners` that has it as `__dict__`. Keys and members of sets have no such step: it is empty.
+    """
     if isinstance(referrer, dict):
         if any(key is held for key in list(dict.keys(referrer))):
             yield referrer, ""

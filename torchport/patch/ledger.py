@@ -41,7 +41,7 @@ class Record:
     imported: bool | None = None
 
     def state(self) -> str:
-        """Returns armed, applied, used, displaced or not needed."""
+        """Returns the patch's state: armed before its import, then applied; used once called; displaced; not needed."""
         if self.outcome is not None:
             return self.outcome
         if self.calls.count:
@@ -128,6 +128,7 @@ class Ledger:
         return [self._row(record) for record in self.records]
 
     def _row(self, record: Record) -> dict[str, Any]:
+        """Returns the row of a patch in the ledger, for manifests and tables."""
         entry, state = record.entry, record.state()
         if state in ("armed", "applied") and self._traced.get(entry.id):
             state = "used"  # by a credited trace, though it was not called here

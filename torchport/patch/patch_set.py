@@ -244,8 +244,8 @@ def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
-    """Checks new entries against each other and against those in force. Rewrites of one function may stand beside each
-    other: whether their runs overlap is seen when they are matched.
+    """Raises if a new entry changes what another one changes, or has the id of one with other content. Rewrites of one
+    function may stand beside each other: whether their runs overlap is seen when they are matched.
     """
     ids: dict[str, Entry] = {}
     places: dict[_Place, Entry] = {}

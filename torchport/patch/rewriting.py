@@ -171,7 +171,7 @@ def _reserved_name(entry: Entry) -> str:
 
 
 def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
-    """Returns the names of a `put` function's parameters. All of them are passed by keyword."""
+    """Returns the names of the parameters of `put`, all passed by keyword; raises for `*args` and the like."""
     every = inspect.signature(put).parameters.values()
     for parameter in every:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -374,7 +374,7 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def source_text(entry: Entry, function: types.FunctionType) -> str:
-    """Returns the text that a live function was compiled from. Of a rewritten one it is what really runs."""
+    """Returns the text from which a live function was compiled, for a rewritten one the new text; else raises."""
     lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
     if not lines:
         fact = f"The source of {entry.target} cannot be read ({function.__code__.co_filename})"
@@ -388,7 +388,7 @@ def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function
 
 
 def _enclosing(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
-    """Returns the definition of a code object after the classes and functions around it, the outermost first."""
+    """Returns the `def` of a code object after the classes and functions around it, outermost first, or raises."""
     pending: list[tuple[ast.AST, list[Scope]]] = [(tree, [])]
     while pending:
         node, chain = pending.pop()
@@ -404,7 +404,7 @@ def _enclosing(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scop
 
 
 def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
-    """Returns the compiled code of the edited function, with the old code's free variables: it can replace that."""
+    """Returns the edited function's code, to replace the `old` code; raises if its free variables are not the same."""
     chain = _enclosing(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
     cells = [name for name in old.co_freevars if name != "__class__"]

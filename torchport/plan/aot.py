@@ -71,7 +71,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         weights = network.shapes(task, stage, module, mesh)
         # A copy is called: upstream may cache tensors in the module, as position tables, which would be on `meta`.
         called = recorder.network_calls(stage, parts, copy.deepcopy(module), how, task.settings)
-        preflight.input_rules(task, stage.network, called)
+        preflight.input_rules(task, stage.network, called)  # raises if no rule fits an input
         network.restore_attributes(task, stage.network, parts[stage.network])
         kernels: list[dispatch.Traced | dispatch.Pass] = []
         program = network.compiled(task, stage, module, weights, mesh, record=kernels.append)
@@ -81,9 +81,8 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
-    """Returns the call of each encoder of a stage, as shapes of tokens and mask; patches must be in force.
-
-    The result is empty if the shapes of the embeddings are not known before a run.
+    """Returns the call of each encoder of a stage, as shapes of tokens and mask; empty if the shapes of the embeddings
+    are not known before a run. Patches must be in force.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:
@@ -134,7 +133,7 @@ def check_loras(task: Task, stage: family.Stage) -> None:
     if layout.rename and folder is not None:
         names |= {key: stored.name for key, stored in layout.stored(folder).items()}
     files = [lora.Lora(expand_home(entry.path), entry.scale) for entry in here]
-    lora.additions(dataclasses.replace(layout.loras, files=files), shapes, names)
+    lora.additions(dataclasses.replace(layout.loras, files=files), shapes, names)  # raises if a file does not fit
 
 
 def unchecked_loras(task: Task) -> list[str]:
@@ -334,7 +333,7 @@ _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
 def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
-    """Runs `compiled` in a process of its own, and returns its programs; the compiler's dump goes into `folder`."""
+    """Runs `compiled` in a process of its own and returns its programs; raises if `folder` has an earlier dump."""
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")

@@ -27,6 +27,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def lines(job: JobPlan) -> list[str]:
+    """Returns what `torchport plan` prints: a verdict, then each stage, the clip and what a verification takes."""
     verdict = "fits" if job.fits else "DOES NOT FIT"
     text = [f"{job.model} on {job.machine}, {job.strategy}, {job.mesh_text}: {verdict}"]
     for name, stage in job.stages.items():
@@ -81,6 +82,7 @@ def _verification_lines(job: JobPlan) -> list[str]:
 
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
+    """Returns the lines on a compiled stage: memory, blocks, collectives, modelled time and the longest operations."""
     text = [_memory_line(stage.per_device)]
     text += [f"  DOES NOT FIT: {line}" for line in _finding_lines(stage, Overflow)]
     text += _block_lines(stage.per_block) if stage.per_block else []
@@ -115,6 +117,7 @@ def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> li
 
 
 def _finding_line(finding: Overflow | Underestimate) -> str:
+    """Returns the line on memory that does not suffice, or on products whose time the compiler estimates too low."""
     if isinstance(finding, Overflow):
         where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
         asked, limit = finding.asked_bytes, finding.limit_bytes
@@ -247,6 +250,7 @@ def _bar(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
 
 
 def _memory_chart(device: Memory) -> BarChart:
+    """Returns a bar chart of a device's memory: arguments, temporaries, the rest that is used, and what is free."""
     peak, hbm = device.peak_bytes or 0, device.hbm_bytes
     if device.arguments_bytes is None or device.temporaries_bytes is None:
         sizes = [("rest", "asked for", peak)]

@@ -59,9 +59,10 @@ def plan(
     *,
     stages: Sequence[str] = (),
 ) -> JobPlan:
-    """Returns the plan of a job.
+    """Returns a job's memory, collectives and modelled times on a TPU slice, from programs compiled without a TPU.
 
     Args:
+        topology_name: The slice, such as `v6e:2x4`; None: the job's machine.
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
         bounded: Whether attention scores are assumed to be within the card's bounds; no weights are read to check it.
         stages: The stages to compile, one after the other, as a compiler takes gigabytes. The default is the denoising
@@ -129,11 +130,11 @@ def require_tpu(machine: Machine) -> Chip:
 
 
 def _check(task: Task, stages: Sequence[str]) -> None:
-    """Raises if the machine is no TPU, or if a stage cannot be compiled for it."""
+    """Raises if the machine is no TPU, a stage has nothing to compile, or its sizes do not divide over the mesh."""
     require_tpu(task.machine)
     networks = {stage.name: str(stage.network) for stage in task.family.STAGES if stage.network is not None}
     encoding = [stage.name for stage in task.family.STAGES if task.encodes_on_devices(stage)]
-    stages = [name for name in stages if name not in encoding]
+    stages = [name for name in stages if name not in encoding]  # text encoders are compiled, but no network's rules
     for name in stages:
         if name not in networks:
             fact = "Nothing of it is compiled: it runs on the host, in PyTorch"

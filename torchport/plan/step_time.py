@@ -116,9 +116,8 @@ class ProgramTime:
         )
 
     def largest(self) -> list[Operation]:
-        """Returns the ten longest operations of a block, or of a program without blocks.
-
-        Attention and collectives are not among them: they have figures of their own.
+        """Returns the ten longest operations of a block, or of a program without blocks, but no attention or
+        collectives.
         """
         computation = None if self.loop is None else self.loop.body
         kernels = [
@@ -294,6 +293,7 @@ def calibrated(parts: Parts[float], by: Calibration | None) -> float:
 
 
 def calibration_words(by: Calibration | None, versions: Mapping[str, str]) -> str:
+    """Returns in words how modelled times are calibrated, and which versions differ from those measured."""
     if by is None:
         return "uncalibrated"
     factor = f"factor {by.factor:.3g} for all but attention"

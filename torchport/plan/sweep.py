@@ -67,6 +67,7 @@ def sweep(
     """Returns the plans of a job for every strategy of its card on every valid mesh of its slice.
 
     Args:
+        topology_name: The slice, such as `v6e:2x4`; None: the job's machine.
         keep: A folder for the compiler's dumps, with a subfolder for each plan.
         count: The number of parallel compilations; by default as many as the machine has room for.
     """
@@ -141,6 +142,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def data(swept: Sweep) -> dict[str, Any]:
+    """Returns a sweep as JSON data: a row for each planned choice, and those that failed or were skipped."""
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
     return {
         "model": swept.model,
@@ -174,6 +176,7 @@ def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
 
 
 def lines(swept: Sweep) -> list[str]:
+    """Returns what `torchport plan --sweep` prints: a table with a row for each strategy and mesh."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
     rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:

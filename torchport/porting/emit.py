@@ -104,7 +104,7 @@ def _patches_to_draft(findings: Sequence[ScanFinding], outcome: Outcome) -> Iter
 
 
 def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
-    """Yields functions to replace, and statements to rewrite outside of these that call no replaced helper."""
+    """Yields drafts: a function to replace with its findings, or a statement to rewrite in a function that stays."""
     helpers = {target.replace(":", "."): target for target in functions}
     home = {
         statement: statement.target if statement.target in functions else helpers.get(statement.uses)

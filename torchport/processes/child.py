@@ -74,7 +74,7 @@ def call(
     first: Sequence[Path] = (),
     stop: threading.Event | None = None,
 ) -> Any:
-    """Returns what a function returns in a process of its own.
+    """Calls a function in a new process, and returns its result.
 
     Args:
         function: `package.module:function`.
@@ -141,9 +141,8 @@ def answer(name: str, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process where its parent has ended: nobody waits for the answer, and nobody else would end it.
-
-    A signal at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
+    """Ends this process where its parent has ended: nobody waits for the answer, and nobody else would end it. A signal
+    at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
     """
     while os.getppid() == parent:
         time.sleep(PAUSE)

@@ -59,7 +59,7 @@ def revision(package: Path) -> Revision:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """Returns what git writes, run in a folder without this user's configuration and environment."""
+    """Returns what git prints, run in a folder without this user's configuration and environment, or raises."""
     path = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
     program = shutil.which("git", path=path)
     if program is None:

@@ -42,7 +42,7 @@ class Cluster:
 def cluster_of(
     distributed: bool, coordinator: str | None, processes: int | None, process: int | None
 ) -> Cluster | None:
-    """Returns the cluster that the flags name; None without a flag, for a run of one process."""
+    """Returns the cluster that the flags name, or raises if they conflict; None without a flag: a single process."""
     flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     names = [flag for flag, value in flags.items() if value is not None]
     if distributed and names:
@@ -122,7 +122,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
 
 
 def _connect(cluster: Cluster) -> None:
-    """Connects this process with the others by JAX's coordination service; only the first one then logs progress."""
+    """Connects this process with the others by JAX's coordination service, or raises; mutes all but the first."""
     import jax
 
     # torchport stops at SIGTERM by itself; JAX's service would take the signal away.
@@ -176,7 +176,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns what the first process makes, and sends it to the others; or sends its refusal, and raises that."""
+    """Returns what the first process makes, and sends it to the others; if that fails, sends and raises the error."""
     from safetensors.torch import save
 
     _alone.append(True)

@@ -96,7 +96,6 @@ class Watch:
         """Publishes why this process failed, for the others to read; if another one failed first, its reason stays."""
         import jax
 
-        # If another failed first, its message stays.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             failed = {"process": self.state.process_id, "code": code, "error": text}
             self.state.client.key_value_set(FAILED, json.dumps(failed))
@@ -147,9 +146,8 @@ class Watch:
 
     @contextlib.contextmanager
     def _abort(self) -> Iterator[None]:
-        """Prints the last line if JAX aborts this process. JAX does so at once when the first process is gone.
-
-        The abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
+        """Prints the last line if JAX aborts this process. JAX does so at once when the first process is gone. The
+        abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
         """
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._on_abort())
         handle = ctypes.CDLL(None).signal
@@ -179,7 +177,6 @@ _watches: list[Watch] = []
 
 def end(code: int, text: str) -> NoReturn:
     """Ends this process at once, whatever its main thread does, with a last line; the others of its run end too.
-
     Nothing waits for threads: a compiler's would go on for minutes.
     """
     for watch in _watches:

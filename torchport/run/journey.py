@@ -93,7 +93,7 @@ class Journey:
                 self.revise()  # the job may have another `fps` than the finished video
 
     def _finished_manifests(self) -> dict[str, Manifest]:
-        """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
+        """Sets the run's name, and returns manifests of the stages that it finished before it was stopped or killed."""
 
         def name_and_manifests() -> tuple[str, dict[str, Any]]:
             """Returns the name of the unfinished run with its manifests, or a new name with none."""
@@ -193,9 +193,8 @@ class Journey:
         lap: Callable[[str], None],
         programs: Mapping[str, compile.Compiled],
     ) -> None:
-        """Notes a stage's programs, the seconds that it ran, and those of them in which its programs were compiled.
-
-        Programs are compiled when they are first called, inside the verb.
+        """Notes a stage's programs and its seconds, and writes the curve of a calibrating step cache; `--memory` logs.
+        Programs are compiled when the stage first calls them, so that the seconds of compiling are taken from the run.
         """
         lap("run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]

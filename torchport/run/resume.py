@@ -51,7 +51,7 @@ class Unfinished:
         self.step = number
 
     def keep(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Keeps the latents after a step in a file of their own, which stays: `torchport compare` reads it."""
+        """Writes the latents after a step to a file of their own, for `torchport compare`; raises if there are none."""
         latents = latents_of(state)
         if latents is None:
             fact = f"'keep_steps' is true, and the state of '{self.stage}' after a step has no 'latents', but"
@@ -65,7 +65,6 @@ class Unfinished:
         self, weights: checkpoint.Checkpoint, shas: Mapping[str, str], stage: StageName = "denoise"
     ) -> tuple[int, dict[str, torch.Tensor]]:
         """Returns how many steps of a stage a stopped run of this very job finished, and its latents; 0 and {} if none.
-
         From now on, `save` saves the latents of this stage.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)
@@ -243,6 +242,7 @@ def finished_manifests(
             break
         if _difference(task, stage, manifest, upstream) is not None:
             break
+        # Raises if the artefact is broken or of another job.
         save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
         manifests[stage.name] = manifest
     return manifests

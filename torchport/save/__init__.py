@@ -182,7 +182,7 @@ def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
 
 
 def _bytes(file: Path, head: bool = False) -> bytes:
-    """Returns a file's bytes; with `head` only the header of a safetensors file, as JSON."""
+    """Returns a file's bytes, or raises; with `head` only the header of a safetensors file, as JSON."""
     try:
         with file.open("rb") as stream:
             if not head:

@@ -99,7 +99,6 @@ def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> N
 
 def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """Returns JAX's mesh of these devices, with the axes dp, sp and tp; an axis that the job leaves out has size 1.
-
     Devices of a group are neighbours, first those of a group along an inner axis: see `grid.order`.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
@@ -173,7 +172,7 @@ def _first(rules: Sequence[RuleT], name: str, place: str, what: str) -> RuleT:
 
 
 def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
-    """Returns the rule of one input of a network, with the spec that fits its shape."""
+    """Returns the rule of one input of a network, with the spec that fits its shape; raises if none fits."""
     rule = _first(rules, name, place, f"the input '{name}' {list(shape)} of {what}")
     try:
         return _with_fitting_spec(name, shape, rule, mesh, place)
@@ -202,7 +201,7 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
             return rule.model_copy(update={"spec": spec})
-        if len(spec) > len(shape) and rule.is_shared:
+        if len(spec) > len(shape) and rule.is_shared:  # a shared strategy is for networks that it does not know
             continue
         if len(spec) > len(shape):
             raise MeshError(
@@ -294,9 +293,8 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
-    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
-
-    The dtype stays, even if it has 64 bits: `enable_x64` keeps JAX from halving it.
+    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part. The dtype stays,
+    even if it has 64 bits: `enable_x64` keeps JAX from halving it.
     """
     array = _to_numpy(tensor)
     with jax.enable_x64(True):
@@ -304,9 +302,8 @@ def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit.
-
-    Where several processes run together, all of them must call this, and each gets the whole array.
+    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit. Where several
+    processes run together, all of them must call this, and each gets the whole array.
     """
     host = to_host(array)
     if host.dtype == ml_dtypes.bfloat16:

@@ -56,7 +56,7 @@ def _check_called(
 
 
 def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
-    """Returns the first matching rule of each submodule that has one, by name; refuses a rule that matches none."""
+    """Returns the first matching rule of each submodule that has one, by name; raises if a rule matches none."""
     names = [name for name, _ in module.named_modules() if name]
     numbers = {
         name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names

@@ -47,8 +47,8 @@ def spots(devices: Sequence[Any]) -> list[Spot]:
 def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:
     """Returns an order of devices in which the groups along each axis are as compact as possible, inner axes first.
 
-    An axis is given a box of chips, 2x2 rather than 1x4, in one island if it fits into one, with both devices of a
-    chip before a second chip; successive devices of a group are neighbours wherever the box allows it.
+    An axis is given a box of chips, 2x2 rather than 1x4, on one slice if it fits, with both devices of a chip before a
+    second chip; successive devices of a group are neighbours wherever the box allows it.
 
     Args:
         sizes: Their product is the number of devices.
@@ -60,9 +60,8 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
 
 
 def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
-    """Returns the worst group of each axis that has more than one device, the innermost axis first; lower is better.
-
-    A group is given by its number of islands, then the sides of the box around its chips, the longest first.
+    """Returns the worst group of each axis that has more than one device, the innermost axis first; lower is better. A
+    group is given by its number of islands, then the sides of the box around its chips, the longest first.
     """
     return [
         max((len({spot.island for spot in group}), *sorted(_sides(group), reverse=True)) for group in groups)
@@ -130,7 +129,6 @@ def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def links(group: Sequence[Spot]) -> str:
     """Returns what links the devices of a group: `2x2 square`, `1x4 line`, `one chip`, or a net of `hosts` or `slices`.
-
     A box `with gaps` holds chips of other groups too, and its links carry their exchange beside this one's.
     """
     sides = sorted(_sides(group))

@@ -35,7 +35,7 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
-    """Returns the statement that binds the last name of a path, or the first one that leads out of the source."""
+    """Returns the statement that binds the last name of a path, or an earlier name that the source does not define."""
     holder: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(path, 1):
         node = last_bindings(holder).get(_as_written(name, path[: depth - 1]))
@@ -62,7 +62,7 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 def _under_conditions(
     body: Iterable[ast.stmt], above: tuple[ast.stmt, ...] = ()
 ) -> Iterator[tuple[ast.stmt, tuple[ast.stmt, ...]]]:
-    """Yields the statements of `at_import`, each with the `if` statements around it."""
+    """Yields the statements that run when a module is imported, each with the `if` statements around it."""
     for statement in body:
         yield statement, above
         if isinstance(statement, DEFINITIONS):
@@ -245,7 +245,7 @@ def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
 
 
 def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
-    """Returns the same two sets as `exposed`, for one statement."""
+    """Returns the names that a statement may read before it writes them, and the names that it surely writes."""
     if isinstance(statement, ast.If):
         body, orelse = exposed(statement.body), exposed(statement.orelse)
         sure = body[1] & orelse[1]
@@ -267,7 +267,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:
     """Returns the names that may be read after `block[:end]`, before they are written; `chain` leads to `block`."""
-    live, sure = exposed(block[end:])
+    live, sure = exposed(block[end:])  # names that may be read, and names that are surely written before
     for parent, outer, index in reversed(chain):
         if isinstance(parent, _LOOPS):
             live |= exposed([parent])[0] - sure

@@ -294,7 +294,7 @@ class _Lookup:
         return deeper or (list(self._in(module, chain)) if chain else [])
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
-        """Yields the method that a chain of names means in a class; if it is empty, the constructors, or the class."""
+        """Yields the method of a class that `chain` begins with; for an empty chain its constructors, or the class."""
         if chain:
             yield from self.method(home, chain[0], inherited=False)
             return

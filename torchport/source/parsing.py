@@ -236,7 +236,7 @@ def _top_spec(name: str) -> ModuleSpec:
 
 
 def _spec_in(name: str, paths: Sequence[str]) -> ModuleSpec:
-    """Returns the spec of a submodule in its package's folders; for a namespace package, a spec with all folders."""
+    """Returns the spec of a submodule in its package's folders, with all of them for a namespace package, or raises."""
     portions: list[str] = []
     for path in paths:
         finder = pkgutil.get_importer(path)

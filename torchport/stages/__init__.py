@@ -32,7 +32,7 @@ def file_of(pack: Pack, card: Card, place: str) -> Path:
 
 
 def check_complete(file: str, names: Collection[str], place: str, variants: bool) -> None:
-    """Refuses a family that lacks a name."""
+    """Raises if a family's file, which defines `names`, lacks one that each family must define, such as `STAGES`."""
     needed = {**NAMES, **(WITH_VARIANTS if variants else {})}
     missing = [name for name in needed if name not in names]
     if missing:

@@ -32,7 +32,7 @@ class Conditions:
         self.second = torch.empty(0)
 
     def inputs(self, inputs: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-        """Returns the inputs of both conditions as one batch; None at the second call of a step: its half is known.
+        """Returns one batch of both conditions; None at a step's second call, as the batch has its half already.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
@@ -69,7 +69,7 @@ class Conditions:
             raise BadValueError(self.place, fact, f"Name the embeddings in the order of the calls. {APART}", name=name)
 
     def _of_both(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of one batch with both conditions; other tensors with the same first dim are repeated."""
+        """Returns one batch of both conditions, tensors with the same first dim repeated; raises if shapes differ."""
         for name, (first, second) in self.embeddings.items():
             if first.shape != second.shape:
                 fact = f"'{name}' is {list(first.shape)} for one condition and {list(second.shape)} for the other"

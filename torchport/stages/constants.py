@@ -42,7 +42,7 @@ class Constants(TorchFunctionMode):
         self.convert = convert
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function, with constants in place of the host's tensors."""
+        """Calls a function, with constants in place of the host's tensors; raises if it writes to one or is random."""
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
             dtype = kwargs.get("dtype") or args[0].dtype

@@ -110,7 +110,7 @@ class Decoding(Encoded):
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes the arguments, and returns a placeholder for the video, in the form that the VAE's `decode` has."""
+        """Notes the arguments, and returns a placeholder in the form of the VAE's `decode`; raises at a second call."""
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         if self.inputs is not None:

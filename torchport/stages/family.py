@@ -84,16 +84,14 @@ class Settings:
     scheduler: Mapping[str, Any] | None = None
 
     def traced(self) -> Settings:
-        """Returns the settings that a network is called with while it is traced: those its program may depend on.
-
-        The others are blank, so that no program can depend on them unseen.
+        """Returns the settings that a network is called with while it is traced: those its program may depend on. The
+        others are blank, so that no program can depend on them unseen.
         """
         return dataclasses.replace(self.shared(), steps=0, guider=None, scheduler=None)
 
     def shared(self) -> Settings:
-        """Returns the settings that a stage is loaded with: those in which all videos of one shape agree.
-
-        The others are blank, so that a stage that is loaded once can serve several videos.
+        """Returns the settings that a stage is loaded with: those in which all videos of one shape agree. The others
+        are blank, so that a stage that is loaded once can serve several videos.
         """
         image = None if self.image is None else Path("image")
         return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, image=image)
@@ -145,9 +143,8 @@ class AfterStep(Protocol):
         timestep: Any = None,
         kept: Kept | None = None,
     ) -> None:
-        """Saves the state if it is time, and stops the run if that is requested.
-
-        If it saves, it also saves what `kept` returns: tensors from the devices, which the loop does not know.
+        """Saves the state if it is time, and stops the run if that is requested. If it saves, it also saves what `kept`
+        returns: tensors from the devices, which the loop does not know.
         """
 
 
@@ -236,18 +233,19 @@ def with_image(stages: Iterable[Stage]) -> list[str]:
 
 
 def check_outputs(stage: Stage, outputs: Any) -> None:
-    """Refuses a result of a stage that is no dict of tensors with values, or lacks the `done` of `denoise_first`."""
-    is_dict = isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values())
+    """Raises if a stage returned no dict of tensors, a tensor on meta, or as `denoise_first` no step count `done`."""
+    is_dict = isinstance(outputs, dict) and all(_has_values(value) for value in outputs.values())
     has_count = stage.name != "denoise_first" or (is_dict and "done" in outputs)
     if is_dict and has_count:
         return
     code = inspect.unwrap(stage.run).__code__
     place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
-    fact = f"'{code.co_name}' returns a {type(outputs).__name__}"
     if is_dict:
         fact = f"'{code.co_name}' returns no 'done', the number of steps that it took"
-    elif isinstance(outputs, dict):
-        name = next(name for name, value in outputs.items() if not _is_whole(value))
+    elif not isinstance(outputs, dict):
+        fact = f"'{code.co_name}' returns a {type(outputs).__name__}"
+    else:
+        name = next(name for name, value in outputs.items() if not _has_values(value))
         if isinstance(outputs[name], torch.Tensor):
             fact = f"'{code.co_name}' returns '{name}' without values: it was computed with weights on meta"
             raise ReplacementError(place, fact, "Add what computes it to the stage's `parts`")
@@ -255,7 +253,7 @@ def check_outputs(stage: Stage, outputs: Any) -> None:
     raise ReplacementError(place, fact, "Return the stage's outputs as a dict of tensors by name")
 
 
-def _is_whole(value: Any) -> bool:
+def _has_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_meta
 
 
@@ -307,7 +305,8 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def note_tiles(latents: torch.Tensor, count: int) -> None:
-    """Warns in the log that tiles are decoded by another function than the whole; not for one tile, or in a rehearsal.
+    """Warns in the log that tiles are decoded by another function than the whole; not for one tile, or for shapes
+    alone.
 
     Args:
         latents: What is decoded.

@@ -34,7 +34,7 @@ def not_finite(video: torch.Tensor) -> torch.Tensor:
 
 
 def checked(frames: torch.Tensor, not_finite: torch.Tensor) -> torch.Tensor:
-    """Returns the frames of `pixels` if all numbers were finite; a rehearsal's have no values, and are not checked."""
+    """Returns the frames of `pixels`, or raises if some numbers were not finite; shapes alone are not checked."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if not isinstance(not_finite, FakeTensor) and int(not_finite):

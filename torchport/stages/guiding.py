@@ -75,7 +75,7 @@ def _reason(cls: Any, base: Any) -> str | None:
     if SCALE not in inspect.signature(cls.__init__).parameters:
         return f"takes no '{SCALE}', which a job has"
     try:
-        counts(cls(**{SCALE: 2.0}), 1)
+        counts(cls(**{SCALE: 2.0}), 1)  # a trial step
     except BadValueError:
         return NO_VIDEO
     return None

@@ -117,7 +117,9 @@ class Encoded(_VaeStandIn):
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns a latent distribution from the kept moments; after the loop, one that repeats the kept latents."""
+        """Returns a latent distribution, as a VAE does, from the mean and variance that `encode` kept; after the loop,
+        one whose samples are the latents that the loop drew.
+        """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         if self.stage == "denoise":

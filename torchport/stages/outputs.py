@@ -15,7 +15,7 @@ TENSORS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct)
 
 
 def of_call(output: Any, names: Sequence[str], network: str) -> Any:
-    """Returns what a call returns, from the raw output of its network.
+    """Returns the outputs of a stage's network that the stage asks for, from all that the network returns.
 
     Args:
         output: A tensor, or a tuple, list, mapping or object of several outputs.
@@ -37,7 +37,7 @@ def of_call(output: Any, names: Sequence[str], network: str) -> Any:
 
 
 def _by_names(output: Any, names: Sequence[str], network: str) -> Sequence[Any]:
-    """Returns the outputs in the order of their names: by position of a tuple or list, else by name."""
+    """Returns the outputs in the order of `names`: by position of a tuple or list, else by name; or raises."""
     if isinstance(output, torch.Tensor):
         output = (output,)
     if isinstance(output, tuple | list):

@@ -74,7 +74,7 @@ class Recorder:
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns tensors of the host like what the call returns, without values."""
+        """Returns tensors without values, of the shapes and dtypes that the network returns, on the host."""
         trees = {name: value for name, value in sorted(inputs.items()) if outputs.has_tensor(value)}
         static = tuple(sorted((name, value) for name, value in inputs.items() if name not in trees))
         shapes = {name: (tensor.shape, str(tensor.dtype)) for name, tensor in outputs.leaves(trees).items()}

@@ -141,7 +141,7 @@ class Replay(Loop):
             self.begun = self.number + 1
 
     def begin_other(self) -> None:
-        """Leaves the loop, or notes that the coming step is taken with zeros and is not to be saved."""
+        """Leaves the loop, or notes that the next step is taken with zeros and not saved; raises if it came before."""
         if self.leaves:
             raise OtherNetwork
         if self.begun:
@@ -178,7 +178,7 @@ class Replay(Loop):
         return returned
 
     def _state(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Returns all that the loop needs after a step, as tensors."""
+        """Returns all that the loop needs after a step, as tensors; raises if the scheduler keeps anything else."""
         if not isinstance(returned, tuple) or not tree.is_packable(returned):
             fact = f"Its 'step' returns a {type(returned).__name__} to '{self.name}', and no tuple of tensors"
             raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)

@@ -54,9 +54,8 @@ class ComponentStandIn(torch.nn.Module):
             return getattr(vars(self)["component"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
-        """Returns the network's output, or a list of them, as a tuple; zeros for a step that is done.
-
-        They have the shape of the latents, if that is known, or of the input, with the network's channels.
+        """Returns a tuple of the network's output, or of its list of outputs; zeros for a step that is done already.
+        Zeros have the shape of the latents if that is known, or else of the input, with the network's output channels.
         """
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
         inputs = {name: static(value) for name, value in inputs.items()}

@@ -306,9 +306,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
 
 
 def accept_like(task: Task, request: Request) -> Task:
-    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone.
-
-    It takes card, job and family from that task. It does not read the image: a series reads its images itself.
+    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone. It takes card,
+    job and family from that task. It does not read the image: a series reads its images itself.
     """
     _check_request(request, dry=False)
     _check_image(request, task.family, dry=False, reads_picture=False)
@@ -423,11 +422,11 @@ def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture:
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
     if reads_picture:
-        picture.read(request.image)
+        picture.read(request.image)  # raises if it cannot be read
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:
-    """Refuses `vae_tiling` if a stage compiles the VAE whole: tiles are another function, unrolled into one program."""
+    """Raises if `vae_tiling` is set and a stage compiles the VAE: that decodes the whole video, split over the mesh."""
     if card.call is None or not job.vae_tiling:
         return
     if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):

@@ -41,7 +41,7 @@ class Need:
 
 
 def prepare(machine: Machine) -> None:
-    """Gives JAX in this process its share of the machine's virtual CPU devices, if it is a CPU machine."""
+    """Gives JAX in this process its share of the virtual devices of a CPU machine; raises if that is impossible."""
     import jax
 
     if machine.platform != "cpu":
@@ -148,9 +148,8 @@ def host_memory() -> int:
 
 
 def hush_libtpu() -> None:
-    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet.
-
-    JAX loads it as soon as any device is asked for, also for one of a CPU.
+    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet. JAX
+    loads it as soon as any device is asked for, also for one of a CPU.
     """
     if not any(any(DEVICES.glob(pattern)) for pattern in CHIPS):
         os.environ.update({name: value for name, value in UNKNOWN_TO_LIBTPU.items() if name not in os.environ})

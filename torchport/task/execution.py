@@ -57,7 +57,7 @@ def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Jo
         place = f"--xla-flags {execution.xla_flags}"
         if original:
             raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-        xla_flags.set_of(execution.xla_flags, machine)
+        xla_flags.set_of(execution.xla_flags, machine)  # raises if there is no such set for this machine
 
 
 def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None:
@@ -73,7 +73,7 @@ def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None
 
 
 def pass_flags(execution: Execution, machine: Machine) -> None:
-    """Passes a set of flags to the compiler, which reads them when JAX starts."""
+    """Passes a set of flags to the compiler, which reads them when JAX starts; raises if JAX runs already."""
     if execution.xla_flags is None:
         return
     from jax._src import xla_bridge

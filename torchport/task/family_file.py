@@ -22,9 +22,8 @@ from torchport.stages.family import Settings, Stage
 
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
-    """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
-
-    For `family: diffusers` the module is made from the card.
+    """Returns the Python module of a card's family, loaded from its file; for `family: diffusers`, made from the card.
+    Raises if the file, a builder in it or a name that a family must have is missing, or if a stage is wrong.
     """
     place = document.place(["family"])
     check_call(card, document)
@@ -37,7 +36,7 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
         if component.build is not None:
             at = document.place(["components", name, "build"])
             _loaded(file.with_name(component.build.partition(":")[0]), card, at)
-            builder(module, component.build, at)
+            builder(module, component.build, at)  # both are called for their errors: a missing file or function
     check_complete(path, vars(module), place, variants=bool(getattr(module, "VARIANTS", ())))
     stages = module.STAGES
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
@@ -74,7 +73,7 @@ def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, what: str, p
 
 
 def _loaded(file: Path, card: Card, place: str) -> ModuleType:
-    """Returns the module of a file among the patches, which must not import the upstream yet."""
+    """Returns the module of a file among the patches; raises if it is not there, or if it imports the upstream."""
     if not file.is_file():
         known = [other.name for other in file.parent.glob("*.py")]
         fact = f"There is no file '{file.name}' beside the family '{card.family}'"
@@ -90,7 +89,7 @@ def _loaded(file: Path, card: Card, place: str) -> ModuleType:
 
 
 def builder(family: ModuleType, reference: str, place: str) -> Callable[..., Any]:
-    """Returns a function that builds a module, `file.py:function`, from its file beside a family's."""
+    """Returns the function `file.py:function` that builds a module, from a file beside a family's, or raises."""
     name, _, function = reference.partition(":")
     file = Path(str(family.__file__)).with_name(name)
     module = replacement.module_of(file, file.parent.name, place)

@@ -127,7 +127,7 @@ class WatchedCall:
         return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), value)
 
     def _observe(self, border: Border, value: Any) -> None:
-        """Records the value at a border, and the patches that were called since the border before."""
+        """Records what enters or leaves a module, and which patches were called since a value was recorded last."""
         is_whole = self.whole is None or border in self.whole
         keep = self.to_host if is_whole else lambda tensor: sampled(self.to_host(tensor))
         self.observed[border] = pytree.tree_map_only(torch.Tensor, keep, value)
@@ -136,7 +136,7 @@ class WatchedCall:
         self._patch_counts = counts
 
     def _replaced(self, value: Any, other: Any) -> Any:
-        """Returns `value` with its tensors replaced by those of `other` that fit; unchanged if the trees differ."""
+        """Returns `value` with those tensors of `other` that agree in shape; unchanged if the trees differ."""
         if isinstance(value, Mapping) and isinstance(other, Mapping) and type(value) is dict:
             return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
         leaves, structure = pytree.tree_flatten(value)
@@ -206,7 +206,7 @@ class Original:
         return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
-        """Returns the network's output, and the values at the borders of the modules `paths`."""
+        """Returns the network's output, and what enters and leaves the modules `paths`."""
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
@@ -220,7 +220,11 @@ class Original:
             return self.eager(**inputs)
 
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Returns the yardstick's output and values at borders; each of its modules gets the original's values."""
+        """Calls the copy in a wider dtype; returns its output, and what enters and leaves its modules `paths`.
+
+        In the copy, a module's arguments and outputs are replaced by those that `values` has for it, so that a
+        difference is the module's own.
+        """
         eager = self.eager
         if self._wide is None:
             module = wide_module(eager.module, self.dtype)
@@ -262,7 +266,7 @@ class Port:
         skipped: Collection[str] = (),
         whole: Container[Border] = (),
     ) -> tuple[Any, WatchedCall]:
-        """Returns the network's output, and the call with the recorded values; for the arguments see `WatchedCall`."""
+        """Calls the port's network; returns its output, and the call with recorded values: see `WatchedCall`."""
         counts = functools.partial(call_counts, self.ledger)
         call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts=counts, whole=whole)
         with call.watching():

@@ -109,7 +109,7 @@ def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.blocks()
+        units.blocks()  # leaves in `units` what `modules` needs
         return with_effects(units, units.modules(key.block))
 
 
@@ -164,9 +164,9 @@ class _StageComparison:
         return compiled_network(self.task, self.stage, self.folder, mesh)
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
-        """Compares each recorded step, started from the original's latents; and the drift of a loop that has its own.
-
-        The drift of a second network is measured only if the loop of the first has ended: it starts from its latents.
+        """Compares the port's programs with the original in each recorded step, started from the original's latents,
+        and notes the drift: how far a loop that goes on from its own latents gets from the original's. The drift of a
+        second network is measured only if the first one's loop has ended: it starts from those latents.
         """
         stage = self.stage
         call, parts = self._program()
@@ -247,6 +247,7 @@ class _WatchedProgram:
         return placed
 
     def __call__(self, **inputs: Any) -> Any:
+        """Calls the network; in the first compared step it also records inputs and outputs in the host's memory."""
         output = self.call(**inputs)
         if self.step == self.first:
             # To the host: JAX arrays would start JAX in every process that unpickles them, before its devices are set.

@@ -104,7 +104,7 @@ class _WideNetwork:
 
 
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
-    """Returns how far the port's frames are from those that `original_frames` recorded, for the same latents."""
+    """Returns the distance of the port's frames, and of the original's, from those decoded in a wider dtype."""
     stage = task.family.STAGES[-1]
     with stage_in_force(task, stage):
         if stage.network is None:
@@ -142,7 +142,7 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
     exact, rounded = _Returned(), _Returned()
     with stage_in_force(original, stage):
         for returned, is_wide in ((exact, True), (rounded, False)):
-            _frames(original, folder, recorded["latents"], is_wide, returned)
+            _frames(original, folder, recorded["latents"], is_wide, returned)  # fills `returned`
     with stage_in_force(task, stage) as ledger:
         ported, patches = _port_returns(task, folder, recorded["latents"], ledger)
     for path, tensors in ported.items():

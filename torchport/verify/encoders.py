@@ -36,9 +36,8 @@ class Yardstick:
 
 
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
-    """Runs the original's encoders in their own dtype and in a wider one; the original's patches must be in force.
-
-    The stage's outputs in their own dtype are known: `original`.
+    """Runs the original's encoders in their own dtype and in a wider one; the original's patches must be in force. The
+    stage's outputs in their own dtype are known: `original`.
     """
     names, parts = encoder_names(task.card, stage), network.loaded(task, stage, folder)
     modules: dict[str, torch.nn.Module] = {name: parts[name] for name in names}
@@ -54,9 +53,8 @@ def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, 
 def encoded(
     task: Task, stage: Stage, folder: Path, yardstick: Yardstick | None
 ) -> tuple[dict[str, torch.Tensor], list[Seam]]:
-    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one.
-
-    The modules are an empty list if the yardstick is None or has none, as in a capture.
+    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one. There are
+    no modules if the original's were not recorded, as in a capture: then `yardstick` is None or has none.
     """
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)

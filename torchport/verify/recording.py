@@ -66,9 +66,8 @@ class RecordedCall:
 
 
 def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]) -> list[torch.Tensor] | None:
-    """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ.
-
-    A port's call may batch several conditions of guidance, for each of which the original has a call.
+    """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ. A port's
+    call may batch several conditions of guidance, for each of which the original has a call.
     """
     rows = torch.cat([output.float() for output in outputs])
     counts = [call.wide_output.shape[0] for call in calls]
@@ -121,7 +120,7 @@ def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tens
 
 
 def write(recording: Any, file: Path) -> None:
-    """Writes a recording for the port's process, which waits until `file` exists: it gets this name when complete."""
+    """Writes a recording, or raises. The port's process waits for `file`, which gets this name when complete."""
     unfinished = file.with_suffix(".unfinished")
     try:
         torch.save(recording, unfinished)
@@ -147,9 +146,8 @@ def read(path: Path) -> Recording:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
-    """Records the original, and writes the recording to a file; runs in a process of its own.
-
-    Denoising steps are counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
+    """Records the original, and writes the recording to a file; runs in a process of its own. Denoising steps are
+    counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
     """
     write(recording_of(accept(request), steps, decodes), file)
 
@@ -210,7 +208,7 @@ class _RecordedLoop:
         for step, state in self.watch.found() if self.watch is not None else ():
             recording.states[step] = state
             self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
-            self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))
+            self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))  # `call` records
 
     def _loop(self, call: _RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
         """Runs the stage, and returns its outputs; None where the loop was left after the last compared step."""

@@ -169,7 +169,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
 
 
 def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as JSON data, and the names of the blocks that were left out to stay below the limit."""
+    """Returns the calls as JSON data, and the blocks left out to stay below the limit; raises if that is too low."""
     rows: list[dict[str, Any]] = []
     for call in calls:
         tensors = {name: table.add(getattr(call, name)) for name in ("inputs", "output", "wide_output")}

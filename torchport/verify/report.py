@@ -197,7 +197,7 @@ class Verification:
 
     @property
     def culprits(self) -> list[Unit]:
-        """The faulty units of the first faulty call; if blocks are among them, the first block, after its modules."""
+        """The faulty units of the first call that has any; of faulty blocks only the first one, after its modules."""
         bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
         if not bad:
             return []
@@ -326,6 +326,7 @@ def _job_line(verification: Verification) -> str:
 
 
 def _seam_line(verification: Verification) -> str:
+    """Returns the line on seams, the loop's values outside networks that are compared by name; empty without any."""
     bad = verification.bad_seams
     if not verification.seams:
         return ""
@@ -347,6 +348,7 @@ def _network_line(verification: Verification) -> str:
 
 
 def _unit_line(verification: Verification) -> str:
+    """Returns the line on the network's units: how many there are of each kind and verdict; empty without any."""
     units = [unit for unit in verification.units if unit.kind != "network"]
     if not units:
         return ""
@@ -367,6 +369,7 @@ def _unit_group(unit: Unit) -> str:
 
 
 def _culprit_line(verification: Verification) -> str:
+    """Returns the line on the first unit of the network whose error is too large; empty without one."""
     if not verification.culprits:
         return ""
     unit = verification.culprits[0]
@@ -380,6 +383,7 @@ def _culprit_line(verification: Verification) -> str:
 
 
 def _cause_line(verification: Verification) -> str:
+    """Returns the line on the patch at fault and how it was found; without one the clue, or empty text."""
     if not verification.causes:
         return f"cause: {verification.clue}" if verification.clue else ""
     cause = verification.causes[0]

@@ -147,7 +147,7 @@ class Difference:
 
 
 def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
-    """Returns the fields that differ between two runs, in the stages that both have; a field with other values once."""
+    """Returns the fields that differ between two runs; stages with the same two values share a Difference."""
     stages = {stage: _comparable(a[stage], b[stage]) for stage in a if stage in b}
     fields = collections.Counter(field for pair in stages.values() for field in pair[0].keys() | pair[1].keys())
     rows: dict[tuple[str, str, str], list[StageName]] = {}
@@ -159,7 +159,7 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
                 rows.setdefault(row := (field, _value_words(mine), _value_words(other)), []).append(stage)
                 values[row] = mine, other
     return [
-        Difference(row[0], *values[row], () if len(among) == fields[row[0]] else tuple(among))
+        Difference(row[0], *values[row], stages=() if len(among) == fields[row[0]] else tuple(among))
         for row, among in rows.items()
     ]
 
@@ -174,9 +174,8 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
 
 
 def job(manifest: Manifest) -> dict[str, Any]:
-    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches.
-
-    Also without the fields of `PLAIN`, and without those that change with every run of one job, as its seconds do.
+    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches. Also
+    without the fields of `PLAIN`, and without those that change with every run of one job, as its seconds do.
     """
     return _fields(manifest, manifest.config)
 

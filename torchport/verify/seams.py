@@ -108,6 +108,7 @@ class LoopRecord:
 
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
             if self._depth:  # a call of `super().step`, within a recorded one
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
@@ -211,7 +212,6 @@ def _run_upstream(
     task: Task, parts: Mapping[str, Any], calls: Mapping[str, _MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
     """Takes the original's denoising steps in upstream's loop: a pipeline's `__call__`, or `upstream_loop` of a family.
-
     `inputs` are the outputs of the stages before, and `noise` if the user gives it.
     """
     settings = task.settings
@@ -323,7 +323,7 @@ def record(
     reference: SideRecord | None = None,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> SideRecord:
-    """Returns the seams' values in the port or in the original. Only encoders run; the networks' outputs are random.
+    """Returns the values of the port's or the original's loop. Only encoders run; networks' outputs are random.
 
     Args:
         chosen: Steps, from 0, whose large tensors are compared.
@@ -395,7 +395,7 @@ def _unprepared(stage: Stage) -> Stage:
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
-    """Returns a seam for each compared value, also for those that agree, in the order of a run."""
+    """Returns a seam, the comparison of one value of the loop, for each value by name, in the order of a run."""
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
     if original.yardstick is not None:
@@ -411,7 +411,7 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
 def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
-    """Yields a seam for each value in two trees of tensors, numbers and texts, and one for each dtype that differs."""
+    """Yields a seam, a comparison, for each value in two trees of tensors and numbers, and each differing dtype."""
     ours, theirs = outputs.leaves(port), outputs.leaves(original)
     for name in [*theirs, *(name for name in ours if name not in theirs)]:
         expected, other = theirs.get(name), ours.get(name)
@@ -433,7 +433,7 @@ def value_seams(
 
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
-    """Yields the seams of two loops, in the order of the loops: step by step, scheduler, networks, latents."""
+    """Yields comparisons of two loops' values, in their order: step by step, scheduler, networks' inputs, latents."""
     counts = str(len(original.steps)), str(len(port.steps))
     yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), allowed=0.0)
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
@@ -463,7 +463,7 @@ def _constant(first: SchedulerStep, other: SchedulerStep) -> set[str]:
 
 
 def _call_seams(theirs: list[ConditionCall], ours: list[ConditionCall], step: int) -> Iterator[Seam]:
-    """Yields the seams of the networks' calls in a step; calls of one network and condition belong together."""
+    """Yields comparisons of the networks' inputs in a step; calls of one network and condition belong together."""
     known, calls = ({(c.network, c.condition, c.number): c for c in each} for each in (theirs, ours))
     words, other = (", ".join(sorted(_call_words(key) for key in each)) or "none" for each in (known, calls))
     yield Seam("calls of networks", LOOP, step, words, other, _distance_unless(known.keys() == calls.keys()), 0.0)

@@ -139,7 +139,7 @@ class Units:
         return [by_border.get(unit.border) for unit in measured]
 
     def _port_value(self, measured: MeasuredUnit) -> Any:
-        """Returns the port's whole value at a unit's border; the network is called again if only some rows are kept."""
+        """Returns the port's value at the end of a unit; calls the network again if only some rows of it were kept."""
         border, forced = measured.border, self.forced_call
         if forced is not None and border in forced.observed and border.path in self.port.units:
             value = forced.observed[border]
@@ -174,7 +174,7 @@ class Units:
         self.rounding = max(self.rounding, expected)
 
     def _moved(self, changes: Sequence[tuple[Border, Any]]) -> list[float | None]:
-        """Returns for each value at a border how far it moves the network's output if it replaces the original's."""
+        """Returns how far each value of a module moves the network's output if it replaces the original's there."""
         if not changes:
             return []
         pairs = [{border: each} for border, value in changes for each in (value, self.call.values[border])]
@@ -203,7 +203,7 @@ class Units:
     def _measured(
         self, forced: WatchedCall, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
     ) -> Iterator[MeasuredUnit]:
-        """Yields a measured unit for each border of a forced call, with its error against the yardstick, `wide`."""
+        """Yields each unit that ends at a recorded value of a call, with its error against `wide`, of a wider dtype."""
         patches = _patches_by_block(forced, self.port.units)
         for depth, (border, value) in enumerate(forced.observed.items()):
             known = border in wide and border in self.call.values and (not block or _within(border.path, block))
@@ -233,7 +233,9 @@ class Units:
             )
 
     def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
-        """Returns the kind of the unit that ends at a border, its module's path, and its name within the network."""
+        """Returns the unit that ends at a border, as its kind, its module's path and its name: a block, a module in a
+        block, or the code of a module's `forward` before its next submodule or its end.
+        """
         path = border.path
         inside = [other for other in paths if other != path and _within(other, path)]
         if border.side == "in":
@@ -251,7 +253,7 @@ class Units:
 
 
 def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
-    """Returns by border the modules that were called since the border before, but cannot be compared alone."""
+    """Returns the modules that were called between two compared values, but cannot be compared, by the later value."""
     modules: dict[Border, list[str]] = {}
     waiting: list[str] = []
     for border in observed:
@@ -290,9 +292,8 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
 
 
 def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
-    """Returns the measured blocks of a call, and the modules of its first faulty block.
-
-    If an earlier call is at fault (`is_over`), neither effects nor modules are measured.
+    """Returns the measured blocks of a call, and the modules of its first faulty block. If an earlier call is at fault
+    (`is_over`), neither effects nor modules are measured.
     """
     if is_over:
         return [_mark_behind(measured) for measured in units.blocks()]
@@ -342,7 +343,7 @@ def port_outputs(port: Port, call: RecordedCall) -> Outputs:
 
 
 def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
-    """Returns a function that computes the original's outputs with other values at borders, in a process of its own."""
+    """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
     key = BlockKey(call.network, call.step, call.number, "")
 
     def ended(end: child.Ended) -> MachineError:

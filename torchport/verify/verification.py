@@ -119,7 +119,6 @@ def _measure_modules(found: Measurements, request: Request, file: Path) -> None:
 
 def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Measurements:
     """Runs the original and the port, each in a process, and returns how they differ; if one fails, the other stops.
-
     The port's process imports, checks and plans while the original's runs, but loads no weights before that has ended.
     """
     original = dataclasses.replace(task.request, backend="original") if options.reference is None else None
@@ -147,6 +146,7 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Me
 
 
 def _write_recording(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
+    """Writes to `file` what the original computes: from a capture if one is given, or else by running the original."""
     if options.reference is not None:
         with clock.lap("the capture"):
             _call("reference:unpack", options.reference, file, stop=stop)
@@ -200,7 +200,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 def _check_floor(task: Task, mesh: str) -> None:
     """Raises an error that names --floor if the job cannot run on that mesh."""
     try:
-        accept(_on_mesh(task, mesh))
+        accept(_on_mesh(task, mesh))  # for its errors alone
     except BadValueError:
         raise
     except TorchportError as error:
@@ -389,9 +389,8 @@ def _search(
     entries: Iterable[patch.Entry],
     error: Callable[[Port], float | None],
 ) -> Search:
-    """Leaves out one patch at a time, until a unit's `error` is gone.
-
-    Returns that patch as the cause (no cause if the error stays), and the error without each patch that was tried.
+    """Leaves out one patch at a time, until a unit's `error` is gone. Returns that patch as the cause (no cause if the
+    error stays), and the error without each patch that was tried.
     """
     tried: dict[str, float | None] = {}
     for entry in entries:
@@ -405,9 +404,8 @@ def _search(
 def causes_of_decoder(
     request: Request, original: Request | None, file: Path, folder: Path, decoded: Decoded
 ) -> tuple[Search, decoder.Parting | None]:
-    """Returns the patch that causes a difference of the decoded frames, and the first module that differs.
-
-    Without `original`, as beside a capture, the module is None. Runs in a process of its own.
+    """Returns the patch that causes a difference of the decoded frames, and the first module that differs. Without
+    `original`, as beside a capture, the module is None. Runs in a process of its own.
     """
     task, recorded = accept(request), read(file).decoded
     stage = task.family.STAGES[-1]
@@ -429,9 +427,8 @@ def causes_of_decoder(
 
 
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
-    """Returns the patch that causes a seam's difference, found by bisection.
-
-    Candidates are the patches that were `called` outside the networks; one half of them is left out at a time.
+    """Returns the patch that causes a seam's difference, found by bisection. Candidates are the patches that were
+    `called` outside the networks; one half of them is left out at a time.
     """
     task, recorded = accept(request), read(file)
 
@@ -465,7 +462,6 @@ def _is_cured(rounding: float, added: float | None) -> bool:
 
 def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.Entry]:
     """Returns the patches that may cause a unit's error: called in it, then in its block (or uncounted), then earlier.
-
     Of the earlier ones only those up to the first module whose output has another shape: the error may follow from it.
     """
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
@@ -492,7 +488,7 @@ def _error_without(
 
 @contextlib.contextmanager
 def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
-    """Logs the errors by which a network refuses to be called without some patches, and suppresses them."""
+    """Logs and suppresses the error of a network that cannot be called while the patches `entries` are left out."""
     name = f"{', '.join(entry.id for entry in entries)} left out" if entries else "all patches in force"
     try:
         yield
@@ -505,9 +501,8 @@ def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
 
 
 def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> float | None:
-    """Returns a unit's error in this port, or its effect on the network's output if that is less.
-
-    None if the port does not call the unit, or returns another shape there.
+    """Returns a unit's error in this port, or its effect on the network's output if that is less. None if the port does
+    not call the unit, or returns another shape there.
     """
     values = inner_values(call.values)
     paths = {*measured.forced, *measured.skipped} - {""}
@@ -530,9 +525,8 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
 
 
 def _eliminated(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) -> Iterator[Cause]:
-    """Yields a patch as the cause if it is the only one that could not be left out; else yields nothing.
-
-    It is called where the error stayed without each of the others.
+    """Yields a patch as the cause if it is the only one that could not be left out; else yields nothing. It is called
+    where the error stayed without each of the others.
     """
     untried = [key for key, added in tried.items() if added is None]
     if len(untried) == 1:

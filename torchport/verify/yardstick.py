@@ -68,9 +68,8 @@ class _Wide(TorchFunctionMode):
 
 @contextlib.contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Computes in the yardstick's dtype for the length of a `with`.
-
-    Functions under `torch.compile` run eagerly: compiled flex attention has no float64 on a CPU.
+    """Computes in the yardstick's dtype for the length of a `with`. Functions under `torch.compile` run eagerly:
+    compiled flex attention has no float64 on a CPU.
     """
     with torch.compiler.set_stance("force_eager"), _Wide(dtype):
         yield

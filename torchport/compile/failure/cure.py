@@ -162,10 +162,7 @@ def _cuda(failure: Failure) -> Cure:
 
 
 def _torch_maker(frame: Frame) -> str | None:
-    """Returns the torch function that moves or makes a tensor on CUDA in upstream's statement, as a patch's target.
-
-    None outside upstream, and for other statements.
-    """
+    """Returns the torch function that upstream's statement calls for CUDA, as a patch's target; None for other ones."""
     if frame.owner != "upstream":
         return None
     method = re.search(r"\.(cuda|to)\(", frame.statement)

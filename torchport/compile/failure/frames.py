@@ -135,7 +135,6 @@ def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
 
 def to_list(every: Sequence[Frame], frame: Frame) -> list[Frame]:
     """Returns the frames to show to a person, the innermost last: code that a port can change, and the code at fault.
-
     The frame of a comprehension has its function's name and line, and is not shown twice.
     """
     ours = [other for other in every if other.owner in OURS or other == frame]
@@ -172,9 +171,8 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
 
 
 def _is_passage(module: str, name: str, statement: str) -> bool:
-    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault.
-
-    A mode of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
+    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault. A mode
+    of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
     """
     is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
     return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)

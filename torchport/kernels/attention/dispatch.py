@@ -86,7 +86,7 @@ def platform() -> tuple[str, str | None]:
 
 
 def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
-    """Returns lengths as int32 [B]. Known numbers must be 0 to `tokens`; those of a trace are clipped to that."""
+    """Returns lengths as int32 [B]. Known numbers outside 0 to `tokens` raise; those of a trace are clipped to that."""
     traced = isinstance(lengths, jax.core.Tracer)
     values = lengths if traced else numpy.asarray(lengths)
     if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
@@ -269,9 +269,8 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation of a call, as a function of q, k, v, lengths and mask; notes the call for a plan.
-
-    The queries have the shape [B, H, S].
+    """Returns the implementation of a call, as a function of q, k, v, lengths and mask, and notes the call for a plan.
+    Raises if that implementation cannot compute it. `shape` is that of the queries, [B, H, S].
     """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
@@ -322,7 +321,7 @@ def _by_platform(problem: Problem) -> str:
     if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
         return "splash" if problem.windowed else "splash_transposed"
     right = None if problem.window is None else problem.window[1]
-    to_right = not problem.causal and right not in (None, 0)
+    to_right = not problem.causal and right not in (None, 0)  # the window ends after the query
     if problem.platform == "gpu" and problem.dtype in (jnp.bfloat16, jnp.float16) and problem.head_size <= 128:
         return "plain" if to_right or problem.head_size % 8 else "cudnn"
     return "plain"
@@ -391,7 +390,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 
 
 def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
-    """Calls `splash_transposed`, or `splash_int8`; a rehearsal returns the queries after the checks."""
+    """Calls `splash_transposed`, or `splash_int8`; a rehearsal, which has only shapes, gets the queries back."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:

@@ -170,9 +170,8 @@ def _by_kernel(
 
 
 def norm_kind(norm: Any) -> dict[str, Any]:
-    """Returns what kind of norm a module is: `eps`, whether it is `centred`, and whether it rounds `twice`.
-
-    PyTorch's own norms round their result once. The RMSNorm of a model rounds to its gains' dtype before it multiplies.
+    """Returns a norm's `eps`, whether it is `centred`, and whether it rounds `twice`, as the RMSNorm of a model does:
+    to the gains' dtype before it multiplies by them. Raises for other modules.
     """
     of_torch = isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
     is_known = of_torch or type(norm).__name__.endswith("RMSNorm")

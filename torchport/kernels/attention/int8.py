@@ -71,7 +71,6 @@ def quantised(
 
 def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """Returns the mean valid key, and for each feature the largest distance of a valid key from it: float32 [B, 1, F].
-
     The key that is furthest from the mean is the largest or the smallest one, so keys are read once for both.
     """
     sums, largest, smallest = [], [], []

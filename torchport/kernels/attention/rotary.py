@@ -176,7 +176,9 @@ def alone(
     centred: int,
     bias: int,
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns `norm_rotary` as a function of arrays, and their shapes, for `bundles.compile_kernel`."""
+    """Returns `norm_rotary` as a function of arrays, and the arrays' shapes, to be compiled alone by `plan`. The last
+    four are 0 or 1: no norm; a norm of all heads together; a LayerNorm (else RMSNorm); a norm with offsets.
+    """
 
     def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
         norm = Norm(gains[0], gains[1] if bias else None, 1e-6, bool(centred), not centred) if gains else None

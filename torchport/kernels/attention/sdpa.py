@@ -92,9 +92,8 @@ def _four(x: jax.Array) -> jax.Array:
 
 
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
-    """Returns attention under a mask over keys: valid keys are moved to the front, and their number is a length.
-
-    If the mask differs by head, each head becomes a sample.
+    """Returns attention under a mask over keys: valid keys are moved to the front, and their number is a length. If the
+    mask differs by head, each head becomes a sample.
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]

@@ -121,7 +121,7 @@ def attention(
 
 
 def linear_of_parts(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array | None) -> jax.Array:
-    """Returns the projection [B, S, O] of features that are parted as `attention` leaves them, of x's dtype."""
+    """Returns the projection [B, S, O], in x's dtype, of features [B, K, N, S, F], parted as by `attention`."""
     _, ways, groups, _, part = x_BKNSF.shape
     weight = weight_OF.astype(x_BKNSF.dtype).reshape(-1, ways, groups, part)
     # Of x's dtype at once, as torchax's own linear is: devices of `tp` would sum float32, twice the bytes.

@@ -256,7 +256,7 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = 
 
 
 def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Row:
-    """Returns the table's row, with the figures by which it is the best; see `best`."""
+    """Returns the table's row with the best tile, and its figures; raises if the chip or the head size has none."""
     if implementation == "splash":
         rows: list[Row] = [*table().splash]
     elif implementation == "splash_int8":

@@ -64,7 +64,7 @@ def current() -> Canvas:
 
 @contextlib.contextmanager
 def using(canvas: Canvas) -> Iterator[None]:
-    """Makes a canvas, the shards and the padding of a video, the current one while the context lasts."""
+    """Sets the current canvas, how a video is sharded and padded, while the context lasts."""
     token = _CANVAS.set(canvas)
     try:
         yield
@@ -107,8 +107,7 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> float:
-    """Returns a device's positions, with its neighbours' borders, if these axes split rows and columns.
-
+    """Returns how many positions a device computes, with its neighbours' borders, if these axes split rows and columns.
     Split rows count for a tenth more: each convolution's input is copied then, to join it with its neighbours' rows.
     """
     sides = []

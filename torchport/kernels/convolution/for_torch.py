@@ -106,10 +106,7 @@ def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
 
 
 def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Returns which of a video's frames, or of a chunk's, are made of the first latent frame: bool [T, 1, 1].
-
-    Padding before it is among them.
-    """
+    """Returns which frames of a video or chunk come from the first latent frame, or pad before it: bool [T, 1, 1]."""
     numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
     first: torch.Tensor = numbers <= _lead(x_BCTHW)
     return first[:, None, None]
@@ -328,7 +325,7 @@ def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.A
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Applies layers and then `last` to a video; in chunks of time from the last layer on that adds frames.
+    """Applies layers and then `last` to a video: from the last layer that adds frames on, in chunks of time.
 
     Args:
         layers: A layer that adds frames has an attribute `add_temporal_upsample` that is true.

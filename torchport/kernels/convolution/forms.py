@@ -168,7 +168,7 @@ def _by_kernel(
 def _conv(
     request: ConvolutionRequest, rows: bool, x: jax.Array, weight: jax.Array, operands: Operands
 ) -> tuple[kernel.Conv, int]:
-    """Returns the sizes of one call of the kernel, and how many calls there are, one after the other."""
+    """Returns the sizes of a call of the kernel, and how many calls there are; `rows`: x has its neighbours' rows."""
     frames = x.shape[2]
     count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
     width = x.shape[1] * request.zoom

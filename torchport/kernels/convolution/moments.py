@@ -67,7 +67,7 @@ def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) 
 
 
 def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what `_by_xla` returns, by the kernel."""
+    """Returns the first values, and the sums of differences and of squares, as `_by_xla` does, but by the kernel."""
     height, width, frames, channels = x.shape
     call = Sums(height, width, frames, channels, is_padded, x.dtype.name)
     context = attention.current()
@@ -165,7 +165,7 @@ def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares:
     origin = near[...]
 
     def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Adds some columns of the row."""
+        """Adds the differences of some columns of the row, and their squares, to the sums `so_far`."""
         difference = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
         if sums.padded:
             column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)

@@ -57,6 +57,7 @@ class Equivalence(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
+        """Returns the word `bitwise` as a field, and a mapping with one of the other fields as it is; else raises."""
         if data == "bitwise":
             return {"bitwise": True}
         if isinstance(data, dict) and len(data) == 1 and "bitwise" not in data:
@@ -245,6 +246,7 @@ def mistake(entry: Entry) -> Mistake | None:
 
 
 def _scope_mistake(entry: Entry) -> Mistake | None:
+    """Returns the mistake in an entry's `scope`, `lifetime` or `target`: path, fact and remedy; None without one."""
     if entry.scope == "global" and entry.scope_reason is None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
@@ -260,6 +262,7 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
 
 
 def _kind_mistake(entry: Entry) -> Mistake | None:
+    """Returns the mistake in what an entry says for its kind of patch: path, fact and remedy; None without one."""
     if entry.must_be_called and not entry.counted:
         return ("counted",), "'counted' is false beside 'must_be_called'", "Remove one of the two"
     if not entry.counted and entry.kind not in ("replace", "wrap"):

@@ -95,7 +95,7 @@ def _is_copy(entry: Entry, other: Entry) -> bool:
 
 
 def _overriding(stack: Sequence[Path]) -> list[Entry]:
-    """Returns the entries that take the place of one in a lower folder, the highest last."""
+    """Returns the entries that override one in a lower folder, the highest last; raises if one overrides nothing."""
     overriding: list[Entry] = []
     for level in reversed(range(len(stack) - 1)):
         upper = [entry for entry in _all_entries(stack[level]) if entry.overrides]
@@ -162,7 +162,7 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 
 def _files_of(root: Path, name: str) -> list[Path]:
-    """Returns the files of one name. A name is one or two plain words, so that it cannot leave the folder."""
+    """Returns the YAML files of `upstream` or `upstream/file`; raises for other names: none may leave the folder."""
     upstream, slash, file = name.partition("/")
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):
@@ -194,7 +194,7 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(file: Path) -> list[Entry]:
-    """Returns the entries of one YAML file; none if it is empty."""
+    """Returns the entries of one YAML file, none if it is empty; raises if it is no list of entries."""
     document = read_document(file, as_named(file))
     if document.data is None:
         return []
@@ -290,7 +290,7 @@ def read_lock(folder: Path) -> dict[str, Locked]:
 
 @functools.cache
 def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]:
-    """Returns a lock, read once for each version of its file."""
+    """Returns a lock file's rows by target; time and size are part of the cache's key, so that a new file is read."""
     document = read_document(file, shown)
     if not isinstance(document.data, list):
         raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")

@@ -46,7 +46,7 @@ def file_of(entry: Entry, reference: str) -> Path:
 
 
 def load(entry: Entry, reference: str) -> Any:
-    """Returns the function or class that a reference `file.py:name` means; its file is executed once."""
+    """Returns the function or class of a reference `file.py:name`, or raises; its file is executed once."""
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
 

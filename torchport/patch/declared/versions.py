@@ -68,7 +68,7 @@ def _within(version: str, text: str) -> bool:
 
 
 def _run_probe(entry: Entry, reference: str) -> bool:
-    """Returns whether the probe of an entry finds the fault that the patch is for."""
+    """Returns whether the probe of an entry finds the fault that the patch is for; raises if the probe fails."""
     probe = load(entry, reference)
 
     def failed(error: BaseException) -> ReplacementError:

@@ -53,6 +53,7 @@ class Placed:
         return self.slot.now() is self.value
 
     def undo(self) -> None:
+        """Restores the original, unless something else stands in its place by now, and ends the counting of calls."""
         if self.stands():
             self.slot.restore()
         if self.retire is not None:
@@ -85,7 +86,7 @@ class Recompiled:
 
 
 def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
-    """Applies one patch to the live objects of its module, and returns the change."""
+    """Applies one patch to the live objects of its module, and returns the change; raises if that fails."""
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)
     slot = locate(entry, module)
@@ -104,7 +105,7 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
 
 
 def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
-    """Returns what takes the target's place, before it is put there: a class, or a function around `loaded`."""
+    """Returns a class or function to put in the target's place; raises if `loaded` is of another kind than it."""
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
@@ -123,7 +124,7 @@ def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
 
 
 def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
-    """Returns a wrapped function for a slot, before it is put there."""
+    """Returns a target's slot with the function that a wrapper makes of it, not put there yet; raises for a class."""
     if isinstance(original, type):
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
@@ -143,7 +144,7 @@ def _word(thing: Any) -> str:
 
 
 def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
-    """Puts the edited code of a `rewrite` into the target's function object, and returns the change."""
+    """Puts the edited code of a `rewrite` into a function, and returns the change; raises for any other target."""
     slot = locate(entry, module)
     function = function_of(slot.raw, entry.module, under(entry))
     if function is None or not slot.in_holder:

@@ -27,6 +27,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Returns a module's spec, with a loader that runs our callbacks around its import; None for other modules."""
         if name not in registry.after and name not in registry.before and not _windows(name):
             return None
         spec = self._spec_of_others(name, path, target)
@@ -35,6 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _spec_of_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+        """Returns the spec that the finders after this one give for a module; None if none of them finds it."""
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         for finder in others:
             find = getattr(finder, "find_spec", None)
@@ -61,6 +63,7 @@ class _Loader(_Around):
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: types.ModuleType) -> None:
+        """Runs a module's code by its own loader, between the callbacks for before and after its import."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

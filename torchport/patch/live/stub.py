@@ -40,7 +40,7 @@ class Stub(types.ModuleType):
         raise self._refusal(sys._getframe(1), "called")
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        """Returns a base for a class that is only defined; making an object of it is a call of the stub."""
+        """Returns a base for a class that inherits from the stub: making an object of the class raises."""
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
             raise self._refusal(sys._getframe(1), f"the base of {cls.__qualname__}, of which an object is made")

@@ -39,6 +39,7 @@ class Slot:
             vars(self.holder)[self.name] = value
 
     def restore(self) -> None:
+        """Puts the original back, or removes the name again if the holder only inherited it."""
         if self.in_holder:
             self.put(self.raw)
         elif isinstance(self.holder, type):
@@ -124,6 +125,7 @@ def _find(holder: Any, name: str) -> tuple[Any, bool]:
 
 
 def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
+    """Returns the error for a target of which the name at `depth` in its path does not exist."""
     walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
     known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
     remedy = nearest(entry.path[depth], known)
@@ -182,8 +184,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among them,
-    the outermost function, or None. If the source shows no `def`, it is the innermost one by `__wrapped__`.
+    """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among these,
+    the outermost one, or None. Without a `def` in the source it returns the innermost one by `__wrapped__`.
     """
     functions = list(layers(raw))
     if not isinstance(node, Function):
@@ -197,7 +199,7 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
 
 
 def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
-    """Returns a function wrapped like the original `raw`: as a static or class method or property, or not at all."""
+    """Returns a function wrapped as the original `raw` is: a static or class method, a property, or not at all."""
     try:
         if isinstance(raw, (staticmethod, classmethod)):
             shaped: Any = type(raw)(function)

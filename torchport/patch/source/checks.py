@@ -28,7 +28,7 @@ from torchport.source.parsing import SourceFile, read_source, tree_of
 
 
 def source_of(entry: Entry) -> SourceFile | None:
-    """Returns the source of an entry's target module. None if it has none, as a module in C."""
+    """Returns the source of an entry's target module, None for a module in C; raises if there is no such module."""
     try:
         return read_source(entry.module)
     except ModuleNotFoundError as error:
@@ -133,6 +133,7 @@ def walks_out(entry: Entry, name: str, home: str) -> ScopeError:
 
 
 def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetError:
+    """Returns the error for a target that is not in its module's source, with the nearest names there."""
     body: Sequence[ast.stmt] = source.tree.body
     if binding.depth:
         holder = source.where(entry.path[: binding.depth]).node

@@ -326,9 +326,9 @@ class HashedPart:
     mark: str = ""  #: `@` for a decorator, which begins before its node.
 
     def source_line(self, text: str) -> str:
-        """Returns the source of the part on one line, cut to 160 characters."""
+        """Returns this part of a definition as one line of source, cut to 160 characters; `text` is the whole file."""
         line, column = self.last.end_lineno, self.last.end_col_offset
-        if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):
+        if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):  # of an `if` or `for`, the head alone
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
         rows = text.encode().split(b"\n")[self.first.lineno - 1 : line]
         rows[-1] = rows[-1][:column]
@@ -369,6 +369,7 @@ def _header_parts(node: Definition) -> Iterator[tuple[Any, ...]]:
 
 
 def _statements_in(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yields the statements directly in the blocks of a statement, such as both branches of an `if`."""
     for field in ("body", "orelse", "finalbody"):
         block = getattr(node, field, None)
         if isinstance(block, list):

@@ -136,7 +136,7 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
 
 
 def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, file: str) -> Proposal | None:
-    """Does the work of `statement`; `tree` is the syntax tree of `text`."""
+    """Returns a rewrite of the statement on a line, or else a replacement of its function, or None; see `statement`."""
     spot = _spot(tree, line)
     origin = None if spot is None else _origin(spot)
     if origin is not None:
@@ -255,7 +255,7 @@ def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
     entry = entry_of(fields, home)
     try:
-        rewriting.edit(entry, text, line, find, parameters)
+        rewriting.edit(entry, text, line, find, parameters)  # a trial: its result is not used
     except (RewriteError, ConflictError):
         return False
     return True

@@ -121,7 +121,7 @@ def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[
 
 
 def _read_counts(file: Path) -> tuple[dict[str, int], numpy.typing.NDArray[numpy.int64]]:
-    """Returns the capacity of each slot, and the slots in use, [bundle, slot]; the file's header names the slots."""
+    """Returns the capacity of each slot, and the slots in use, [bundle, slot]; raises if the file has no such table."""
     lines = file.read_text(encoding="utf-8").splitlines()
     names = [name.strip() for name in lines[1].split(",")] if len(lines) > 4 else []
     capacities = lines[2].split() if names else []

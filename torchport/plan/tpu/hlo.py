@@ -166,9 +166,8 @@ class HloProgram:
     flops_per_cycle: float = math.inf
 
     def walk(self, computation: str | None = None) -> Iterator[InstructionRuns]:
-        """Yields every instruction that runs, and how many times it runs; a fusion is one instruction.
-
-        A loop's condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
+        """Yields every instruction that runs, and how many times it runs; a fusion is one instruction. A loop's
+        condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
         """
         return self._walk(computation or self.entry, 1, False)
 
@@ -224,9 +223,8 @@ class HloProgram:
         return sent
 
     def loop_bodies(self) -> list[HloLoop]:
-        """Returns the loops that run, nested ones too; the one with the most estimated cycles comes first.
-
-        If a model's blocks run in a loop, `cycles(loop.body)` and other methods with `loop.body` are for one block.
+        """Returns the loops that run, nested ones too; the one with the most estimated cycles comes first. If a model's
+        blocks run in a loop, `cycles(loop.body)` and other methods with `loop.body` are for one block.
         """
         loops = []
         for run in self.walk():
@@ -312,6 +310,7 @@ class _LoopTrips(dict[str, int]):
         }
 
     def __missing__(self, body: str) -> int:
+        """Returns a loop's iterations, simulated if the compiler did not write them; raises if that is not possible."""
         part, loop = self._loops[body]
         trips = loop.trips if loop.trips is not None else self._simulated(part, loop)
         if trips is None:
@@ -445,6 +444,7 @@ class _HloReader:
         self.computations: dict[str, Computation] = {}
 
     def read(self) -> HloProgram:
+        """Returns the file's program; raises if the file is no scheduled HloModule with an ENTRY computation."""
         header = self.lines[0] if self.lines else ""
         if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
             raise self.refusal("It does not begin with a scheduled HloModule")
@@ -534,7 +534,7 @@ class _HloReader:
         )
 
     def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
-        """Returns a convolution's bfloat16 operations from its arrays, output first; 0 for another instruction."""
+        """Returns a convolution's bfloat16 operations from its arrays, output first, or raises; else returns 0."""
         if opcode != "convolution":
             return 0
         try:
@@ -544,7 +544,7 @@ class _HloReader:
             raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
 
     def close(self, text: str, start: int) -> int:
-        """Returns the index after the bracket that closes the one at `start`."""
+        """Returns the index after the bracket that closes the one at `start`; raises if none closes it."""
         depth = 0
         for token in _TOKEN.finditer(text, start):
             depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -679,9 +679,8 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
 
 
 def _passes(left: str, right: str, attributes: Mapping[str, str]) -> int:
-    """Returns how many bfloat16 products make one product of two dtypes; 0 if one is neither float32 nor bfloat16.
-
-    Two float32 operands of n parts each take n * (n + 1) / 2: the products of the smallest parts are left out.
+    """Returns how many bfloat16 products make one product of two dtypes; 0 if one is neither float32 nor bfloat16. Two
+    float32 operands of n parts each take n * (n + 1) / 2: the products of the smallest parts are left out.
     """
     each = attributes.get("operand_precision", "").strip("{}").split(",")
     parts = min(_PARTS.get(precision, 1) for precision in each)

@@ -57,7 +57,7 @@ class PipelinePart:
 
 
 def pipeline_class(name: str) -> Any:
-    """Returns a pipeline class of diffusers by the name that `--model` has: `diffusers:MochiPipeline`."""
+    """Returns the pipeline class of diffusers with the name `diffusers:MochiPipeline`, or raises if it is not there."""
     import diffusers
     from diffusers import DiffusionPipeline
 
@@ -81,7 +81,7 @@ def pipeline_class(name: str) -> Any:
 
 
 def parts_of(cls: Any, place: str) -> list[PipelinePart]:
-    """Returns the components that a pipeline cannot be without, in the order of its constructor."""
+    """Returns the required components of a pipeline, in its constructor's order; raises if a class is unknown."""
     hints = typing.get_type_hints(cls.__init__)
     result = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
@@ -127,6 +127,7 @@ def _alternatives(hint: Any) -> Sequence[Any]:
 
 
 def _built(cls: Any) -> Any:
+    """Returns the class to build where a pipeline names `cls`, which may only be a base such as `T5PreTrainedModel`."""
     base = cls.__name__.removesuffix("PreTrainedModel")  # of a family's models, which is none itself
     path = _STAND_FOR.get(cls.__name__, cls.__name__ if base == cls.__name__ else f"transformers:{base}Model")
     if ":" not in path:
@@ -136,6 +137,7 @@ def _built(cls: Any) -> Any:
 
 
 def _kind(cls: Any) -> Kind:
+    """Returns what a class is, by its base class: a network, scheduler, encoder, tokenizer or other component."""
     from diffusers import ModelMixin, SchedulerMixin
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -147,10 +149,7 @@ def _kind(cls: Any) -> Kind:
 
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
-    """Returns small numbers for the arguments of each component that has weights.
-
-    The names of the arguments say what they are. Whether the components agree with one another shows in a trial.
-    """
+    """Returns tiny arguments, chosen by name alone, for each component with weights; a trial shows if they agree."""
     widths = iter(_WIDTHS * len(parts))
     result: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -195,7 +194,7 @@ _NEEDED = {
 
 
 def _network_numbers(cls: Any) -> dict[str, Any]:
-    """Returns small numbers for a network of diffusers."""
+    """Returns tiny arguments for a network of diffusers: heads, widths, rotary dims, channels and levels."""
     known = {argument.name: argument.default for argument in arguments(cls)}
     values, lacking = tiny_arguments(arguments(cls))
     heads = [name for name in ("num_attention_heads", "num_heads", "n_heads") if type(known.get(name)) is int]
@@ -230,6 +229,7 @@ def _levels(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoder(cls: Any, width: int) -> dict[str, Any]:
+    """Returns tiny arguments for a text encoder of a given `width`, those of nested configurations among them."""
     values = _encoder_numbers(arguments(cls), width) | _axes(cls.config_class, width)
     nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
@@ -248,6 +248,7 @@ def _axes(config: Any, width: int) -> dict[str, Any]:
 
 
 def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
+    """Returns tiny values for the known arguments of an encoder: widths, heads and rotary sections fit `width`."""
     values, _ = tiny_arguments(known)
     names = {argument.name for argument in known}
     values |= {name: width for name in ("d_model", "hidden_size", "projection_dim", "embed_dim") if name in names}
@@ -261,7 +262,7 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 
 def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
+    """Returns what a tiny tokenizer is trained with; None if it has no vocabulary; raises if it needs files."""
     try:
         blank = cls()
     except refusals() as error:
@@ -297,7 +298,7 @@ class Configurations:
         self.tokenizers = {part.name: _tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
 
     def built(self, component: str) -> Any:
-        """Returns a component, with drawn weights."""
+        """Returns a component with random weights; raises if it has more parameters than a tiny one may have."""
         if component in self.values:
             count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
             if count > LARGEST:
@@ -305,6 +306,7 @@ class Configurations:
         return self._part(self.parts[component])
 
     def _part(self, part: PipelinePart) -> Any:
+        """Returns a component: a tiny tokenizer, a module with random weights of seed 0, or another object."""
         tokenizer = self.tokenizers.get(part.name)
         if tokenizer is not None:
             return tiny.tokenizer(part.cls, tokenizer, part.name)
@@ -329,7 +331,7 @@ class Configurations:
         return cls(**values) if config is None else cls(config(**values))
 
     def give(self, field: str, value: Any) -> bool:
-        """Gives the tokenizers something, such as a chat's template; returns whether one of them had none."""
+        """Sets a field, such as a chat's template, of all tokenizers that lack it; returns whether one lacked it."""
         lacking = [name for name, spec in self.tokenizers.items() if spec and getattr(spec, field) is None]
         for name in lacking:
             spec = self.tokenizers[name]

@@ -85,7 +85,7 @@ class Stop:
 
     @property
     def line(self) -> str:
-        """Upstream's line."""
+        """The innermost line of diffusers or transformers at which the pipeline stopped, as `file:line`."""
         frame = self.error.__traceback__
         place = ""
         while frame is not None:
@@ -107,7 +107,7 @@ class PipelineTrial:
     unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
 
     def observed(self) -> Observed:
-        """Returns what the pipeline did, after mending what stopped it."""
+        """Returns what the pipeline did, after mending what stopped it; raises if that cannot be mended."""
         end = time.monotonic() + PATIENCE
         observed, stop = self._tried()
         while stop is not None:
@@ -147,6 +147,7 @@ class PipelineTrial:
             raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
+        """Returns the error for a pipeline that stops with tiny weights, and whose stop we could not mend."""
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
             fact = f"'{self.cls.__name__}' stops at {stop.line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
@@ -204,7 +205,7 @@ class PipelineTrial:
             yield from ((component, changes) for changes in self._variants(component))
 
     def _attributes(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields what gives an encoder's configuration an attribute that only its parts have, with all of theirs."""
+        """Yields all attributes of a part of an encoder's configuration, if that lacks one that only the part has."""
         lacking = re.search(r"'\w+Config' object has no attribute '(\w+)'", str(stop.error))
         if lacking and stop.component:
             known = self.configurations.parts[stop.component].cls.config_class().to_dict()
@@ -246,7 +247,7 @@ class PipelineTrial:
                     yield from ((component, {name: size}) for size in others)
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
-        """Yields changes of one argument: a switch turned, a size of a head, a width as another component has it."""
+        """Yields changes of one argument to try: a switch turned, another head size, or another component's width."""
         current = self.configurations.all_values(component)
         sizes = {HEADS * HEAD_SIZE, HEAD_SIZE, *self._widths()}
         for name, value in current.items():
@@ -275,6 +276,7 @@ class PipelineTrial:
             return self._run()
 
     def _run(self) -> tuple[Observed, Stop | None]:
+        """Runs the pipeline once with tiny weights; returns what it did, and where it stopped or None."""
         observed = Observed()
         running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
         kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
@@ -334,7 +336,9 @@ class PipelineTrial:
 
 
 def _latents_at_last(step: Any) -> Any:
-    """Returns a scheduler's `step` that returns NaN beside the latents the second time: a finished loop has no more."""
+    """Returns a `step` that returns NaN in place of all but the latents at the second, last step: a pipeline that goes
+    on with more than the latents is then seen.
+    """
     numbers = itertools.count()
 
     @functools.wraps(step)  # upstream reads its signature
@@ -383,6 +387,7 @@ def _patch(configurations: Configurations) -> int:
 
 
 def _size(module: torch.nn.Module, path: str, attribute: str) -> int | None:
+    """Returns a module's attribute as a number, of a tensor or tuple the first size; None without the attribute."""
     try:
         value = getattr(module.get_submodule(path), attribute)
     except AttributeError:
@@ -411,7 +416,7 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
 
 @contextlib.contextmanager
 def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: list[Any]) -> Iterator[None]:
-    """Notes what a pipeline calls, and with what."""
+    """Records the calls of a pipeline's components, its scheduler and `encode_prompt`, while the context lasts."""
     handles: list[Any] = []
     networks = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]
     for component in networks:
@@ -493,6 +498,7 @@ class _Chain:
         ]
 
     def _noted(self, number: int, block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Notes which of a block's inputs are the outputs of the block before: what a scan over blocks would carry."""
         inputs = dict(inspect.signature(block.forward).bind_partial(*args, **kwargs).arguments)
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
@@ -523,6 +529,8 @@ def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
 
 
 def _counted(component: str, name: str, module: torch.nn.Module, observed: Observed, running: list[Any]) -> list[Any]:
+    """Registers hooks that keep the stack of running modules and count finished calls; returns their handles."""
+
     def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         running.append((component, name, module, args))
 

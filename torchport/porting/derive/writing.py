@@ -34,7 +34,7 @@ _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device",
 
 
 def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, Any]:
-    """Returns a card as YAML's data."""
+    """Returns the card of a pipeline as YAML's data; raises if its loop calls anything but one network and its VAE."""
     cls, parts = trial.cls, trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls)
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
@@ -139,7 +139,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
 
 
 def _encoding(trial: PipelineTrial, observed: Observed, network: str) -> dict[str, Any]:
-    """Returns what a card's `call` says of `encode_prompt`: its arguments, and what it returns."""
+    """Returns what a card says of `encode_prompt`: arguments and results; raises if the pipeline does not use it."""
     cls = trial.cls
     if not observed.encodings:
         fact = f"'{cls.__name__}' does not call 'encode_prompt'"
@@ -277,9 +277,8 @@ def _places(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
-    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets.
-
-    Those of a second implementation are left out: a card offers them, and a job chooses.
+    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets. Those of a
+    second implementation are left out: a card offers them, and a job chooses.
     """
     pack = find_pack()
     chosen: set[str] = set()

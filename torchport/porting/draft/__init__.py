@@ -112,6 +112,7 @@ def draft(wish: PatchDraftRequest) -> Draft:
 
 
 def _check(wish: PatchDraftRequest) -> None:
+    """Raises if the flags of the wished patch do not fit its kind, or if the file's name is no plain word."""
     check_name(wish.target, wish.place)
     flags = {"stub": ("--importer MODULE", wish.importers), "rewrite": ("--line N", wish.line)}
     for kind, (flag, value) in flags.items():
@@ -210,7 +211,7 @@ def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
 
 
 def _rewritten(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite` of the statement on a line of the target."""
+    """Returns the draft of a `rewrite` of the statement on a line of the target; raises if that cannot be rewritten."""
     target = find(wish.target, wish.place)
     what, line = ".".join(target.path), wish.line or 0
     last = target.node.end_lineno or target.node.lineno
@@ -232,7 +233,7 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
 
 
 def _lowered(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of an `op`. The parameters of an ATen overload come from torch's schema: torch is imported."""
+    """Returns the draft of an `op` for a function of torch, or raises; reads an ATen overload's schema from torch."""
     module, _, path = wish.target.partition(":")
     if module.partition(".")[0] != "torch":
         fact = f"{wish.target} is not torch's"
@@ -249,6 +250,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
 
 
 def _parameters_of_torch_function(wish: PatchDraftRequest) -> str:
+    """Returns the parameters of a Python function of torch as source text; `*args, **kwargs` if it has no source."""
     module, _, path = wish.target.partition(":")
     try:
         source = read_source(module)
@@ -259,6 +261,7 @@ def _parameters_of_torch_function(wish: PatchDraftRequest) -> str:
 
 
 def _parameters_of_overload(wish: PatchDraftRequest) -> str:
+    """Returns the parameters of an ATen overload as source text, from its schema; raises if there is none."""
     import torch
 
     module, _, path = wish.target.partition(":")
@@ -278,6 +281,7 @@ def _parameters_of_overload(wish: PatchDraftRequest) -> str:
 
 
 def _argument_text(argument: Any) -> str:
+    """Returns an argument of an ATen schema as source text, with its default, or None for one that is no literal."""
     if not argument.has_default_value():
         return str(argument.name)
     value = argument.default_value
@@ -287,7 +291,7 @@ def _argument_text(argument: Any) -> str:
 
 
 def _stubbed(wish: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `stub` for a package that is not installed."""
+    """Returns the draft of a `stub` for a package that is not installed; raises if it is, or if an importer is not."""
     package = re.split(r"[.:]", wish.target)[0]
     if is_there(package):
         fact = f"The package {package} is installed, and a stub is for one that is not"
@@ -334,6 +338,7 @@ def _arguments_text(target: Target) -> str:
 
 
 def _call_text(target: Target) -> str:
+    """Returns the source text of a test's call of the target, with `args` and `kwargs`."""
     if target.kind == "property":
         return f"args[0].{target.path[-1]}"
     call = f"module.{'.'.join(target.path)}(*args, **kwargs)"

@@ -32,6 +32,7 @@ class Home:
     place: str
 
     def text(self, file: str) -> str:
+        """Returns the text of a file of the pack, empty if it does not exist; raises if it cannot be read."""
         path = self.root / file
         try:
             return folder.text(path) if os.path.lexists(path) else ""

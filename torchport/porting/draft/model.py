@@ -71,7 +71,7 @@ class Part:
 
 
 def parts(wish: ModelDraftRequest) -> list[Part]:
-    """Returns the components; upstream must be on the search path. Nothing of it is imported."""
+    """Returns the components that the flags name, or raises. Upstream must be on the search path; it is only read."""
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
         fact = f"'{wish.name}' is no name for a folder of patches"
         raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
@@ -222,7 +222,7 @@ def _family_name(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
 
 
 def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
-    """Returns a line for each thing that a person has to fill in."""
+    """Returns a line for each thing that a person has to fill in after a draft of a card, whose YAML is `text`."""
     result = []
     for class_path in components:
         here = f"tiny.components.{class_path.name}"
@@ -266,6 +266,7 @@ def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | N
 
 
 def _tiny_lines(components: Sequence[Part]) -> list[str]:
+    """Returns the YAML lines of a card's `tiny.components`: small arguments for each component."""
     lines = []
     for place in components:
         lines.append(f"    # The arguments of {place.target.name} ({place.target.place}); others keep their defaults.")
@@ -361,6 +362,7 @@ def _args_of(init: Function) -> Iterator[Argument]:
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
+    """Returns what the source says about an argument: its default if it is a literal, and its annotation."""
     value = ast.literal_eval(default) if default is not None and is_literal(default) else None
     words = (
         {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()

@@ -58,6 +58,7 @@ class Target:
 
 
 def check_name(target: str, place: str) -> None:
+    """Raises if a target is not written as `package.module:path`, in ASCII letters."""
     if not _TARGET.fullmatch(target):
         if not target.isascii() and all(map(str.isidentifier, re.split("[.:]", target))):
             fact = f"'{target}' has letters beyond ASCII, and a target of a patch has none"
@@ -104,6 +105,7 @@ def find(target: str, place: str) -> Target:
 
 
 def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
+    """Returns whether a definition is a class, function, property or kind of method; `depth` 1 is a module's own."""
     if isinstance(node, ast.ClassDef):
         return "class"
     names = {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list}

@@ -160,15 +160,16 @@ class Codebase:
         self.files = self.lines = 0
 
     def read(self) -> Iterator[Module]:
-        """Yields each module while its syntax tree is there; those that its names lead to come next. The caller has to
-        drop its syntax (`Module.drop_syntax`) before the next one.
+        """Yields each module with its syntax tree; after it come the modules that its names refer to, read meanwhile.
+        The caller has to drop the tree (`Module.drop_syntax`) before it takes the next module.
         """
         for source in self.sources:
             self.module(self._names[source.path])
             if source is not self._files[self._names[source.path]]:
-                self._tree(source)  # another file with a name that is taken
+                self._tree(source)  # a second file with the same module name: it is only counted
             while self._unyielded:
                 yield self._unyielded.pop()
+        # From the order in which they were read to that of their files.
         self.modules = {name: self.modules[name] for name in self._files if name in self.modules}
 
     @functools.cached_property
@@ -447,6 +448,7 @@ def _bind_value(module: Module, name: str, value: ast.expr) -> None:
 
 
 def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
+    """Adds the names that an import statement binds to `bound`, each with the full name that it means."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             bound[taken(alias)] = alias.name if alias.asname else taken(alias)

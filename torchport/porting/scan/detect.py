@@ -389,7 +389,9 @@ def _are_all_pairs(context: FunctionContext, left: ast.expr, right: ast.expr) ->
 
 
 def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
-    """Returns `x` and `[:, None]` for `x[:, None]`, `x.unsqueeze(1)` and the like; no second text for a plain name."""
+    """Returns `x` and `:, None` for `x[:, None]`, or `x` and the whole call for `x.unsqueeze(1)`, a transposition and
+    einops; `x` and an empty text for a name, and two empty texts for other nodes.
+    """
     if isinstance(node, ast.Name) and depth < 3:
         made = context.tensors.made_from.get(node.id)
         if isinstance(made, (ast.Call, ast.Subscript)):

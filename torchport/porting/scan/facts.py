@@ -153,6 +153,7 @@ class Terms:
         return self._call(node) if isinstance(node, ast.Call) else None
 
     def _attribute(self, node: ast.Attribute) -> Term:
+        """Returns the term of a condition for an attribute: a known constant, `self.name`, or unknown."""
         if node.attr == "training":
             return ("training",)
         if node.attr == "TYPE_CHECKING":
@@ -171,6 +172,7 @@ class Terms:
         return compared
 
     def _call(self, node: ast.Call) -> Term:
+        """Returns the term of a condition for a call: a constant, or a known function; torch's are unknown."""
         name = self._full(node.func)
         if name in _FALSE_ALONE:
             return "const", False
@@ -191,7 +193,7 @@ def _assumed_by_name(last: str) -> tuple[str, Any] | None:
 
 
 def _certain(term: Term) -> Term:
-    """Returns a term without assumptions, so that code after `if not initialized: raise` still counts as reached."""
+    """Returns a term as if nothing was assumed, None for unknown: code after `if not initialized: raise` is reached."""
     if term is None or term[0] in ("const", "name", "self", "training"):
         return term
     if term[0] == "call":  # what a function answers is asked for under an assumption alone

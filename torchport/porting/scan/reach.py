@@ -98,7 +98,7 @@ class Reached:
         return values.open(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
-        """Returns what is known of a function's parameters."""
+        """Returns what is known of a function's parameters: a constant that all calls pass, or that it is not None."""
         known = self._known.get(unit)
         if known is None:
             names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}
@@ -109,15 +109,15 @@ class Reached:
         return known
 
     def _import(self, name: str) -> None:
-        """Notes that a module is imported, with the packages around it."""
+        """Notes that a module and the packages around it are imported: their own statements and class bodies run."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = self._codebase.modules.get(".".join(parts[:end]))
-            if module is not None and module.units[MODULE] not in self._arguments:
-                self._reach(module.units[MODULE], None, None)
+            if module is not None and module.units[MODULE] not in self._arguments:  # else it was imported before
+                self._reach(module.units[MODULE], caller=None, call=None)
                 for unit in module.units.values():
                     if unit.is_class:
-                        self._reach(unit, None, None)
+                        self._reach(unit, caller=None, call=None)
 
     def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
         """Notes that a function is called, and with which constants; without a `call`, nothing is known of them."""
@@ -314,6 +314,7 @@ class _Values:
         return self._operator_value(kind, parts)
 
     def _operator_value(self, kind: str, parts: list[Term]) -> Any:
+        """Returns the value of `not`, `and`, `or` or a comparison; unknown if the parts do not decide it."""
         if kind == "not":
             value = self.truth(parts[0])
             return _UNKNOWN if value is None else not value

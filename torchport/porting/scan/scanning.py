@@ -44,7 +44,7 @@ _DEEPEST = 50_000
 
 
 def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
-    """Returns what in a codebase will not port. `entries` are run of it, as `pkg.mod:Class` or `pkg.mod:function`."""
+    """Returns what in a codebase will not port, or raises; `entries` (`pkg.mod:name`) are where a run of it begins."""
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
     sources, unread = find_sources(path)
@@ -191,7 +191,7 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
 
 
 def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
-    """Returns the helpers over process groups in a module (see `_all_sites`); `direct` call torch.distributed."""
+    """Returns a module's functions that lead to a call of torch.distributed; those in `direct` have such a call."""
     candidates = [unit for unit in module.units.values() if _can_be_helper(codebase, unit)]
     known = {unit for unit in candidates if unit in direct}
     makers = {kind for kind in module.classes.values() if _constructor_leads_to(codebase, kind, direct)}
@@ -213,7 +213,7 @@ def _can_be_helper(codebase: Codebase, unit: CodeUnit) -> bool:
 
 
 def _constructor_leads_to(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
-    """Returns whether the constructor of a class calls one of some functions, itself or through methods."""
+    """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
     pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
     if any("autograd" in base for base in codebase.bases(kind)):
         return False
@@ -280,7 +280,7 @@ def _tensor_attributes(codebase: Codebase, unit: CodeUnit) -> frozenset[str]:
 
 
 def _package_of(path: Path) -> str:
-    """Returns the dotted name of a folder that lies inside a package, or is one; else nothing."""
+    """Returns the dotted name of the package that a folder is, or that a file lies in; empty outside of packages."""
     names: list[str] = []
     current = path.resolve()
     current = current.parent if current.is_file() else current
@@ -468,7 +468,7 @@ class _Coverage:
         return tuple(dict.fromkeys(self._closing(site.unit)))
 
     def _of_calls(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches of the functions that a line calls, as in `self.mesh("cuda")`, if each has one."""
+        """Returns the patches of the functions that a line calls, as in `self.mesh("cuda")`; none if one has none."""
         if site.kind != "cuda-device":
             return ()
         called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]

@@ -206,6 +206,7 @@ class _Walk:
         return []
 
     def statement(self, node: ast.stmt) -> None:
+        """Notes what a statement does, in the order in which Python runs its expressions and blocks."""
         if isinstance(node, (ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar)):
             outer = self.guards
             for block, conditions in self.head(node):
@@ -304,6 +305,7 @@ class _Walk:
             self.expression(chain)
 
     def _f_string(self, node: ast.JoinedStr) -> None:
+        """Notes a text that begins with `cuda`, and the expressions in braces."""
         first = node.values[0] if node.values else None
         if isinstance(first, ast.Constant) and str(first.value).startswith("cuda"):
             self._note(Act.TEXT, node)
@@ -350,6 +352,7 @@ class _Walk:
         self._note(Act.CALL, node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        """Notes what a comprehension does, in its order: the iterables, targets and conditions, then the values."""
         for part in node.generators:
             self.expression(part.iter)
             self._note(Act.ASSIGN, part.target, part.iter, loops_over=True)

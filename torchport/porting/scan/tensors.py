@@ -128,7 +128,7 @@ class Tensors:
             self._bind(event.node, event.value, event.loops_over)
 
     def _bind(self, target: ast.AST, value: ast.expr, loops_over: bool) -> None:
-        """Notes what the target of an assignment or loop is."""
+        """Notes the kind of value that the target of an assignment or loop gets."""
         if isinstance(target, ast.Name):
             if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
                 return  # `x = None` in one branch: in the other one it is what it was
@@ -141,7 +141,7 @@ class Tensors:
             self._unpack(target.elts, value, loops_over)
 
     def _unpack(self, targets: list[ast.expr], value: ast.expr, loops_over: bool) -> None:
-        """Notes what each target of `a, b = ...` or `for a, b in ...` is."""
+        """Notes the kind of value that each target of `a, b = ...` or `for a, b in ...` gets."""
         called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
         parts = self._parts_returned(value) if not loops_over else []
         values: list[ast.expr] = [value] * len(targets)
@@ -168,7 +168,7 @@ class Tensors:
         return isinstance(node, ast.Name) and node.id in self._containers
 
     def kind(self, node: ast.expr) -> Kind:
-        """Returns what an expression is; a list of tensors counts as what is in it."""
+        """Returns the kind of an expression's value, such as a tensor; a list of tensors counts as what is in it."""
         if isinstance(node, ast.Name):
             kind = self.kinds.get(node.id, Kind.UNKNOWN)
             return Kind.TENSOR if kind is Kind.UNKNOWN and node.id in self._used_as_tensors else kind
@@ -187,7 +187,7 @@ class Tensors:
         return self._compound(node)
 
     def _compound(self, node: ast.expr) -> Kind:
-        """Returns what an operator, tuple, list, choice or comprehension is, from the kinds of its parts."""
+        """Returns the kind of an operator's, tuple's, list's, choice's or comprehension's value, by its parts."""
         if isinstance(node, ast.BinOp):
             kind = _joint_kind([self.kind(node.left), self.kind(node.right)])
             bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
@@ -211,6 +211,7 @@ class Tensors:
         return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
 
     def _comparison(self, node: ast.Compare) -> Kind:
+        """Returns the kind of a comparison's result: a mask if one side is a tensor; plain for `is`, `in` and texts."""
         if any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
             return Kind.PLAIN
         sides = [node.left, *node.comparators]
@@ -222,6 +223,7 @@ class Tensors:
         return _joint_kind(kinds)
 
     def _call(self, node: ast.Call) -> Kind:
+        """Returns the kind of value that a call returns, by its full name, its annotation or its first argument."""
         name = self._full(node.func)
         if name.startswith("torch."):
             return _kind_of_torch_call(name, node, self)
@@ -259,6 +261,7 @@ class Tensors:
 
 
 def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
+    """Returns whether a function of torch returns a tensor, a mask (bool tensor), or a plain Python value."""
     last = name.rpartition(".")[2]
     if name.startswith(_PLAIN_MODULES) or last in _PLAIN_FUNCTIONS:
         return Kind.PLAIN
@@ -301,6 +304,7 @@ def _names_tensor(annotation: ast.expr) -> bool:
 
 
 def _is_collection(annotation: ast.expr) -> bool:
+    """Returns whether an annotation is a collection such as `list[Tensor]`, or may be one."""
     if isinstance(annotation, ast.Subscript):
         outer = chain_of(annotation.value)[-1:]
         if outer in (("Optional",), ("Union",)):

@@ -83,8 +83,8 @@ def called(request: Request) -> Calls:
 
 
 def traced(request: Request, calls: Calls | None) -> TraceReport:
-    """Returns what a trace found; it is run in a process of its own. `calls` are the networks' calls for a trace
-    without the card's patches; None for a trace with them.
+    """Traces the networks of a job's stages, in a process of its own, and returns what stopped them. With `calls`, the
+    recorded calls of the networks, the card's patches are not applied; with None they are.
     """
     task = accept(request, dry=True)
     devices.prepare(task.machine)
@@ -102,8 +102,8 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
             with Raised() as raised:
                 report.programs += _trace_one(task, stage, notes, calls, report.operators)
         except TorchportError as error:
-            if not notes.stoppers:  # else an assumption may have led to it
-                raise
+            if not notes.stoppers:
+                raise  # after a stopper, the values assumed there may be what is refused: it is one more stopper
             stopper = Stopper(error.id, stage.name, error.place, error.fact, error.remedy, [], 0, "", ends)
             notes.stoppers.setdefault((error.id, error.place), stopper)
         else:
@@ -134,7 +134,7 @@ def _trace_one(task: Task, stage: Stage, notes: Notes, calls: Calls | None, oper
             module = network.module_of(loud, parts)
             compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
             for call in found:
-                compiled.lowered(compiled.shapes(call.inputs), call.static)
+                compiled.lowered(compiled.shapes(call.inputs), call.static)  # what stops it goes into `notes`
             operators[stage.name] = compiled.operators.text()
         if calls is not None:
             return []

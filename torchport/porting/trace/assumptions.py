@@ -54,6 +54,7 @@ class GoingOn(TorchFunctionMode):
         self.by: Any = WeakIdKeyDictionary()  # the function that made a truth value
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function under the trace; if it raises, notes that and returns an assumed result."""
         kwargs = kwargs or {}
         if self.counts:
             self._note_constants(function, args, kwargs)
@@ -113,7 +114,7 @@ class GoingOn(TorchFunctionMode):
         return value
 
     def _result_by_value(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns a result for a function whose output's shape depends on values: of a mask, all is selected."""
+        """Returns an assumed result of a function whose output's shape depends on values: a mask selects everything."""
         name = getattr(function, "__name__", "")
         if name == "tolist":
             self.notes.record(error, "all values are 1")
@@ -201,6 +202,7 @@ class Anything(types.ModuleType):
         return child
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Notes a call of something in an absent package; returns its first tensor, or else a stand-in for a result."""
         if len(args) == 1 and isinstance(args[0], type | types.FunctionType) and not kwargs:
             return args[0]  # it decorates
         error = ModuleNotFoundError(f"{self.__name__} is called", name=self.__name__.partition(".")[0])
