@@ -115,7 +115,7 @@ def rotary_tables(original, self, hidden_states):
         self: The module, with the tables as its buffers `cos` and `sin`, and the latents' sizes as `grid`.
         hidden_states: The latents [B, C, T, H, W]; only their shape counts.
     """
-    if hidden_states.device.type == "cpu":
+    if hidden_states.device.type == "cpu" or not hasattr(self, "grid"):  # a pipeline by name prepares nothing
         return original(self, hidden_states)
     grid = tuple(hidden_states.shape[2:])
     if grid != self.grid:

@@ -8,6 +8,7 @@ import copy
 import pickle
 import queue
 import threading
+import warnings
 
 import numpy
 import pytest
@@ -669,6 +670,22 @@ def test_an_iterator_that_a_call_would_advance_is_refused(made, x, session):
     ported = torchport.port(Module(lambda m, x: iter([x])).eval(), strategy=RULES)
     with pytest.raises(BadValueError, match="What it returns is a list_iterator, of which"):
         ported(x)
+
+
+def test_attributes_of_odd_kinds_are_computed_with_or_refused(x, session):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype, PyTorch says in the first call of a process
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    sums = Module(lambda m, x: x + m.table.to_padded_tensor(0.0).sum(), table=nested)
+    assert torch.equal(torchport.port(sums.eval(), strategy=RULES)(x), x + 5)
+    deep = ()
+    for _ in range(500):
+        deep = (deep,)
+    with pytest.raises(BadValueError, match="tuples in tuples, deeper than Python can follow"):
+        torchport.port(Module(lambda m, x: x, deep=deep).eval(), strategy=RULES)(x)
+    sparse = Module(lambda m, x: torch.sparse.mm(m.table, x), table=torch.eye(len(x)).to_sparse())
+    with pytest.raises(ForeignError, match=r"has the layout torch.sparse_coo; keep it as to_dense\(\)"):
+        torchport.port(sparse.eval(), strategy=RULES)(x)
 
 
 def test_a_hook_that_a_call_registers_stays(x, session):

@@ -61,8 +61,9 @@ def test_what_decode_is_called_with_is_noted_by_its_names(of):
     assert inputs["z"].dtype == torch.float16 and torch.equal(inputs["z"], Z.half())  # the VAE's dtype
 
 
-def test_the_output_may_be_an_object(of):
-    inputs = of(lambda vae, post: post(video=vae.decode(Z).sample, output_type="pt"))
+@pytest.mark.parametrize("name", ["video", "image"])
+def test_the_output_may_be_an_object(of, name):
+    inputs = of(lambda vae, post: post(**{name: vae.decode(Z).sample}, output_type="pt"))
     assert inputs["temb"] is None
 
 

@@ -1,5 +1,6 @@
 """What stands in a pipeline where its network stood."""
 
+import inspect
 import types
 
 import pytest
@@ -25,6 +26,14 @@ def stand_in(shape=None, **attributes):
     network = Network()
     vars(network).update(attributes)
     return ComponentStandIn(network, torch.float32, loop, None)
+
+
+def test_upstream_sees_which_inputs_the_network_takes():
+    network = stand_in()
+    assert list(inspect.signature(network.forward).parameters) == ["hidden_states", "encoder_hidden_states"]
+    assert torch.equal(network.forward(torch.ones(2, 4, 3))[0], torch.zeros(2, 4, 3))
+    with pytest.raises(AssertionError):  # one that is asked for its configuration alone
+        ComponentStandIn(Network(), torch.float32, None, None)(torch.ones(2, 4, 3))
 
 
 @pytest.mark.parametrize(

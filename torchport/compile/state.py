@@ -162,8 +162,12 @@ class State:
         self._submodules = frozenset(map(id, submodules))
         survey = _Survey(self, Snapshot(things=submodules), None)
         names = [() if name in unnamed else (name,) for name in arguments]
-        root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
-        return survey.finish(tuple(zip(arguments, root, strict=True)))
+        try:
+            root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
+            return survey.finish(tuple(zip(arguments, root, strict=True)))
+        except RecursionError as error:
+            fact = "What a call reaches has tuples in tuples, deeper than Python can follow"
+            raise BadValueError(self.place, fact, "Keep a flat list, or an object for each level") from error
 
     def refuse(self, name: str) -> None:
         """Raises a BadValueError for a new value of a weight, a buffer or a submodule: the devices have the old one."""
@@ -533,7 +537,7 @@ def is_read_only(tensor: torch.Tensor) -> bool:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """Returns whether a host tensor is known by its values: plain, on the CPU, and of `SMALL` bytes at most."""
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
         return False
     is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     return is_plain and tensor.nbytes <= SMALL

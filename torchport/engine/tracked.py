@@ -112,6 +112,8 @@ def _array(host: torch.Tensor) -> Any:
     import jax.numpy as jnp
     from torchax.ops import mappings
 
+    if host.layout != torch.strided:
+        raise TypeError(f"a tensor of the host has the layout {host.layout}; keep it as to_dense()")
     with _plain(), jax.enable_x64(True):  # also after the trace: upstream may print the tensor
         dtype = mappings.t2j_dtype(host.dtype)
         host = host.detach().resolve_conj().resolve_neg()

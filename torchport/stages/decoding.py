@@ -135,7 +135,10 @@ class Decoding(Encoded):
     def take_over(self, pipe: Any) -> None:
         """Replaces a pipeline's post-processing, which then returns a placeholder for the frames."""
 
-        def postprocess(video: Any, output_type: str = "np", do_denormalize: Any = None, **kwargs: Any) -> _Pending:
+        def postprocess(
+            video: Any = None, output_type: str = "np", do_denormalize: Any = None, image: Any = None, **kwargs: Any
+        ) -> _Pending:
+            video = image if video is None else video
             """Returns the placeholder for the frames, if upstream passes the video and its usual arguments."""
             is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])

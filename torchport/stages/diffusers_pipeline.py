@@ -58,7 +58,9 @@ def batch(guidance_scale: float) -> int:
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline, networks = _Stages(card.pipeline, card.call, place), card.call.networks
-    encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders))
+    # The blocks of a modular pipeline that encode may ask its networks for their configurations.
+    asked = networks if is_modular(card.pipeline) else ()
+    encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders), meta=asked)
     encoding, on_host = [encode], "vae" in card.call.host
     if card.call.image is not None and on_host:
         parts, uses = (*encode.parts, "scheduler", "vae"), (*ENCODE_USES, *IMAGE_USES)
@@ -108,6 +110,11 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     )
 
 
+def is_modular(class_path: str) -> bool:
+    """Returns whether a pipeline is a modular one, by its name: upstream is not imported yet."""
+    return class_path.endswith("ModularPipeline")
+
+
 class _Stages(UpstreamPipeline):
     """The functions of the stages."""
 
@@ -122,6 +129,7 @@ class _Stages(UpstreamPipeline):
         And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
+        encoders |= self._asked(parts, settings) if is_modular(self.class_path) else {}
         values = list(self.encoded(encoders, settings))
         if len(values) != len(self.card.embeddings):
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
@@ -137,6 +145,10 @@ class _Stages(UpstreamPipeline):
         if self._image_stage == "encode":
             outputs |= self._moments(parts, settings, outputs, is_read=True)
         return outputs
+
+    def _asked(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, ComponentStandIn]:
+        """Returns the networks that are here without weights, for code that asks for configuration and dtype."""
+        return {name: ComponentStandIn(parts[name], settings.dtypes[name], None, None) for name in self.card.networks}
 
     @property
     def _image_stage(self) -> StageName | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -18,7 +19,7 @@ class ComponentStandIn(torch.nn.Module):
 
     Args:
         component: Without storage.
-        loop: Says which steps are done.
+        loop: Says which steps are done; None for a component that is asked and not called.
         call: The network; None if it is never needed, or another stage's.
         conditions: Makes one batch of two calls; None: each is computed by itself. So does a call that takes no batch.
     """
@@ -29,7 +30,7 @@ class ComponentStandIn(torch.nn.Module):
         self,
         component: torch.nn.Module,
         dtype: torch.dtype,
-        loop: Loop,
+        loop: Loop | None,
         call: Call | None,
         conditions: Conditions | None = None,
     ) -> None:
@@ -40,6 +41,10 @@ class ComponentStandIn(torch.nn.Module):
         self.call = call
         self.conditions = conditions if call is not None and call.batches else None
         self.constants = PlacedInputs(call)
+        # Upstream may ask which inputs the network takes, and leave out the others.
+        forward: Any = functools.partial(self._forward)
+        forward.__signature__ = inspect.signature(component.forward)
+        vars(self)["forward"] = forward
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -53,22 +58,24 @@ class ComponentStandIn(torch.nn.Module):
         except AttributeError:
             return getattr(vars(self)["component"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
+    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
         """Returns a tuple of the network's output, or of its list of outputs; zeros for a step that is done already.
         Zeros have the shape of the latents if that is known, or else of the input, with the network's output channels.
         """
+        loop = self.loop
+        assert loop is not None
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
         inputs = {name: static(value) for name, value in inputs.items()}
-        if not self.loop.is_done and self.call is not None:
-            self.loop.begin()
-            output = self._computed(self.call, inputs)
+        if not loop.is_done and self.call is not None:
+            loop.begin()
+            output = self._computed(self.call, inputs, loop.number)
             return (list(output) if _takes_list(inputs) else output,)
-        if not self.loop.is_done:
-            self.loop.begin_other()
+        if not loop.is_done:
+            loop.begin_other()
         if _takes_list(inputs):
             return ([torch.zeros_like(each) for each in next(iter(inputs.values()))],)
         first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        shape = self.loop.shape if self.loop.shape and len(self.loop.shape) == first.ndim else first.shape
+        shape = loop.shape if loop.shape and len(loop.shape) == first.ndim else first.shape
         return (torch.zeros(first.shape[0], *self._without_batch(shape), dtype=first.dtype),)
 
     def _without_batch(self, shape: torch.Size) -> list[int]:
@@ -80,9 +87,9 @@ class ComponentStandIn(torch.nn.Module):
             return list(shape[1:])
         return [returned, *shape[2:]] if shape[1] == taken else [1] * (len(shape) - 1)
 
-    def _computed(self, call: Call, inputs: dict[str, Any]) -> torch.Tensor:
+    def _computed(self, call: Call, inputs: dict[str, Any], number: int) -> torch.Tensor:
         """Returns the network's output, which may have been computed with the call before."""
-        batch = inputs if self.conditions is None else self.conditions.inputs(inputs, self.loop.number)
+        batch = inputs if self.conditions is None else self.conditions.inputs(inputs, number)
         if self.conditions is not None and batch is None:
             return self.conditions.second
         assert batch is not None
