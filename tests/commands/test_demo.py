@@ -6,6 +6,8 @@ import click
 import pytest
 
 from torchport.__main__ import cli
+from torchport.config import pack
+from torchport.errors import BadValueError
 from torchport.run import path
 from torchport.run.path import Summary
 
@@ -27,6 +29,15 @@ def test_the_demo_is_a_run_of_its_first_line_and_names_its_folder_and_more_comma
     context = cli.resolve_command(click.Context(cli), [name, *words])[1].make_context(name, words)
     assert program == "torchport" and context.params["prompt"] == request.prompt
     assert (context.params["model"], context.params["config"]) == (request.model, request.config)
+
+
+def test_a_card_that_cannot_be_read_is_said(asked, torchport, capsys, monkeypatch):
+    monkeypatch.setattr(
+        pack.Pack, "cards", lambda self: iter([("hunyuan", BadValueError("card.yaml:1", "No", "Mend it"))])
+    )
+    assert torchport("demo", capsys=capsys)[2] == ["error[TP107] card.yaml:1: No. Mend it."]
+    monkeypatch.setattr(pack.Pack, "cards", lambda self: iter(()))
+    assert "No card has configs/demo.yaml" in torchport("demo", capsys=capsys)[2][0]
 
 
 def test_the_commands_to_try_next_are_taken_as_they_are_printed(asked, torchport, capsys):

@@ -263,6 +263,28 @@ def test_a_card_with_its_family_and_its_demo_is_clean(cards):
     ]
 
 
+def test_a_mistake_in_a_card_is_none_of_the_card_that_extends_it(cards):
+    more = cards.card.with_name("more.yaml")
+    more.write_text("model: more\nextends: some\ntitle: More\n")
+    assert cards.told() == []
+    for old, new in (
+        ("family: up/stages\n", ""),
+        ("  vae: {class", "  vea: {class"),
+        ("      transformer:", "      transformr:"),
+        ("denoise: [up/p]", "denoise: [up/q]"),
+    ):
+        text = cards.card.read_text()
+        assert old in text
+        cards.card.write_text(text.replace(old, new, 1))
+        told = cards.told()
+        assert len(told) == 1 and told[0].startswith("configs/models/some.yaml:"), told
+        cards.card.write_text(text)
+    for extends, told in (("3", "'extends' is 3 (a number). It must be text"), ("sme", "There is no model card 'sme'")):
+        more.write_text(f"model: more\nextends: {extends}\n")
+        [line] = cards.told()
+        assert told in line and line.startswith("configs/models/more.yaml:2")
+
+
 def test_operators_that_a_card_accepts_are_said_with_the_reason(cards):
     cards.replace("decode: [up/p]", "decode: [up/p]\noperators: {aten.flip.default: It flips no 0-dim tensor}")
     report = static_check.check_cards(Pack(cards.root))

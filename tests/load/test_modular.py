@@ -23,6 +23,11 @@ def test_a_modular_pipeline_says_what_it_takes_and_any_other_class_is_as_it_was(
         cls(text_encoder=None, tokenizer=None, transformer=None, scheduler=None, vae=None)(promt="a cat")
 
 
+def test_a_guider_that_upstream_has_switched_off_takes_no_scale():
+    call = inspect.signature(modular.as_pipeline(diffusers.ZImageModularPipeline).__call__).parameters
+    assert "guidance_scale" not in call and "prompt_embeds" in call
+
+
 def test_plain_values_of_the_constructor_are_in_the_configuration_and_their_defaults_are_upstreams():
     cls = modular.as_pipeline(diffusers.Flux2KleinModularPipeline)
     names = [each.name for each in cls.row.components]
@@ -59,5 +64,8 @@ def test_a_modular_checkpoint_says_the_classes_beside_where_the_components_come_
             "is_distilled": True,
         },
     )
+    index["vae"][2]["type_hint"] = 5  # no class
+    file.write_text(json.dumps(index))
+    assert checkpoint.pipeline_index(tmp_path)[1]["vae"] == [None, None]
     (tmp_path / "model_index.json").write_text("{}")
     assert checkpoint.pipeline_index(tmp_path) == (tmp_path / "model_index.json", {})

@@ -219,6 +219,13 @@ def test_a_pipeline_by_name_is_upstreams(name):
         assert found[f"levels {strategy}"] <= 1
 
 
+def test_a_pipeline_has_its_package_before_its_name(tmp_path, torchport, capsys):
+    words = ("new", "model", "mine", "--pipeline", "WanPipeline", "--out", str(tmp_path))
+    assert torchport(*words, capsys=capsys)[2] == [
+        "error[TP107] --pipeline WanPipeline: A pipeline has 'diffusers:' before its name. Write diffusers:WanPipeline."
+    ]
+
+
 def test_the_command_writes_a_card_to_edit(tmp_path):
     words = ["new", "model", "mine", "--pipeline", "diffusers:WanPipeline", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=True)

@@ -124,8 +124,9 @@ def test_the_pictures_of_a_series_are_on_one_sheet_in_the_order_of_its_lines(tmp
             Image.new("RGB", (16, 8), colour).save(folder / "image.png")
         task = types.SimpleNamespace(card=types.SimpleNamespace(makes_pictures=True), result=folder / "image.png")
         videos.append(types.SimpleNamespace(task=task, error=None))
-    series.write_sheet(tmp_path, videos[:1])
-    assert not (tmp_path / "contact_sheet.png").exists()  # of one picture
+    assert series.write_sheet(tmp_path, videos) == tmp_path / "contact_sheet.png"
+    assert series.write_sheet(tmp_path, videos[:1]) is None  # and none of an earlier series is left
+    assert not (tmp_path / "contact_sheet.png").exists()
     series.write_sheet(tmp_path, videos)
     with Image.open(tmp_path / "contact_sheet.png") as sheet:
         places = [(8, 4), (28, 4), (8, 16)]  # two columns of 16 x 8 pixels, with gaps of 4

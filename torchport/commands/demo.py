@@ -9,7 +9,7 @@ import click
 
 from torchport.commands import options, terminal
 from torchport.commands.run import lines
-from torchport.errors import TorchportError
+from torchport.errors import TorchportError, UnknownNameError
 
 CONFIG = "configs/demo.yaml"
 
@@ -27,8 +27,11 @@ def command(prompt: str, out: Path | None) -> None:
     from torchport.run.path import run
     from torchport.task import Request
 
-    cards = [read[0] for _, read in find_pack().cards() if not isinstance(read, TorchportError)]
-    card = next(card for card in cards if card.demo == CONFIG)
+    cards = [read for _, read in find_pack().cards()]
+    card = next((read[0] for read in cards if isinstance(read, tuple) and read[0].demo == CONFIG), None)
+    if card is None:
+        unreadable = [read for read in cards if isinstance(read, TorchportError)]
+        raise unreadable[0] if unreadable else UnknownNameError("torchport demo", f"No card has {CONFIG}", "Add one")
     words = f"--model {card.model} --config {CONFIG} --prompt {shlex.quote(prompt)}"
     terminal.say(
         [

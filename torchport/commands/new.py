@@ -10,6 +10,7 @@ import click
 
 from torchport.commands import options, terminal
 from torchport.config.checkout import existing, on_path
+from torchport.config.pack import DERIVED
 from torchport.errors import BadValueError
 
 out = click.option("--out", required=True, type=options.FILE, metavar="DIR", help="The folder of your pack.")
@@ -80,6 +81,9 @@ def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **give
     if pipeline is not None:
         from torchport.porting import derive
 
+        if not pipeline.startswith(DERIVED):
+            fact = f"A pipeline has '{DERIVED}' before its name"
+            raise BadValueError(f"--pipeline {pipeline}", fact, f"Write {DERIVED}{pipeline}")
         pieces = derive.pieces(pipeline, given["name"])
         lines = home.home(out, []).write(pieces)
         job = f"configs/{given['name']}_demo.yaml"

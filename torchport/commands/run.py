@@ -150,19 +150,17 @@ def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster
     """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed."""
     from torchport.processes import hosts
     from torchport.run import series
-    from torchport.save import CONTACT_SHEET
 
     out = _folder_of_series(file, request)
     videos = series.accepted(request, series.read_prompts(file))
     try:
-        series.make(videos, out, flags.together or series.TOGETHER, cluster)
+        sheet = series.make(videos, out, flags.together or series.TOGETHER, cluster)
     finally:
         if hosts.first():
             made = [str(video.task.result) for video in videos if video.state in ("done", "reused")]
             terminal.say(made if flags.quiet else ["", *series.lines(videos)])
-            sheet = out / CONTACT_SHEET
-            if not flags.quiet and sheet.is_file():
-                terminal.say([f"{sheet}: the pictures, side by side"])
+    if sheet is not None and hosts.first() and not flags.quiet:
+        terminal.say([f"{sheet}: the pictures, side by side"])
     return int(any(video.state == "failed" for video in videos))
 
 

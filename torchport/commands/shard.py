@@ -51,14 +51,16 @@ class RuleRow:
 
 def request_of(model: str, config: str | None, strategy: str | None, paths: tuple[str, ...], **fields: Any) -> Request:
     """Returns the request whose rules are shown; without a config, for the published network on the strategy's mesh."""
-    from torchport.config.pack import find_pack
+    from torchport.config.pack import DERIVED, find_pack
     from torchport.task import Request
 
     overrides = tuple(fields.pop("overrides", ()))
     if config is None:
         pack = find_pack(paths)
         card, _ = pack.card(model)
-        config, overrides = pack.demo(card), (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
+        config = pack.demo(card)
+        if not model.startswith(DERIVED):  # its published numbers are nowhere without a checkpoint
+            overrides = (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     overrides = options.with_fields(overrides, strategy=strategy)
     return Request(model, config, paths=paths, overrides=overrides, **fields)
 

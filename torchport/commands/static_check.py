@@ -206,17 +206,21 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     report = Report()
     cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
     sound = []  # only cards without mistakes judge jobs: an error could follow from the mistake
+    mistaken: set[str] = set()
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
-        mistakes = list(_mistakes(pack, card, document))
-        sound += [] if mistakes else [card]
+        # What is wrong in a card is a mistake of that one alone, and not of those that extend it.
+        follows = card.extends in mistaken
+        mistakes = [] if follows else list(_mistakes(pack, card, document))
+        mistaken |= {card.model} if mistakes else set()
+        sound += [] if mistakes or follows else [card]
         for error in mistakes:
             report.add(error, "card")
         for key, why in card.operators.items():
             place = document.place(["operators", key])
             note = f"accepts {key}, which may differ from PyTorch's"
             report.notes.append(f"{place}: {note}: {why}")
-        _check_demo(pack, card, document, has_mistakes=bool(mistakes), report=report)
+        _check_demo(pack, card, document, has_mistakes=bool(mistakes) or follows, report=report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
@@ -229,15 +233,26 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
 
 
 def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns the named cards that can be read; the others are added to `report`."""
+    """Returns the named cards that can be read, those that extend another last; the others are added to `report`.
+
+    A card that extends one which cannot be read is left out: what is wrong is said of that one.
+    """
     cards = []
-    for name in sorted(models):
+    unread: set[str | None] = set()
+    extended = {name: pack.extended(name) if name in pack.models() else None for name in models}
+    for name in sorted(models, key=lambda name: (extended[name] is not None, name)):
+        if extended[name] in unread:
+            continue
         try:
             card, document = pack.card(name)
-        except UnknownNameError:
-            raise
+        except UnknownNameError as error:
+            if extended[name] is None:
+                raise
+            report.add(error, "schema")  # it extends none that is there
+            continue
         except TorchportError as error:
             report.add(error, "schema")
+            unread.add(name)
             continue
         report.cases.append(Case(document.place(), "", "schema"))
         cards.append((card, document))

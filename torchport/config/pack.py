@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchport.config.document import Document, overridden, read_document, validated
+from torchport.config.document import Document, Frozen, overridden, read_document, validated
 from torchport.errors import (
     BadValueError,
     DataFolderError,
@@ -32,6 +32,12 @@ DERIVED = "diffusers:"
 """How the name of a model begins whose card is derived. Those cards are a pack that no listing shows."""
 GROUP = "torchport.packs"
 """The entry points by which an installed package says that it holds a pack."""
+
+
+class _Extending(Frozen):
+    """What is read of a card before the one that it extends."""
+
+    extends: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +128,25 @@ class Pack:
             home._check_overridden(f"configs/models/{name}.yaml", document)
         return card.in_folder(home.root / "configs" / "models"), document
 
+    def extended(self, name: str) -> str | None:
+        """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
+        try:
+            document = self.home(name).read(self.home(name).root / "configs" / "models" / f"{name}.yaml")
+        except TorchportError:
+            return None
+        other = document.data.get("extends") if isinstance(document.data, dict) else None
+        return other if isinstance(other, str) else None
+
     def _card_document(self, name: str) -> Document:
         """Returns the document of a card of this pack, on top of the one that it extends; only one may be extended."""
         document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
         other = document.data.get("extends") if isinstance(document.data, dict) else None
-        if not isinstance(other, str):
-            return document
         place = document.place(["extends"])
+        if other is None:
+            return document
+        validated(
+            _Extending, dataclasses.replace(document, data={"extends": other})
+        )  # nothing else is known without it
         base = self.read(self.home(other, place).root / "configs" / "models" / f"{other}.yaml")
         if isinstance(base.data, dict) and "extends" in base.data:
             raise BadValueError(place, f"'{other}' extends another card", "Extend one that extends none")

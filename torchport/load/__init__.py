@@ -7,7 +7,7 @@ import torch
 
 from torchport.config.card import Card, Component
 from torchport.errors import BadValueError, CheckpointForeignError
-from torchport.load import checkpoint, pretrained
+from torchport.load import checkpoint, modular, pretrained
 from torchport.load.foreign import check_values
 from torchport.load.layout import Layout as Layout
 from torchport.load.layout import layout_of as layout_of
@@ -88,6 +88,7 @@ def check_init(card: Card, folder: Path) -> None:
     init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
     file, index = checkpoint.pipeline_index(folder)
     values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
+    values &= set(init) if modular.is_modular(class_of(str(card.pipeline))) else values  # it reads no others
     left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
     for name in sorted((values | set(card.call.init)) - left_out):
         if (index.get(name) or None) != (init.get(name) or None):

@@ -228,7 +228,8 @@ def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:
     index = read_json(of_modular)
     for name, value in index.items():
         if isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict):
-            index[name] = [str(word) for word in value[2].get("type_hint") or value[:2]]
+            hint = value[2].get("type_hint")
+            index[name] = hint if isinstance(hint, list) and len(hint) == 2 else value[:2]
     return of_modular, index
 
 

@@ -101,7 +101,9 @@ class PromptBlocks:
             *(_parameter(each.name, annotation=each.type_hint) for each in loaded),
             *(_parameter(each.name, each.default, type(None)) for each in self.blocks.expected_configs),
         ]
-        scales = [(each.config or {}).get(_SCALE, 5.0) for each in specs if each.name == _GUIDER]
+        # A guider that upstream has switched off computes none, whatever the scale.
+        guiders = [each.config or {} for each in specs if each.name == _GUIDER]
+        scales = [config.get(_SCALE, 5.0) for config in guiders if config.get("enabled", True)]
         names = dict.fromkeys(name for name in (*inputs, *self.embeddings) if name and name != _SCALE)
         #: The call's.
         self.arguments = [_parameter(name, inputs.get(name)) for name in names]

@@ -69,7 +69,7 @@ def _name(text: str) -> str:
         raise ValueError("A folder's name neither begins with a space nor ends with a space or a dot: remove it")
     if text.startswith("-"):
         raise ValueError("Commands take a name with '-' in front for a flag: begin with a letter or a digit")
-    if text == CONTACT_SHEET:
+    if text.lower() == CONTACT_SHEET:
         raise ValueError("The sheet of all pictures has this name: take another")
     if text.partition(".")[0].rstrip().upper() in DEVICES:
         raise ValueError(f"Windows has no folder of this name: write for example 'video-{text}'")
@@ -261,7 +261,9 @@ def shape(task: Task) -> tuple[int, int, int, bool]:
     return settings.frames, settings.height, settings.width, settings.image is not None
 
 
-def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: hosts.Cluster | None = None) -> None:
+def make(
+    videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: hosts.Cluster | None = None
+) -> Path | None:
     """Makes the videos of a series. Each ends with another state than "waiting", unless the series is stopped.
 
     Args:
@@ -281,18 +283,27 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
             _Series(videos, together, stopping).make()
-            hosts.from_first(lambda: write_sheet(out, videos))
+            return hosts.from_first(lambda: write_sheet(out, videos))
         except StoppedError as error:
             remedy = "Go on with the same command: what is finished stays"
             raise StoppedError(error.place, error.fact, remedy, on_every_process=True) from error
 
 
-def write_sheet(out: Path, videos: Sequence[Video]) -> None:
-    """Writes the first `ON_SHEET` finished pictures of a series side by side, in the order of the lines."""
-    tasks = [video.task for video in videos if video.task.card.makes_pictures and video.error is None]
+def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
+    """Writes a series' first `ON_SHEET` finished pictures side by side, in the order of its lines; returns the file.
+
+    A sheet of fewer than two pictures is none: what an earlier series wrote there is removed.
+    """
+    if not videos[0].task.card.makes_pictures:
+        return None
+    tasks = [video.task for video in videos if video.error is None]
     images = [picture.read(task.result) for task in tasks if task.result.is_file()][:ON_SHEET]
-    if len(images) > 1:
-        write_grid(out / CONTACT_SHEET, images, columns=math.ceil(math.sqrt(len(images))))
+    if len(images) < 2:
+        if (out / CONTACT_SHEET).is_file():
+            (out / CONTACT_SHEET).unlink()
+        return None
+    write_grid(out / CONTACT_SHEET, images, columns=math.ceil(math.sqrt(len(images))))
+    return out / CONTACT_SHEET
 
 
 class _Taken:

@@ -270,6 +270,9 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     job, job_document = pack.job(request.config, request.overrides)
     _check_request(request, dry)
     check_job(job, card, job_document, pack.cards())
+    if request.negative_prompt and card.call is not None and not card.call.is_negated:
+        fact = f"'{card.model}' takes none"
+        raise BadValueError(f"--negative-prompt {request.negative_prompt}", fact, "Leave the flag out")
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)

@@ -107,7 +107,7 @@ def job_of(card: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
         "frames": observed.frames,
         "fps": 8,
         "steps": 4,
-        "guidance_scale": 3.0,
+        "guidance_scale": 3.0 if "guidance_scale" in card["call"]["settings"].values() else 1.0,
         "machine": "cpu:8",
         "mesh": {"dp": 2, "sp": 4} if is_batch else {"sp": 8},
         "strategy": "ulysses",
