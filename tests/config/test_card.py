@@ -725,7 +725,7 @@ def test_a_scale_and_a_negative_prompt_that_a_pipeline_does_not_take_are_refused
     alone = {"embeddings": {"prompt_embeds": [1, 8, 16]}, "negative_apart": False, "settings": {"frames": "frames"}}
     card = card.model_copy(update={"call": card.call.model_copy(update=alone)})
     job, document = pack.job("configs/cogvideox_demo.yaml")
-    assert "'guidance_scale' is 6.0, and 'cogvideox' takes none" in refused(
+    assert "'guidance_scale' is 2.0, and 'cogvideox' takes none" in refused(
         BadValueError, lambda: cards.check_job(job, card, document)
     )
     cards.check_job(job.model_copy(update={"guidance_scale": 1.0}), card, document)
