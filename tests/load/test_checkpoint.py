@@ -174,7 +174,8 @@ def test_of_a_derived_card_the_configurations_are_downloaded_and_of_another_noth
     component = Component.model_validate({"class": "diffusers:AutoencoderKL"})
     names = {"model": "diffusers:XPipeline", "pipeline": "diffusers:XPipeline", "components": {"vae": component}}
     assert checkpoint.described("owner/repo@v1", Card.model_construct(**names)) == tmp_path
-    assert asked == [("owner/repo", "v1", ["model_index.json", "*/config.json", "*/scheduler_config.json"])]
+    patterns = ["model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"]
+    assert asked == [("owner/repo", "v1", patterns)]
     assert checkpoint.described("tiny", Card.model_construct(**names)) is None
     index.write_text('{"vae": ["diffusers", "AutoencoderKLWan"]}')  # another pipeline's checkpoint
     with pytest.raises(CheckpointForeignError, match="'vae' is "):
