@@ -160,7 +160,7 @@ def _pipeline(card: Any) -> Any:
 def _takes_negative(card: Any) -> bool:
     """Returns whether a pipeline takes a negative prompt, and the card has embeddings of it."""
     takes = inspect.signature(modular.as_pipeline(_pipeline(card)).__call__).parameters
-    return "negative_prompt" in takes and bool(card.call.is_negated)
+    return "negative_prompt" in takes and bool(card.call.takes_negative)
 
 
 def _picture(job: Any) -> Path:

@@ -729,4 +729,4 @@ def test_a_scale_and_a_negative_prompt_that_a_pipeline_does_not_take_are_refused
         BadValueError, lambda: cards.check_job(job, card, document)
     )
     cards.check_job(job.model_copy(update={"guidance_scale": 1.0}), card, document)
-    assert not card.call.is_negated and generic()[0].call.is_negated
+    assert not card.call.takes_negative and generic()[0].call.takes_negative

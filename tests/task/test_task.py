@@ -21,7 +21,7 @@ from torchport.errors import (
     UpstreamError,
     WrongTypeError,
 )
-from torchport.task import Request, accept
+from torchport.task import Request, accept, accept_like
 
 GIB = 2**30
 
@@ -333,3 +333,14 @@ def test_the_settings_of_a_stage_that_takes_steps_name_loras_by_their_bytes(aske
     encode, denoise, decode = (task.manifest_settings(stage) for stage in task.stages)
     assert denoise["lora"] == [row] and "lora" not in encode and "lora" not in decode
     assert asked().manifest_settings(task.stages[1])["lora"] == []
+
+
+def test_a_negative_prompt_that_the_pipeline_does_not_take_is_refused_of_each_line_of_a_series_too():
+    request = Request("wan", "configs/wan_demo.yaml", "a cat", "blurry")
+    task = accept(request)
+    assert task.card.call.takes_negative and accept_like(task, request).settings.negative_prompt == "blurry"
+    alone = task.card.call.model_copy(update={"embeddings": {"prompt_embeds": [1, 8, 16]}, "negative_apart": False})
+    task = dataclasses.replace(task, card=task.card.model_copy(update={"call": alone}))
+    with pytest.raises(BadValueError, match="--negative-prompt blurry: 'wan' takes none"):
+        accept_like(task, request)
+    assert accept_like(task, dataclasses.replace(request, negative_prompt=None)).settings.negative_prompt == ""

@@ -283,14 +283,14 @@ class PipelineCall(Frozen):
         return {**shapes, **{f"negative_{name}": shape for name, shape in negative.items()}}
 
     @property
-    def is_negated(self) -> bool:
+    def takes_negative(self) -> bool:
         """Whether there are embeddings of a negative prompt."""
         return any(name.startswith("negative_") and shape is not None for name, shape in self.shapes.items())
 
     @property
-    def is_guided(self) -> bool:
+    def takes_guidance(self) -> bool:
         """Whether the scale of guidance changes what the pipeline makes."""
-        return self.is_negated or "guidance_scale" in self.settings.values()
+        return self.takes_negative or "guidance_scale" in self.settings.values()
 
     @property
     def lists(self) -> frozenset[str]:
@@ -687,7 +687,7 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         fact = f"'frames' is {job.frames}, and '{card.model}' makes pictures"
         yield BadValueError(document.place(["frames"]), fact, "It must be 1", nearest=(1, 1))
         return
-    if card.call is not None and not card.call.is_guided and job.guidance_scale != 1.0:
+    if card.call is not None and not card.call.takes_guidance and job.guidance_scale != 1.0:
         fact = f"'guidance_scale' is {job.guidance_scale}, and '{card.model}' takes none"
         yield BadValueError(document.place(["guidance_scale"]), fact, "It must be 1.0")
     step, plus = card.frames.multiple_of, card.frames.plus

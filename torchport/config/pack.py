@@ -144,9 +144,8 @@ class Pack:
         place = document.place(["extends"])
         if other is None:
             return document
-        validated(
-            _Extending, dataclasses.replace(document, data={"extends": other})
-        )  # nothing else is known without it
+        # A name that is none is refused alone: without the other card, all that it has would be missing.
+        validated(_Extending, dataclasses.replace(document, data={"extends": other}))
         base = self.read(self.home(other, place).root / "configs" / "models" / f"{other}.yaml")
         if isinstance(base.data, dict) and "extends" in base.data:
             raise BadValueError(place, f"'{other}' extends another card", "Extend one that extends none")

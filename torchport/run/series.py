@@ -296,8 +296,8 @@ def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
     """
     if not videos[0].task.card.makes_pictures:
         return None
-    tasks = [video.task for video in videos if video.error is None]
-    images = [picture.read(task.result) for task in tasks if task.result.is_file()][:ON_SHEET]
+    files = [video.task.result for video in videos if video.error is None and video.task.result.is_file()]
+    images = [picture.read(file) for file in files[:ON_SHEET]]
     if len(images) < 2:
         if (out / CONTACT_SHEET).is_file():
             (out / CONTACT_SHEET).unlink()

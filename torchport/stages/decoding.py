@@ -138,8 +138,8 @@ class Decoding(Encoded):
         def postprocess(
             video: Any = None, output_type: str = "np", do_denormalize: Any = None, image: Any = None, **kwargs: Any
         ) -> _Pending:
-            video = image if video is None else video
             """Returns the placeholder for the frames, if upstream passes the video and its usual arguments."""
+            video = image if video is None else video
             is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
             if not is_decoded or not is_usual:

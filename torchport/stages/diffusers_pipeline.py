@@ -59,7 +59,7 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline, networks = _Stages(card.pipeline, card.call, place), card.call.networks
     # The blocks of a modular pipeline that encode may ask its networks for their configurations.
-    asked = networks if is_modular(card.pipeline) else ()
+    asked = networks if pipeline.has_blocks else ()
     encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders), meta=asked)
     encoding, on_host = [encode], "vae" in card.call.host
     if card.call.image is not None and on_host:
@@ -110,11 +110,6 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     )
 
 
-def is_modular(class_path: str) -> bool:
-    """Returns whether a pipeline is a modular one, by its name: upstream is not imported yet."""
-    return class_path.endswith("ModularPipeline")
-
-
 class _Stages(UpstreamPipeline):
     """The functions of the stages."""
 
@@ -129,7 +124,7 @@ class _Stages(UpstreamPipeline):
         And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
-        encoders |= self._asked(parts, settings) if is_modular(self.class_path) else {}
+        encoders |= self._asked(parts, settings) if self.has_blocks else {}
         values = list(self.encoded(encoders, settings))
         if len(values) != len(self.card.embeddings):
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"

@@ -36,6 +36,11 @@ class UpstreamPipeline:
         """The class's name."""
         return self.class_path.partition(":")[2]
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is a modular pipeline, by its name: upstream may not be imported yet."""
+        return self.class_path.endswith("ModularPipeline")
+
     def encoded(self, encoders: Mapping[str, Any], settings: Settings) -> tuple[Any, ...]:
         """Returns what `encode_prompt` returns.
 

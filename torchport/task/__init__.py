@@ -268,11 +268,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
     job, job_document = pack.job(request.config, request.overrides)
-    _check_request(request, dry)
+    _check_request(request, card, dry)
     check_job(job, card, job_document, pack.cards())
-    if request.negative_prompt and card.call is not None and not card.call.is_negated:
-        fact = f"'{card.model}' takes none"
-        raise BadValueError(f"--negative-prompt {request.negative_prompt}", fact, "Leave the flag out")
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
@@ -312,7 +309,7 @@ def accept_like(task: Task, request: Request) -> Task:
     """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone. It takes card,
     job and family from that task. It does not read the image: a series reads its images itself.
     """
-    _check_request(request, dry=False)
+    _check_request(request, task.card, dry=False)
     _check_image(request, task.family, dry=False, reads_picture=False)
     folder, settings = request.out or _new_folder(request), _settings(request, task.card, task.job)
     return dataclasses.replace(task, request=request, settings=settings, folder=folder)
@@ -341,7 +338,7 @@ def _check_stage(request: Request, family: ModuleType) -> None:
         raise BadValueError("noise", fact, f"Give it to the stage '{denoising[0]}'")
 
 
-def _check_request(request: Request, dry: bool) -> None:
+def _check_request(request: Request, card: Card, dry: bool) -> None:
     """Refuses a request that lacks a prompt, has text that is not Unicode, or has a flag without effect."""
     if request.prompt is None and request.stage in ("encode", "all") and not dry:
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
@@ -358,6 +355,9 @@ def _check_request(request: Request, dry: bool) -> None:
     if request.stage == "all" and request.inputs is not None:
         fact = "All stages are run here, and none is read"
         raise BadValueError(f"--inputs {request.inputs}", fact, "Leave it out, or name a --stage")
+    if request.negative_prompt and card.call is not None and not card.call.takes_negative:
+        fact = f"'{card.model}' takes none"
+        raise BadValueError(f"--negative-prompt {request.negative_prompt}", fact, "Leave it out")
 
 
 def _check_lora_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
