@@ -32,7 +32,7 @@ def test_the_parts_are_in_their_order_and_add_up(found):
     assert [part.part for part in found.parts if part.once] == ["load", "compile"]
     seconds = {part.part: part.seconds for part in found.parts}
     assert seconds["denoise"] == 50 * 4.75 and seconds["decode"] == 4.75 and seconds["compile"] == 2 * 61.5
-    assert seconds["write"] == pytest.approx(121 * 720 * 1280 / clip.ENCODED)
+    assert seconds["write"] == pytest.approx(3 * 121 * 720 * 1280 / 1e9)
     assert found.first_s == pytest.approx(sum(seconds.values()))
     assert found.next_s == pytest.approx(found.first_s - seconds["load"] - seconds["compile"])
     assert found.times_real_time == pytest.approx(found.next_s / (121 / 24))
@@ -47,6 +47,17 @@ def test_weights_are_those_of_all_components_and_encoders_take_two_operations_fo
     # Both conditions: 1,000 tokens of the first encoder, and 256 of the second, which is small.
     assert parts["encode"].seconds == pytest.approx(2 * 2 * (7_070_619_136 * 1000 + 219_314_944 * 256) / 1e12, rel=0.3)
     assert "attention" in parts["denoise"].limit and "50 steps of 4.75 s" in parts["denoise"].limit
+
+
+def test_what_is_slower_limits_the_writing(monkeypatch):
+    def written():
+        return clip.of_plans(task_of(), planned()).parts[-1]
+
+    pixels = 121 * 720 * 1280
+    assert "of frames are written to the disk" in written().limit
+    monkeypatch.setattr(clip, "DISK", 1e10)
+    assert written().seconds == pytest.approx(pixels / (22 * clip.ENCODED))  # 720 rows
+    assert written().limit == "112 Mpixel of video are encoded on 22 threads"
 
 
 def test_on_the_devices_the_encoders_are_a_part_that_is_planned():

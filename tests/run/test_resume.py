@@ -710,7 +710,7 @@ def test_pictures_that_were_not_written_before_a_kill_are_written_after_it(reque
         raise MemoryError
 
     with monkeypatch.context() as context, pytest.raises(MemoryError):
-        context.setattr("torchport.run.journey.write_video", killed)
+        context.setattr("torchport.run.journey.encoded", killed)
         run(request_for(overrides=ONE_STEP))
     assert "video.mp4" not in names(tmp_path / "out")
     made = save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns

@@ -260,7 +260,7 @@ def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_bytes", "pathlib.Path.replace", "tempfile.mkstemp"])
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.open", "pathlib.Path.replace", "tempfile.mkstemp"])
 def test_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypatch, call):
     with monkeypatch.context() as context:
         context.setattr(call, full)
@@ -282,7 +282,7 @@ def test_a_disk_that_fills_up_leaves_the_older_file_as_it_was(tmp_path, monkeypa
     assert json.loads((tmp_path / "manifest.json").read_text()) == {"a": 2}
 
 
-@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_bytes", "pathlib.Path.replace", "tempfile.mkstemp"])
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.open", "pathlib.Path.replace", "tempfile.mkstemp"])
 def test_a_disk_that_fills_up_leaves_the_older_artefact_whole(written, monkeypatch, call):
     with monkeypatch.context() as context:
         context.setattr(call, full)

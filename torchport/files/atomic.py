@@ -80,8 +80,12 @@ def write_json(file: Path, data: Any) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
+    write_bytes(file, text.encode())
+
+
+def write_bytes(file: Path, data: bytes) -> None:
     with writing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
 
 
 def remove(*files: Path) -> None:

@@ -17,15 +17,19 @@ from torchport.task import Task
 
 HOST_FLOPS = 1e12
 """Floating-point operations of a host in a second, as plans assume."""
-READ = 1e9
-"""Bytes of weights that a host reads in a second, from a disk or over a network, as plans assume."""
-ENCODED = 135e6
-"""Pixels that a host encodes in a second. x264 took 0.06 CPU-s for a million of a noisy video; it uses all cores."""
+DISK = 1e9
+"""Bytes that a host reads or writes in a second, on a disk or over a network, as plans assume."""
+ENCODED = 16.7e6
+"""Pixels of video that a core encodes in a second. x264 took 0.06 CPU-s for a million of a noisy video."""
+ROWS_OF_THREAD = 32
+"""x264 takes a thread for as many rows of a frame, if there are cores: a TPU's host has 24 for each chip, or more."""
+COMPRESSED = 6e6
+"""Pixels of a picture that a core compresses in a second. PNG took 0.16 CPU-s for a million."""
 ONE_HOST, MANY_HOSTS = 8, 4
 """The most chips of a slice with one host, and the chips of each host in a larger slice."""
 ASSUMED = (
-    f"a clip: the host does {HOST_FLOPS / 1e12:.3g} TFLOP/s, reads weights at {READ / 1e9:.3g} GB/s and writes "
-    f"{ENCODED / 1e6:.3g} Mpixel/s; what moves between host and devices takes no time"
+    f"a clip: the host does {HOST_FLOPS / 1e12:.3g} TFLOP/s, reads and writes {DISK / 1e9:.3g} GB/s, and encodes "
+    f"{ENCODED / 1e6:.3g} Mpixel/s on each of x264's threads; what moves between host and devices takes no time"
 )
 
 
@@ -61,7 +65,7 @@ def _load(task: Task) -> ClipPart:
     size = 0
     for name in task.card.components:
         size += task.settings.dtypes.get(name, torch.float16).itemsize * network.parameters(task, name)
-    return ClipPart(part="load", once=True, seconds=size / READ, limit=f"reads {size_text(size)} of weights")
+    return ClipPart(part="load", once=True, seconds=size / DISK, limit=f"reads {size_text(size)} of weights")
 
 
 def _compile(planned: Mapping[str, StagePlan]) -> ClipPart:
@@ -94,5 +98,15 @@ def _on_devices(plan: StagePlan, stage: Stage) -> ClipPart:
 
 
 def _write(task: Task) -> ClipPart:
-    pixels = task.settings.frames * task.settings.height * task.settings.width
-    return ClipPart(part="write", once=False, seconds=pixels / ENCODED, limit=f"{pixels / 1e6:.3g} Mpixel of video")
+    """Returns the time to write the frames and, at the same time, the video or the picture."""
+    settings = task.settings
+    pixels = settings.frames * settings.height * settings.width
+    disk = 3 * pixels / DISK
+    threads = max(1, settings.height // ROWS_OF_THREAD)
+    is_picture = task.card.makes_pictures
+    encoding = pixels / COMPRESSED if is_picture else pixels / (ENCODED * threads)
+    work = "of a picture are compressed" if is_picture else f"of video are encoded on {threads} threads"
+    limit = f"{pixels / 1e6:.3g} Mpixel {work}"
+    if disk > encoding:
+        limit = f"{size_text(3 * pixels)} of frames are written to the disk"
+    return ClipPart(part="write", once=False, seconds=max(disk, encoding), limit=limit)

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log, size_text, track
 from torchport.run import resume
 from torchport.save.manifest import SCHEMA, Manifest, versions
-from torchport.save.video import write_contact_sheet, write_picture, write_video
+from torchport.save.video import contact_sheet, encoded, write_picture
 from torchport.stages import family
 from torchport.task import Task
 from torchport.task.devices import devices
@@ -110,7 +111,9 @@ class Journey:
         """Writes the files beside a stage's artefact, which a killed run may not have written."""
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
         outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
-        self._tidy(stage, outputs, manifest)
+        self._tidy(stage, manifest)
+        with _rendered(self.task, outputs) as write_pictures:
+            write_pictures()
 
     def revise(self) -> bool:
         """Writes the finished video again if the job has another `fps` by now; returns whether it did."""
@@ -216,11 +219,13 @@ class Journey:
             resume.start(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
-        manifest = Manifest.model_validate(hosts.from_first(write_artefact))
-        self._note(stage, manifest)
-        if stage.name == "denoise_first":
-            self.steps -= self.task.settings.steps - int(outputs["done"])
-        hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
+        with _rendered(self.task, outputs) as write_pictures:
+            manifest = Manifest.model_validate(hosts.from_first(write_artefact))
+            self._note(stage, manifest)
+            if stage.name == "denoise_first":
+                self.steps -= self.task.settings.steps - int(outputs["done"])
+            hosts.from_first(lambda: self._tidy(stage, manifest))
+            hosts.from_first(write_pictures)
 
     def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
         """Returns the fields of a manifest that say how a stage was run, with their values at this moment."""
@@ -251,14 +256,12 @@ class Journey:
         self._shas[stage.name] = manifest.sha256
         self._settings |= manifest.settings
 
-    def _tidy(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
-        """Removes what a stage's new artefact has outdated, and writes its manifest and its pictures beside it."""
+    def _tidy(self, stage: family.Stage, manifest: Manifest) -> None:
+        """Removes what a stage's new artefact has outdated, and writes its manifest beside it."""
         task = self.task
         save.write_copy(task.folder, stage.name, manifest)
         names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
         save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
-        if "frames" in outputs:
-            _write_pictures(task, outputs["frames"][0])
 
     def clock(self, stage: family.Stage) -> Callable[[str], None]:
         """Returns a function `lap(verb)`: it notes the seconds since its last call (or since now) for a verb."""
@@ -285,18 +288,38 @@ class Journey:
         return resume.going_on(self.task, list(self._manifests), self.unfinished)
 
 
-def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
-    """Writes a picture with its facts, or a video and its contact sheet."""
+@contextlib.contextmanager
+def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Encodes a stage's video and contact sheet in the background, in the first process alone, while the context lasts.
+
+    Yields:
+        A function that writes them, or a picture with its facts, if the stage's outputs are frames.
+    """
+    if "frames" not in outputs or not hosts.first():
+        yield lambda: None
+        return
+    frames_FCHW = outputs["frames"][0]
     if task.card.makes_pictures:
-        settings = task.settings
-        facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
-        facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
-        facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
-        write_picture(task.result, frames_FCHW[0], facts)
+        yield functools.partial(_write_picture, task, frames_FCHW[0])
         return
     tracked = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
-    write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, tracked)
-    write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
+    with ThreadPoolExecutor(2) as pool:
+        video = pool.submit(encoded, frames_FCHW, task.job.fps, tracked)
+        sheet = pool.submit(contact_sheet, frames_FCHW)
+
+        def write() -> None:
+            atomic.write_bytes(task.folder / save.VIDEO, video.result())
+            atomic.write_bytes(task.folder / save.CONTACT_SHEET, sheet.result())
+
+        yield write
+
+
+def _write_picture(task: Task, frame_CHW: torch.Tensor) -> None:
+    settings = task.settings
+    facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
+    facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
+    facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
+    write_picture(task.result, frame_CHW, facts)
 
 
 def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
@@ -315,7 +338,8 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
     names = task.identity(stage.name), digests, resume.AFTER_REMOVAL
     outputs = save.read(folder, stage.name, *names)[0]
     log.info("%s had %s frames per second: it is written again with %s", task.result, before, task.job.fps)
-    _write_pictures(task, outputs["frames"][0])
+    with _rendered(task, outputs) as write_pictures:
+        write_pictures()
     facts = {key: value for key, value in manifest.model_dump().items() if key not in _DERIVED}
     facts["config"] = {**manifest.config, "fps": task.job.fps}
     manifest = save.write(folder, stage.name, outputs, facts)

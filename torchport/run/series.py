@@ -42,7 +42,7 @@ from torchport.run.journey import Journey
 from torchport.run.path import output_folder
 from torchport.save import CONTACT_SHEET
 from torchport.save.manifest import versions
-from torchport.save.video import write_grid
+from torchport.save.video import grid
 from torchport.stages import family, picture
 from torchport.task import Request, Task, accept, accept_like
 
@@ -302,7 +302,7 @@ def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
         if (out / CONTACT_SHEET).is_file():
             (out / CONTACT_SHEET).unlink()
         return None
-    write_grid(out / CONTACT_SHEET, images, columns=math.ceil(math.sqrt(len(images))))
+    atomic.write_bytes(out / CONTACT_SHEET, grid(images, columns=math.ceil(math.sqrt(len(images)))))
     return out / CONTACT_SHEET
 
 

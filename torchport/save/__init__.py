@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
+_LETTERS = {"bfloat": "BF", "float": "F", "complex": "C", "uint": "U", "int": "I", "bool": "BOOL", "_e4m3fn": "_E4M3"}
+"""Parts of the names of dtypes in PyTorch, and in safetensors."""
+
 VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
 
 
@@ -38,25 +42,60 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         _check_finite(folder, name, key, tensor)
-    manifest = Manifest(
-        schema_version=SCHEMA,
-        tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
-        sha256=sha256_of(tensors),
+    facts = {
+        "schema_version": SCHEMA,
+        "tensors": {key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
         **facts,
-    )
+    }
     # The copy goes first: it must never describe another artefact than the one beside it.
     atomic.remove(_copy(folder, name))
-    write_file(file_of(folder, name), tensors, text_of(manifest))
-    return manifest
+    made: list[Manifest] = []
+
+    def text(sha256: str) -> str:
+        """Returns the manifest's text for a checksum of the tensors."""
+        made.append(Manifest(sha256=sha256, **facts))
+        return text_of(made[-1])
+
+    write_file(file_of(folder, name), tensors, text)
+    return made[-1]
 
 
-def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> None:
-    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file."""
-    from safetensors.torch import save
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> None:
+    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file.
 
-    data = save(dict(tensors), {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
-    with atomic.writing(file) as temporary:
-        temporary.write_bytes(data)
+    A video's frames are hundreds of megabytes: they are hashed while they are written, and are not copied.
+
+    Args:
+        text: Returns the text for the checksum of the tensors; it has one length.
+    """
+    # As safetensors orders them, so that each begins at a multiple of its item's size.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    with atomic.writing(file) as temporary, ThreadPoolExecutor(1) as hashing, temporary.open("wb") as stream:
+        checksum = hashing.submit(sha256_of, tensors)
+        stream.seek(len(_header(tensors, text("0" * 64))))
+        for tensor in tensors.values():
+            stream.write(_memory(tensor))
+        stream.seek(0)
+        stream.write(_header(tensors, text(checksum.result())))
+
+
+def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:
+    """Returns what a safetensors file begins with: the places of its tensors, and the text in its metadata."""
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    entries: dict[str, Any] = {"__metadata__": {_TEXT: text, _CHECKSUM: checksum}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        dtype = re.sub("|".join(_LETTERS), lambda part: _LETTERS[part[0]], _dtype(tensor)).upper()
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries, ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
@@ -76,7 +115,7 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name}\0{_dtype(tensor)} {list(tensor.shape)}\0".encode())
-        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_memory(tensor))
     return sha.hexdigest()
 
 

@@ -119,9 +119,9 @@ def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> 
     words = f"{len(original.calls)} call(s) of step {', '.join(map(str, original.steps))}: {size_text(table.size)}"
     words += f"; left out: {_list_words(left_out)}" if left_out else ""
     facts = {"schema_version": SCHEMA, **_identity(task), "holds": words, "left_out": left_out}
-    text = {**facts, "recording": {**data, "calls": calls}, "sha256": save.sha256_of(table.tensors)}
+    facts |= {"recording": {**data, "calls": calls}}
     folder.mkdir(parents=True, exist_ok=True)
-    save.write_file(folder / NAME, table.tensors, json.dumps(text))
+    save.write_file(folder / NAME, table.tensors, lambda sha256: json.dumps({**facts, "sha256": sha256}))
     log.info("captured in %s: %s", folder, words)
     return words
 
