@@ -36,14 +36,38 @@ def attend(self, x):
     return _pointwise(self.proj, for_torch.frame_attention(query, key, value, causal=False)) + x
 
 
-def upsample(self, x, feat_cache=None, feat_idx=(0,)):
+def up_block(self, x, feat_cache=None, feat_idx=(0,), first_chunk=False):
+    """Returns `WanResidualUpBlock`'s output: its upsampling convolution adds the shortcut."""
+    start = x
+    for resnet in self.resnets:
+        x = resnet(x)
+    shortcut = self.avg_shortcut
+    if shortcut is None:
+        return x
+    if shortcut.in_channels not in (shortcut.out_channels, 2 * shortcut.out_channels):
+        return self.upsampler(x) + shortcut(start)
+    return self.upsampler.forward(x, residual=_duplicated(shortcut, start))
+
+
+def _duplicated(shortcut, x):
+    """Returns `DupUp3D`'s output before its rows and columns are repeated.
+
+    Of twice as many channels as it returns, each other one is for the second of two frames; or of two rows, if there
+    are no more frames than before.
+    """
+    halves = shortcut.in_channels != shortcut.out_channels
+    if shortcut.factor_t == 2:  # frames are joined one by one: a TPU takes several times as long to interleave them
+        first, second = (x[:, ::2], x[:, 1::2]) if halves else (x, x)
+        pairs = zip(first.split(1, dim=2), second.split(1, dim=2), strict=True)
+        return torch.cat([frame for pair in pairs for frame in pair], dim=2)
+    return x.unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3, 4) if halves else x
+
+
+def upsample(self, x, feat_cache=None, feat_idx=(0,), residual=None):
     """Returns `WanResample`'s output in a decoder, with as many frames for the first one as for every other."""
     x = _twice_as_many_frames(self.time_conv, x) if self.mode == "upsample3d" else x
-    batch, channels, frames, height, width = x.shape
-    x = x[:, :, :, :, None, :, None].expand(-1, -1, -1, -1, 2, -1, 2)
-    x = x.reshape(batch, channels, frames, 2 * height, 2 * width)
-    conv = self.resample[1]
-    return for_torch.conv3d(x, conv.weight[:, :, None], conv.bias, edges=False)
+    weight, bias = self.resample[1].weight, self.resample[1].bias
+    return for_torch.conv3d(x, weight[:, :, None], bias, edges=False, zoom=2, residual_BDTHW=residual)
 
 
 def _twice_as_many_frames(conv, x):

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.usefixtures("plainly_compiled")
 INTERPRETED = attention.Context(interpret=True)
 TINY = {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
 WAN_5B = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
-MODELS = {"wan": TINY, "wan_5b": {**TINY, **WAN_5B}}
+MODELS = {
+    "wan": TINY,
+    "wan_5b": {**TINY, **WAN_5B},
+    "fewer_channels": {**TINY, **WAN_5B, "dim_mult": [1, 1, 2, 2]},  # as published: one shortcut halves them
+}
 PUBLISHED = {"base_dim": 96, "decoder_base_dim": 96, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1}
 
 
@@ -81,6 +85,7 @@ def check(options, latents, sizes=(), context=attention.NONE):
         ("wan", 2, (2, 4)),
         ("wan", 5, (8,)),
         ("wan", 21, ()),
+        ("fewer_channels", 2, (2,)),
         ("wan_5b", 1, (2, 4)),
         ("wan_5b", 2, (8,)),
         ("wan_5b", 5, ()),
@@ -94,8 +99,9 @@ def test_frames_are_upstreams_with_the_published_channels():
     check(PUBLISHED, (2, 3, 3))
 
 
-def test_frames_are_upstreams_through_the_kernel():
-    check({**TINY, "dim_mult": [1, 1], "temperal_downsample": [True]}, (9, 3, 3), (2,), INTERPRETED)
+@pytest.mark.parametrize("options", [{}, WAN_5B], ids=["wan", "wan_5b"])
+def test_frames_are_upstreams_through_the_kernel(options):
+    check({**TINY, **options, "dim_mult": [1, 1], "temperal_downsample": [True]}, (9, 3, 3), (2,), INTERPRETED)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(96, 96), (192, 16), (16, 3), (384, 130)])

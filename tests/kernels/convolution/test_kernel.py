@@ -34,7 +34,7 @@ def arrays_of(conv, chunks=1):
         "bias": draw(conv.outputs),
         "operands": Operands(
             gains=draw(conv.inputs) if conv.normal else None,
-            residual=draw(conv.height, conv.width, frames, conv.outputs) if conv.residual else None,
+            residual=draw(conv.height * conv.residual, conv.width, frames, conv.outputs) if conv.residual else None,
         ),
     }
 
@@ -63,6 +63,11 @@ CASES = {
     "no_taps_in_time": dataclasses.replace(SMALL, taps=1, edges=False, frames=8),
     "chunks": dataclasses.replace(SMALL, carried=True, normal=True),
     "chunks_of_eight_frames_and_zeros": dataclasses.replace(SMALL, carried=True, edges=False, frames=8, width=8),
+    "upsampling": dataclasses.replace(SMALL, taps=1, edges=False, frames=8, zoom=2),
+    "upsampling_of_parts": dataclasses.replace(SMALL, taps=1, rows=True, parts=2, zoom=2, normal=True, residual=1),
+    "upsampling_of_many_channels": dataclasses.replace(
+        SMALL, taps=1, parts=1, zoom=2, inputs=260, outputs=300, residual=2
+    ),
     "many_channels": dataclasses.replace(SMALL, carried=True, frames=8, width=5, height=2, inputs=260, outputs=300),
 }
 
@@ -73,7 +78,7 @@ def test_the_kernel_computes_the_convolution(name):
     arrays = arrays_of(conv, chunks=2 if conv.carried else 1)
     ours = by_kernel(conv, **arrays)
     with jax.default_matmul_precision("highest"):
-        reference, _ = by_xla.convolved(ConvolutionRequest(conv.edges), conv.rows, **arrays)
+        reference, _ = by_xla.convolved(ConvolutionRequest(conv.edges, zoom=conv.zoom), conv.rows, **arrays)
     assert ours.shape == reference.shape and 0.5 < float(jnp.abs(reference).max()) < 20
     assert float(jnp.abs(ours - reference).max() / jnp.abs(reference).max()) < BOUNDS[conv.parts]
 
@@ -116,9 +121,10 @@ def test_a_product_takes_about_256_positions_and_never_part_of_a_column():
     [
         Conv(height=8, width=16, frames=16, inputs=128, outputs=128, parts=2, normal=True, residual=True, carried=True),
         Conv(height=8, width=10, frames=16, inputs=512, outputs=512, parts=1, edges=False, carried=True),
+        Conv(height=8, width=10, frames=16, inputs=512, outputs=256, parts=2, taps=1, edges=False, zoom=2),
         Conv(height=8, width=20, frames=8, inputs=96, outputs=96, parts=1, edges=False, rows=True, dtype="bfloat16"),
     ],
-    ids=["norm", "many_channels", "bfloat16"],
+    ids=["norm", "many_channels", "upsampling", "bfloat16"],
 )
 def test_the_compiler_makes_the_loops_that_are_counted(conv):
     call = Pass(

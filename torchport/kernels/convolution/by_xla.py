@@ -28,7 +28,7 @@ class ConvolutionRequest:
     chunked: bool = False
     #: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
     still: bool | None = None
-    zoom: int = 1  #: How often rows and columns of x are repeated first: upsampling.
+    zoom: int = 1  #: How often rows and columns of x are repeated first, which is upsampling.
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,8 @@ class Operands:
 
     #: [C], gains of an RMSNorm over channels: the input becomes SiLU(RMSNorm(input)) first.
     gains: jax.Array | None = None
-    residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
+    #: [H, W, T, D], added to the output. If that is upsampled, H and W may be smaller; then they are repeated, too.
+    residual: jax.Array | None = None
     #: float32 [H, W + 2, T, C]: the input becomes SiLU(input * scale + shift) first. It has a row more at each end if
     #: the input has. A row or column of it may be for several of the input's. The first and the last column are for
     #: `sides`. Scale and shift are 0 outside the video.
@@ -93,7 +94,9 @@ def convolved(
         out, after = _added(products, outputs, still, operands.carry, operands.first)
     out = out.transpose(1, 2, 0, 3)
     out = out if bias is None else out + bias.astype(jnp.float32)
-    out = out if operands.residual is None else out + operands.residual.astype(jnp.float32)
+    if operands.residual is not None:
+        times = [size // other for size, other in zip(out.shape[:2], operands.residual.shape[:2], strict=True)]
+        out = out + jnp.repeat(jnp.repeat(operands.residual, times[0], 0), times[1], 1).astype(jnp.float32)
     return out.astype(dtype), after
 
 

@@ -108,7 +108,7 @@ def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
 def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
     """Returns which frames of a video or chunk come from the first latent frame, or pad before it: bool [T, 1, 1]."""
     numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
-    first: torch.Tensor = numbers <= _lead(x_BCTHW)
+    first: torch.Tensor = numbers < _lead(x_BCTHW) + 1
     return first[:, None, None]
 
 
@@ -143,7 +143,7 @@ def conv3d(
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
         edges: Whether the video is padded with its nearest row and column; otherwise with 0.
         gains_C: Gains of an RMSNorm over channels: x becomes SiLU(RMSNorm(x)) first.
-        residual_BDTHW: Added to the output.
+        residual_BDTHW: Added to the output. With `zoom` it may have fewer rows or columns, which are repeated, too.
         scaling: Scale and shift, both [B, C, T, H, W]: x becomes SiLU(x * scale + shift) first. Their H and W may
             divide x's: a row or column of them is then for several of x's.
         still: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
@@ -161,7 +161,7 @@ def conv3d(
         x = functional.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate" if edges else "constant")
         x = functional.pad(x, (0, 0, 0, 0, taps - 1, 0), mode="replicate" if still else "constant")
         x = functional.conv3d(x, weight_DCTHW, bias_D)
-        return x if residual_BDTHW is None else x + residual_BDTHW
+        return x if residual_BDTHW is None else x + _repeated(residual_BDTHW, x)
     from torchport.kernels.convolution import by_xla, forms
 
     tape = _tape(x_BCTHW) if taps > 1 else None
@@ -176,6 +176,13 @@ def conv3d(
         tape.leave(left)
     result: torch.Tensor = out
     return result
+
+
+def _repeated(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+    """Returns a video with its rows and columns repeated to as many as another has."""
+    for dim in (3, 4):
+        small = small.repeat_interleave(large.shape[dim] // small.shape[dim], dim)
+    return small
 
 
 def _has_no_lead(x_BCTHW: torch.Tensor) -> bool:

@@ -61,6 +61,7 @@ def convolved(
         height = part.shape[3] * _ways(form.rows)
         width = part.shape[4] * _ways(form.columns)
         fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
+        fits = fits and (request.zoom == 1 or _upsamples(request, part, weight, given))
         takes_kernel = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
         run = _by_kernel if takes_kernel else by_xla.convolved
         outs, carries = [], []
@@ -84,6 +85,12 @@ def convolved(
     )
     made: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
     return made
+
+
+def _upsamples(request: ConvolutionRequest, x: jax.Array, weight: jax.Array, given: dict[str, jax.Array]) -> bool:
+    """Returns whether the kernel can upsample for a convolution: one of single frames, whose residual does not."""
+    is_narrow = "residual" not in given or given["residual"].shape[4] == x.shape[4]
+    return request.zoom == 2 and weight.shape[2] == 1 and is_narrow and "scale" not in given
 
 
 def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
@@ -162,7 +169,7 @@ def _by_kernel(
 
     framed = {"residual": operands.residual, "scale": operands.scale, "shift": operands.shift}
     kept, outs = lax.scan(step, carry, (jnp.arange(count), *jax.tree.map(parts, (x, sides, framed))))
-    return jnp.moveaxis(outs, 0, 2).reshape(height, width, x.shape[2], -1), kept
+    return jnp.moveaxis(outs, 0, 2).reshape(*outs.shape[1:3], x.shape[2], -1), kept
 
 
 def _conv(
@@ -171,9 +178,9 @@ def _conv(
     """Returns the sizes of a call of the kernel, and how many calls there are; `rows`: x has its neighbours' rows."""
     frames = x.shape[2]
     count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
-    width = x.shape[1] * request.zoom
+    width = x.shape[1]
     conv = kernel.Conv(
-        height=(x.shape[0] - 2 * rows) * request.zoom,
+        height=x.shape[0] - 2 * rows,
         width=width,
         frames=frames // count,
         inputs=x.shape[3],
@@ -183,7 +190,7 @@ def _conv(
         edges=request.edges,
         rows=rows,
         normal=operands.gains is not None,
-        residual=operands.residual is not None,
+        residual=0 if operands.residual is None else operands.residual.shape[0] // (x.shape[0] - 2 * rows),
         carried=(request.chunked or count > 1) and weight.shape[2] == 3,
         led=operands.lead is not None,
         dtype=x.dtype.name,

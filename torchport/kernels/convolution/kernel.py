@@ -33,7 +33,7 @@ VMEM = 110 * 2**20
 class Conv:
     """One call of the kernel: its sizes, and all else that is known before tracing."""
 
-    height: int  #: H of the output.
+    height: int  #: H of the input.
     width: int  #: W.
     #: T, a multiple of 8, and of 16 for bfloat16 products without a conversion for each tap.
     frames: int
@@ -45,13 +45,13 @@ class Conv:
     edges: bool = True
     rows: bool = False  #: Whether the input has a row more at each end.
     normal: bool = False  #: Whether the input goes through RMSNorm and SiLU first.
-    residual: bool = False
+    residual: int = 0  #: Rows of the residual for each row of the input; 0: there is none.
     carried: bool = False  #: Whether there are chunks before and after this one.
     led: bool = False  #: Whether some of its frames, from the first on, may count as 0.
     dtype: str = "float32"  #: Of input, output and residual.
     #: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
     still: bool | None = None
-    #: How often rows and columns of the input are repeated first: upsampling.
+    #: 2: rows and columns of the input are repeated first, which is upsampling, and the output has twice as many.
     zoom: int = 1
     #: How many rows and columns of the output share one scale and shift, if the input becomes SiLU(input * scale +
     #: shift) first; 0: it does not.
@@ -66,6 +66,26 @@ class Conv:
     def depth(self) -> int:
         """Channels of a tap in a product: C, in whole registers of the weights."""
         return -(-self.inputs // 16) * 16
+
+    @property
+    def side(self) -> int:
+        """Taps in space along a side. After upsampling two of three meet the same position, and are one: their sum."""
+        return 3 if self.zoom == 1 else 2
+
+    @property
+    def phases(self) -> int:
+        """How many positions of the output come of one of the input; each has weights of its own."""
+        return self.zoom**2
+
+    @property
+    def weight_parts(self) -> int:
+        """P of the weights. Sums of weights have more bits than bfloat16."""
+        return self.parts if self.zoom == 1 else max(2, self.parts)
+
+    @property
+    def deep(self) -> bool:
+        """Whether the rows of taps in space are a loop, which keeps the kernel's code short."""
+        return self.side**2 * self.channels > 9 * BLOCK
 
     @property
     def together_taps(self) -> int:
@@ -103,7 +123,7 @@ class Conv:
         """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
         if not self.normal and not self.scaled:
             return self.width
-        unit = max(self.zoom, self.scaled, 1)
+        unit = max(self.scaled, 1)
         most = max(1, 64 * 1024 // (self.frames * self.channels * unit))
         return unit * max(n for n in range(1, most + 1) if self.width // unit % n == 0)
 
@@ -115,13 +135,13 @@ class Conv:
     @property
     def products(self) -> list[tuple[int, int]]:
         """Which parts of the input meet which of the weights, the largest last."""
-        pairs = [(a, b) for a in range(self.parts) for b in range(self.parts) if a + b < self.parts]
+        pairs = [(a, b) for a in range(self.parts) for b in range(self.weight_parts) if a + b < self.weight_parts]
         return sorted(pairs, key=lambda pair: -sum(pair))
 
     @property
     def name(self) -> str:
         """The kernel's name in a profile."""
-        ways = (self.normal, self.residual, self.carried, self.led)
+        ways = (self.normal, bool(self.residual), self.carried, self.led)
         flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
         flags += f"z{self.zoom}" if self.zoom > 1 else ""
         flags += f"s{self.scaled}" if self.scaled else ""
@@ -139,15 +159,43 @@ def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
-    """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 depth, N], bfloat16."""
+    """Returns PyTorch's weights as the kernel takes them: parts [phases * blocks, taps in space * depth, N]."""
+    phases = [weight_DCTHW]
+    if conv.zoom == 2:
+        wide = weight_DCTHW.astype(jnp.float32)
+        phases = [_phase(_phase(wide, 3, row), 4, column) for row in range(2) for column in range(2)]
+    by_part = zip(*[_weight_parts(phase, conv.weight_parts) for phase in phases], strict=True)
+    return [jnp.concatenate([_as_rows(part, conv) for part in parts]) for parts in by_part]
+
+
+def _weight_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Returns `parts_of` x. XLA takes it out of the loop over chunks: nothing in it grows."""
+    parts: list[jax.Array] = []
+    for _ in range(count):
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
+
+
+def _phase(weight: jax.Array, dim: int, phase: int) -> jax.Array:
+    """Returns two taps for the three along a dim: of the first or the second row or column that comes of one."""
+    first, middle, last = jnp.split(weight, 3, dim)
+    return jnp.concatenate([first + middle, last] if phase else [first, middle + last], dim)
+
+
+def _as_rows(weight_DCTHW: jax.Array, conv: Conv) -> jax.Array:
+    """Returns weights as [blocks, taps in space * depth, N]."""
     outputs, inputs = weight_DCTHW.shape[:2]
     padded = jnp.pad(
         weight_DCTHW, ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0))
     )
-    rows = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
-    rows = rows.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, conv.sums - rows.shape[2])))
-    return parts_of(rows, conv.parts)
+    spots = conv.side**2
+    split = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, spots)
+    # Taps in time are joined one by one: a TPU pads three of them to four.
+    taps = [split[:, :, :, n].transpose(0, 3, 2, 1) for n in range(conv.taps)]
+    rows = jnp.concatenate([tap.reshape(conv.blocks, spots * conv.depth, conv.pitch) for tap in taps], -1)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, conv.sums - rows.shape[2])))
 
 
 def convolved(
@@ -163,14 +211,14 @@ def convolved(
     """Returns the convolution, and what it adds to the first two frames of the next chunk.
 
     Args:
-        x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C]; H and W divided by `conv.zoom`.
+        x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C].
         sides: The columns before and after it, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
         operands: The arrays that `conv` says it takes. In the first chunk `conv.still` says what replaces `carry`.
         interpret: Run it as plain JAX.
 
     Returns:
-        [H, W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
+        [zoom * H, zoom * W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
     """
     first, lead = operands.first, operands.lead
     numbers = [jnp.asarray(1 if first is None else first), jnp.asarray(0 if lead is None else lead)]
@@ -184,7 +232,7 @@ def convolved(
         functools.partial(_kernel, conv),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(conv.blocks, conv.height + 2),
+            grid=(conv.phases * conv.blocks, conv.height + 2),
             in_specs=_inputs(conv),
             out_specs=_outputs(conv),
             scratch_shapes=_scratch(conv),
@@ -194,7 +242,8 @@ def convolved(
         interpret=interpret,
         name=conv.name,
     )(*numbers, *arrays)
-    return outputs[0], outputs[1] if conv.carried else None
+    out = outputs[0].reshape(conv.zoom * conv.height, conv.zoom * conv.width, conv.frames, conv.outputs)
+    return out, outputs[1] if conv.carried else None
 
 
 def _row(vector: jax.Array | None, size: int) -> jax.Array:
@@ -214,19 +263,21 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
 
         return here
 
-    def made(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
-        return (jnp.maximum(s - 2, 0), 0, 0, n)
+    def beside(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+        row = jnp.maximum(s - 2, 0)
+        return (row if conv.residual == 1 else 2 * row + n // conv.blocks // 2, 0, 0, n % conv.blocks)
 
     def line(width: int, times: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, width, conv.frames, conv.inputs), row(times))
 
     block = min(conv.block, conv.outputs)
     kept = pl.Buffered(1)
-    weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=kept)
-    specs = [line(conv.width // conv.zoom, conv.zoom), *[line(1, conv.zoom)] * 2, *[weights] * conv.parts]
-    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
+    taps = (1, conv.side**2 * conv.depth, conv.sums)
+    weights = pl.BlockSpec(taps, lambda n, s, *numbers: (n, 0, 0), pipeline_mode=kept)
+    specs = [line(conv.width, 1), *[line(1, 1)] * 2, *[weights] * conv.weight_parts]
+    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n % conv.blocks)))
     specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
-    specs += [pl.BlockSpec((1, conv.width, conv.frames, block), made)] if conv.residual else []
+    specs += [pl.BlockSpec((1, conv.width, conv.frames, block), beside)] if conv.residual else []
     specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2 if conv.scaled else []
     return specs + ([_carry_block(conv)] if conv.carried else [])
 
@@ -238,12 +289,20 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
+
+    def upsampled(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+        phase = n // conv.blocks
+        return (jnp.maximum(s - 2, 0), phase // 2, 0, phase % 2, 0, n % conv.blocks)
+
     made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n))
+    if conv.zoom == 2:
+        made = pl.BlockSpec((1, 1, conv.width, 1, conv.frames, block), upsampled)
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
 
 def _shapes(conv: Conv) -> list[jax.ShapeDtypeStruct]:
-    made = jax.ShapeDtypeStruct((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype)
+    sizes = (conv.height, conv.width) if conv.zoom == 1 else (conv.height, 2, conv.width, 2)
+    made = jax.ShapeDtypeStruct((*sizes, conv.frames, conv.outputs), conv.dtype)
     carry = jax.ShapeDtypeStruct((2, conv.height, conv.width, conv.outputs), jnp.float32)
     return [made, *([carry] if conv.carried else [])]
 
@@ -259,8 +318,8 @@ def _scratch(conv: Conv) -> list[Any]:
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
     """Takes one row of the input into the ring of three rows, and makes one row of the output from it."""
-    names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
-    flags = (("gains", conv.normal), ("residual", conv.residual), ("scale", conv.scaled), ("shift", conv.scaled))
+    names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.weight_parts)], "bias"]
+    flags = (("gains", conv.normal), ("residual", bool(conv.residual)), ("scale", conv.scaled), ("shift", conv.scaled))
     more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
     names += [name for name, on in (*flags, *more) if on]
     step = _Step(
@@ -270,6 +329,7 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
         is_first=first[0] == 1,
         lead=lead[0],
         row=pl.program_id(1),
+        phase=divmod(pl.program_id(0) // conv.blocks, 2) if conv.zoom == 2 else (0, 0),
     )
     step.take_row()
     pl.when(step.row >= 2)(step.make_row)
@@ -286,13 +346,15 @@ class _Step:
     is_first: Any
     lead: Any  #: How many frames count as 0.
     row: Any  #: The input's row, of H + 2.
+    #: Whether it makes the first or the second of the rows, and of the columns, that come of one.
+    phase: tuple[Any, Any]
 
     def take_row(self) -> None:
         """Puts a row of the input, and the columns on its two sides, into the ring of the last three rows."""
         conv, some = self.conv, self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
-            x = self._columns("x", number * (some // conv.zoom), some, conv.zoom)
+            x = self._columns("x", number * some, some, 1)
             beside = [self._columns(name, 1 + number * (some // conv.scaled), some, conv.scaled) for name in scaling]
             self._enter_columns(x, 1 + number * some, beside)
             return 0
@@ -349,20 +411,20 @@ class _Step:
 
     def _make_columns(self, start: Any) -> None:
         """Multiplies all taps in space with the input, for some columns of a row, and writes these columns."""
-        sums = self.ref["sums"]
-        if self.conv.channels > BLOCK:  # a loop, which keeps the kernel's code short
+        sums, side = self.ref["sums"], self.conv.side
+        if self.conv.deep:
             sums[...] = jnp.zeros_like(sums)
 
         def add(row: Any, _: Any) -> Any:
-            product = self._product(start, row, 3)
+            product = self._product(start, row, side)
             for n in range(sums.shape[0]):
                 sums[n] += product[:, n * LANES : (n + 1) * LANES]
             return 0
 
-        if self.conv.channels > BLOCK:
-            jax.lax.fori_loop(0, 3, add, 0)
+        if self.conv.deep:
+            jax.lax.fori_loop(0, side, add, 0)
         else:
-            product = self._product(start, 0, 9)
+            product = self._product(start, 0, side**2)
             for n in range(sums.shape[0]):
                 sums[n] = product[:, n * LANES : (n + 1) * LANES]
         self._finish(start)
@@ -385,9 +447,9 @@ class _Step:
     def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
         """Returns the input that a tap in space is multiplied with, [columns * T, depth], in its parts."""
         conv = self.conv
-        row, column = (number // 3, number % 3) if count == 9 else (group, number)
-        slot = (self.row + row + 1) % 3  # the output's row is two behind the input's
-        rows = [ring[slot, pl.ds(start + column, conv.columns)] for ring in self.rings]
+        row, column = divmod(number, conv.side) if count > conv.side else (group, number)
+        slot = (self.row + row + self.phase[0] + 1) % 3  # the output's row is two behind the input's
+        rows = [ring[slot, pl.ds(start + column + self.phase[1], conv.columns)] for ring in self.rings]
         rows = [x.reshape(conv.columns * conv.frames, conv.channels)[:, : conv.depth] for x in rows]
         return rows if conv.split else parts_of(rows[0], conv.parts)
 
@@ -410,7 +472,7 @@ class _Step:
         out = out[..., : self.ref["out"].shape[-1]]
         if conv.residual:
             out = out + self.ref["residual"][0, here].astype(jnp.float32)
-        self.ref["out"][0, here] = out.astype(conv.dtype)
+        self.ref["out"][(0, here) if conv.zoom == 1 else (0, 0, here, 0)] = out.astype(conv.dtype)
 
     def _taps(self, rows: Any) -> list[jax.Array]:
         """Returns rows of the summed products, one array for each tap in time."""
@@ -440,17 +502,19 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
     """Returns the kernel as a function of arrays, and their shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
     conv = Conv(**sizes)
     shape = jax.ShapeDtypeStruct
-    rows = conv.height // conv.zoom + 2 * conv.rows
-    x = shape((rows, conv.width // conv.zoom, conv.frames, conv.inputs), conv.dtype)
+    rows = conv.height + 2 * conv.rows
+    x = shape((rows, conv.width, conv.frames, conv.inputs), conv.dtype)
     side = shape((rows, 1, conv.frames, conv.inputs), conv.dtype)
-    weight = shape((conv.blocks, 9 * conv.depth, conv.sums), jnp.bfloat16)
+    weight = shape((conv.phases * conv.blocks, conv.side**2 * conv.depth, conv.sums), jnp.bfloat16)
     scaling = None
     if conv.scaled:
         size = (conv.height // conv.scaled + 2 * conv.rows, conv.width // conv.scaled + 2)
         scaling = shape((*size, conv.frames, conv.inputs), jnp.float32)
     operands = Operands(
         gains=shape((conv.inputs,), jnp.float32) if conv.normal else None,
-        residual=shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
+        residual=shape((conv.height * conv.residual, conv.width, conv.frames, conv.outputs), conv.dtype)
+        if conv.residual
+        else None,
         scale=scaling,
         shift=scaling,
         carry=shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
@@ -458,29 +522,31 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
         lead=shape((1,), jnp.int32) if conv.led else None,
     )
     bias = shape((conv.outputs,), jnp.float32)
-    shapes, tree = jax.tree.flatten((x, (side, side), [weight] * conv.parts, bias, operands))
+    shapes, tree = jax.tree.flatten((x, (side, side), [weight] * conv.weight_parts, bias, operands))
     return lambda *arrays: convolved(conv, *tree.unflatten(arrays)), shapes
 
 
 def trips(conv: Conv) -> tuple[int, ...]:
     """Returns how often each of the kernel's loops runs, by their order: see `torchport.plan.tpu.bundles.Trips`."""
     tiles = conv.width // conv.columns
-    deep = (3,) if conv.channels > BLOCK else ()
+    deep = (conv.side,) if conv.deep else ()
     if conv.columns % 8 == 0 or not conv.carried:
         inner: tuple[int, ...] = (*((tiles,) if tiles > 1 else ()), *deep)
     else:
         inner = deep * tiles
     some = conv.width // conv.columns_at_once
-    return (conv.blocks * (conv.height + 2), *((some,) if some > 1 else ()), *inner)
+    return (conv.phases * conv.blocks * (conv.height + 2), *((some,) if some > 1 else ()), *inner)
 
 
 def moved(conv: Conv) -> int:
     """Returns the bytes that a call reads from HBM and writes there."""
     size, positions = jnp.dtype(conv.dtype).itemsize, conv.height * conv.width
-    inputs = conv.blocks * positions // conv.zoom**2 * conv.frames * conv.inputs * size
+    blocks = conv.phases * conv.blocks
+    inputs = blocks * positions * conv.frames * conv.inputs * size
     if conv.scaled:
         columns = conv.height // conv.scaled * (conv.width // conv.scaled + 2)
-        inputs += 2 * 4 * conv.blocks * columns * conv.frames * conv.inputs
-    outputs = positions * conv.frames * conv.outputs * size * (1 + conv.residual)
+        inputs += 2 * 4 * blocks * columns * conv.frames * conv.inputs
+    outputs = positions * conv.frames * conv.outputs * size * conv.phases * (2 if conv.residual else 1)
     carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried
-    return inputs + outputs + carries + 2 * 9 * conv.parts * conv.depth * conv.blocks * conv.sums
+    weights = 2 * conv.side**2 * conv.weight_parts * conv.depth * blocks * conv.sums
+    return inputs + outputs + carries + weights
