@@ -92,8 +92,15 @@ def view_dtype(self, dtype):
     return engine.call_jax(bits, self)
 
 
+def _wide(dtype):
+    """Returns the dtype in which PyTorch adds up values of a dtype: float32 for floats of 16 bits."""
+    import jax.numpy as jnp
+
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
 def linear(input, weight, bias=None):
-    """Returns `input @ weight.mT + bias`."""
+    """Returns `input @ weight.mT + bias`. XLA adds the bias where the product is used: rounded once, it took longer."""
     import jax.numpy as jnp
 
     def product(input, weight, bias=None):
@@ -104,15 +111,16 @@ def linear(input, weight, bias=None):
 
 
 def addmm(self, mat1, mat2, *, beta=1, alpha=1):
-    """Returns `beta * self + alpha * (mat1 @ mat2)`; `self` is not read where `beta` is 0."""
+    """Returns `beta * self + alpha * (mat1 @ mat2)`, rounded once; `self` is not read where `beta` is 0."""
     import jax.numpy as jnp
 
     def product(base, one, two):
-        out = jnp.matmul(one, two)
+        out = jnp.matmul(one, two, preferred_element_type=_wide(one.dtype))
         out = out if alpha == 1 else out * jnp.asarray(alpha, out.dtype)
         if beta == 0:
-            return out
-        return (base if beta == 1 else base * jnp.asarray(beta, base.dtype)) + out
+            return out.astype(one.dtype)
+        base = base.astype(out.dtype)
+        return ((base if beta == 1 else base * jnp.asarray(beta, out.dtype)) + out).astype(one.dtype)
 
     return engine.call_jax(product, self, mat1, mat2)
 
@@ -405,9 +413,16 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
             kernel = jnp.flip(kernel.reshape(-1, *kernel.shape[2:]), range(2, 2 + dims))
         whole = x if x.ndim == dims + 2 else x[None]
         out = jax.lax.conv_general_dilated(
-            whole, kernel, stride, pads, lhs_dilation=spread, rhs_dilation=dilation, feature_group_count=groups
+            whole,
+            kernel,
+            stride,
+            pads,
+            lhs_dilation=spread,
+            rhs_dilation=dilation,
+            feature_group_count=groups,
+            preferred_element_type=None if shift is None else _wide(x.dtype),
         )
-        out = out if shift is None else out + shift.reshape(-1, *[1] * dims)
+        out = out if shift is None else (out + shift.reshape(-1, *[1] * dims)).astype(x.dtype)
         return out if x.ndim == dims + 2 else out[0]
 
     return engine.call_jax(product, input, weight, *([] if bias is None else [bias]))

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from fakes import forms
+from torch.nn import functional
 
 from torchport import engine, patch, shard
 
@@ -49,6 +50,40 @@ def test_views_that_pytorchs_own_code_makes_are_collected_after_a_trace():
     before = count()
     traced(attend)
     assert count() == before
+
+
+def _silu_in_place(x):
+    return functional.silu(x + x, inplace=True)
+
+
+HALVES = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "silu in place": _silu_in_place,
+    "sigmoid": torch.sigmoid,
+    "leaky_relu": lambda x: functional.leaky_relu(x, 0.3),
+    "log2": lambda x: torch.log2(x.abs()),
+    "hypot": lambda x: torch.hypot(x, x.flip(0)),
+    "a number": lambda x: x * 0.3,
+    "softmax": lambda x: x.softmax(-1),
+    "group_norm": lambda x: functional.group_norm(x, 4),
+    "addmm": lambda x: torch.addmm(x[0, :40], x, x.mT, beta=0.3, alpha=0.7),
+    "conv1d": lambda x: functional.conv1d(x[None], x[:6, :80].reshape(6, 40, 2), x[0, :6]),
+}
+"""Functions that JAX rounds several times, and whose numbers it rounds, in bfloat16."""
+
+
+def test_16_bits_are_rounded_once_as_pytorch_does():
+    values = torch.randn(40, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = {name: function(values.clone()) for name, function in HALVES.items()}
+
+    def network(x):
+        return {name: function(x.bfloat16()) for name, function in HALVES.items()}
+
+    got = traced(network, values.float())
+    for name, value in expected.items():
+        assert got[name].dtype == torch.bfloat16
+        assert (got[name] != value).float().mean() < 0.005, name  # sums are added in another order
 
 
 @pytest.mark.parametrize("table", ["WRITES", "STALE", "DTYPES"])

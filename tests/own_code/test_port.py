@@ -81,6 +81,12 @@ def close(a, b):
     return (a - b).abs().max() <= 1e-6 * b.abs().max()
 
 
+def test_on_one_device_it_needs_no_rules(block, x, session):
+    expected = block(x, 2.0, form="tensor")
+    assert close(torchport.port(block)(x, 2.0, form="tensor"), expected)
+    assert torch.equal(torchport.port(torch.nn.ReLU().eval())(x), x.relu())  # it has no weights, either
+
+
 @pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
 def test_it_returns_what_the_module_returns(block, x, session, form):
     expected = block(x, 2.0, form=form)
@@ -233,7 +239,7 @@ def changed(**changes):
         ({"mesh": {"tp": 0}}, MeshError, "port(mesh=...): It takes 0 devices"),
         ({"mesh": {"xp": 2}}, UnknownNameError, "port(mesh=...): There is no axis 'xp'. Known: dp, sp, tp."),
         ({"strategy": "tpp"}, UnknownNameError, "port(strategy=...): There is no shared strategy 'tpp', and no model"),
-        ({"strategy": None}, BadValueError, "port(strategy=...): There is none, and no model's card is in force."),
+        ({"strategy": None}, BadValueError, "port(strategy=...): There is none for a mesh of several devices, and no"),
         ({"inputs": INPUTS}, BadValueError, "port(inputs=...): 'strategy' has rules for inputs already"),
     ],
 )  # fmt: skip

@@ -70,7 +70,7 @@ def check(options, latents, sizes=(), context=attention.NONE):
     axes = ("dp", "sp")[: len(sizes)]
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     mesh = jax.set_mesh(jax.make_mesh(sizes, axes, axis_types=types)) if sizes else contextlib.nullcontext()
-    with patch.applied(patch.read(find_pack().folders, ["torchax", "diffusers/wan_vae"])):
+    with patch.applied(patch.read(find_pack().folders, ["torchax", "diffusers/wan_vae", "diffusers/wan_vae_shortcut"])):
         engine.begin_trace()
         assert difference(vae._decode(z).sample, reference) <= 1e-5
         with mesh, attention.context(context), jax.default_matmul_precision("highest"):

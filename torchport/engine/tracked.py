@@ -43,6 +43,13 @@ _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErro
 _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "__matmul__", "linear", "convolution"}
 """Products, which PyTorch refuses of tensors of two dtypes, and computes on meta."""
 
+_HALVES = {torch.bfloat16, torch.float16}
+"""Dtypes in which PyTorch stores values, but does not compute."""
+_IN_STEPS = {"_softmax", "softmax", "native_group_norm", "cumprod", "floor_divide"}
+"""Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
+_IN_ONE_STEP = {"abs", "add", "clamp", "clone", "div", "masked_fill", "mul", "neg", "relu", "rsub", "sub", "where"}
+"""Operators of tensors whose result is rounded once in any case."""
+
 _NO_DTYPE = re.compile("only support|not supported for")
 """What PyTorch says of a dtype on every device but meta. `not implemented for` is the host's: a GPU may compute it."""
 
@@ -322,7 +329,7 @@ class Dispatch:
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
             dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in traced)
             raise RuntimeError(f"expected tensors of one dtype, and {_name(function)} gets {dtypes}")
-        if isinstance(answer, torch.Tensor) and torch.Tag.pointwise in getattr(function, "tags", ()):
+        if not written:
             args, kwargs = self._in_floats(function, answer, args, kwargs)
         before = {id(tensor): tensor._elem for tensor in traced}
         properties, self.lowering = self.environment.param, self.lowering + 1
@@ -362,15 +369,29 @@ class Dispatch:
                     tensor._cast = args[0]._elem, tensor._elem
         return pytree.tree_unflatten(leaves, tree)
 
-    def _in_floats(self, function: Any, answer: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        """Returns arguments as floats if all are integers and PyTorch's result is a float; otherwise as they are."""
-        traced = self._traced((args, kwargs))
-        if not answer.is_floating_point() or any(x.dtype.is_floating_point or x.dtype.is_complex for x in traced):
+    def _in_floats(self, function: Any, answer: Any, args: Any, kwargs: Any) -> Any:
+        """Returns an operator's arguments in the dtype in which PyTorch computes.
+
+        That is a float for integers whose result is one, and float32 for floats of 16 bits, of which PyTorch rounds the
+        result alone.
+        """
+        dtypes = {tensor.dtype for tensor in self._traced((args, kwargs))}
+        is_pointwise = isinstance(answer, torch.Tensor) and _is_pointwise(function)
+        if is_pointwise and answer.is_floating_point() and not any(d.is_floating_point or d.is_complex for d in dtypes):
+            return self._cast(function, dtypes, answer.dtype, args, kwargs)
+        in_steps = _name(function) in _IN_STEPS or (is_pointwise and not _is_one_step(function, args, kwargs))
+        return self._cast(function, dtypes & _HALVES if in_steps else set(), torch.float32, args, kwargs)
+
+    def _cast(self, function: Any, dtypes: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        """Returns arguments, tensors of some dtypes cast to another one."""
+        if not dtypes:
             return args, kwargs
+
+        def cast(x: Any) -> Any:
+            return self._as_pytorch(function, x, x._shadow.to(dtype)) if x.dtype in dtypes else x
+
         with _plain():
-            return pytree.tree_map_only(
-                self.type, lambda x: self._as_pytorch(function, x, x._shadow.to(answer.dtype)), (args, kwargs)
-            )
+            return pytree.tree_map_only(self.type, cast, (args, kwargs))
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
         """Raises what PyTorch raises for these dtypes on the host: calls the operator there with zeros."""
@@ -422,13 +443,16 @@ class Dispatch:
         del tensor._memory
 
     def _lowered(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator's lowering; for an in-place operator without one, that of its functional form."""
-        try:
-            return self.lower(function, types, args, kwargs)
-        except self.not_found:
-            other = functional(function)
-            if other is None:
-                raise
+        """Calls an operator's lowering; for an in-place operator without one, or one that PyTorch computes in a wider
+        dtype, that of its functional form.
+        """
+        other = functional(function)
+        if other is None or not (_is_pointwise(function) and args[0].dtype in _HALVES):
+            try:
+                return self.lower(function, types, args, kwargs)
+            except self.not_found:
+                if other is None:
+                    raise
         args[0]._elem = self(other, types, args, kwargs)._elem
         return args[0]
 
@@ -772,6 +796,16 @@ def _without_out(function: Any) -> Any:
 
 def _names(function: Any) -> list[str]:
     return [argument.name for argument in function._schema.arguments]
+
+
+def _is_pointwise(function: Any) -> bool:
+    return torch.Tag.pointwise in getattr(function, "tags", ())
+
+
+def _is_one_step(function: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether an operator's result is rounded once in any dtype: of numbers, PyTorch keeps all digits."""
+    has_number = any(isinstance(leaf, float) for leaf in pytree.tree_leaves((args, kwargs)))
+    return _name(function) in _IN_ONE_STEP and not has_number
 
 
 def _name(function: Any) -> str:

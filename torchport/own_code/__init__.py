@@ -27,7 +27,7 @@ from torchport.patch.live import registry
 
 VARIABLE = "TORCHPORT_APPLIED"
 """The variable by which children know what is in force in their parent: see `arm`."""
-BESIDE = ("torchax", "torch/attention")
+BESIDE = ("torchax", "torch/attention", "torch/normalization")
 """The patches that a compiled module needs, of whatever model."""
 
 ENGINE = ("torch", "torchax")

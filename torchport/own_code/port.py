@@ -40,7 +40,8 @@ def port(
         module: With its weights, in the host's memory, in evaluation mode.
         strategy: The name of one of the card's strategies; without a card, of a shared one (`tp`, `ulysses`, `fsdp`);
             or own rules for this module in a card's words, `{"weights": [{"match": ".*", "spec": "replicate"}],
-            "inputs": [...]}`, also as text of YAML. By default the card's first.
+            "inputs": [...]}`, also as text of YAML. By default the card's first; without a card, on one device, none is
+            needed.
         mesh: Sizes of the axes, `{"dp": 2, "tp": 4}`, or a mesh of JAX's with these names. By default one device.
         component: The card's name for the module; by default the one whose class it is.
         inputs: Rules for inputs, before those of the card: for a call that differs from that of its family.
@@ -68,14 +69,23 @@ def port(
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if module.training:
         raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
-    written = _rules(module, session, strategy or session.choice.strategy, component, inputs)
     placed_on = _mesh(mesh if mesh is not None else session.choice.mesh or {})
+    strategy = strategy or session.choice.strategy
+    if strategy is None and session.card is None and placed_on.size == 1:
+        strategy = _whole(module)
+    written = _rules(module, session, strategy, component, inputs)
     sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
     config = load.configuration(module) if hasattr(module, "config") else {}
     rules.check(written, config, sizes)
     written = dataclasses.replace(written, strict=strict or session.choice.strict)
     chosen = attention or session.choice.attention
     return Ported(module, written, placed_on, session.ledger, _owners(module, session), chosen)
+
+
+def _whole(module: torch.nn.Module) -> Mapping[str, object]:
+    """Returns the rules of one device: it has all weights, and all inputs."""
+    rule = {"match": ".*", "spec": "replicate"}
+    return {"weights": [rule] if any(True for _ in module.state_dict()) else [], "inputs": [rule]}
 
 
 def _rules(
@@ -95,7 +105,7 @@ def _rules(
         return rules.of_caller(component or type(module).__name__, strategy)
     if session.card is None or session.document is None:
         if strategy is None:
-            fact = "There is none, and no model's card is in force"
+            fact = "There is none for a mesh of several devices, and no model's card is in force"
             remedy = (
                 "Name a shared one ('tp', 'ulysses', 'fsdp') or a model, `torchport.applied(\"...\")`, or pass rules"
             )
