@@ -150,17 +150,23 @@ def applied(
     }
     told["choice"] = dataclasses.asdict(choice or PortDefaults())
     entries = entries_of(pack, card, patches, backend)
-    with _on_path(folder), _told({**told, "paths": [str(Path(path).resolve()) for path in paths]}):
-        with patch.applied(entries) as ledger:
-            session = Session(pack, ledger, card, document, backend, choice or PortDefaults())
-            sessions.append(session)
-            try:
-                yield session
-            finally:
-                sessions.remove(session)
-            nothing = session.nothing()
-        if nothing is not None:
-            raise nothing
+    told["paths"] = [str(Path(path).resolve()) for path in paths]
+    unregister = atexit.unregister
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_on_path(folder))
+        stack.enter_context(_told(told))
+        ledger = stack.enter_context(patch.applied(entries))
+        session = Session(pack, ledger, card, document, backend, choice or PortDefaults())
+        sessions.append(session)
+        stack.callback(sessions.remove, session)
+        atexit.register(stack.close)  # Python may end inside; later there are no modules to undo patches in
+        try:
+            yield session
+        finally:
+            unregister(stack.close)
+        nothing = session.nothing()
+    if nothing is not None:
+        raise nothing
 
 
 def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: str) -> list[Entry]:
