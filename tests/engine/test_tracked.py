@@ -73,6 +73,27 @@ HALVES = {
 """Functions that JAX rounds several times, and whose numbers it rounds, in bfloat16."""
 
 
+IN_16_BITS = {
+    "equal": lambda x: (x * 0 + 0.3 == 0.3, x * 0 + 257 == 257),
+    "less": lambda x: (x.sign() * 0.7 < 0.7, x.eq_(0.3)),
+    "where": lambda x: torch.where(torch.full_like(x, 0.3) == 0.3, 1.0, x),
+    "power in place": lambda x: ((x + 1).abs().pow_(0.5), (x + 1).square_()),
+    "neighbours": lambda x: torch.nextafter(x, x + 1),
+    "remainder": lambda x: (x % 0.3, 1.7**x),
+    "shrink": lambda x: (functional.hardshrink(x, 0.3), functional.threshold(x, 0.3, 0.1)),
+}
+"""Functions whose numbers PyTorch rounds to the tensor's dtype."""
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_what_pytorch_computes_in_16_bits_is(name):
+    values = torch.linspace(-2, 2, 401).bfloat16()
+    expected = IN_16_BITS[name](values.clone())
+    got = traced(lambda x: IN_16_BITS[name](x.bfloat16()), values.float())
+    for one, other in zip(*(value if isinstance(value, tuple) else (value,) for value in (got, expected)), strict=True):
+        assert (one != other).float().mean() < 0.005
+
+
 def test_16_bits_are_rounded_once_as_pytorch_does():
     values = torch.randn(40, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = {name: function(values.clone()) for name, function in HALVES.items()}

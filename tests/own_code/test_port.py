@@ -85,6 +85,11 @@ def test_on_one_device_it_needs_no_rules(block, x, session):
     expected = block(x, 2.0, form="tensor")
     assert close(torchport.port(block)(x, 2.0, form="tensor"), expected)
     assert torch.equal(torchport.port(torch.nn.ReLU().eval())(x), x.relu())  # it has no weights, either
+    table = torch.nn.Identity().eval()
+    table.register_buffer("table", torch.ones(8), persistent=False)
+    assert torch.equal(torchport.port(table, inputs=[{"match": "input", "spec": ["dp"]}])(x), x)
+    with pytest.raises(DeadRuleError, match="no_input"):
+        torchport.port(table, inputs=[{"match": "no_input", "spec": ["dp"]}])(x)
 
 
 @pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import time
 from types import SimpleNamespace
 
 import jax
@@ -110,3 +111,20 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(OutputError, match=r"profile/denoise: The trace cannot be written: .* --out\.$"):
         steps_of(Profile(tmp_path, "denoise", 1), 4)
     steps_of(Profile(tmp_path / "other", "denoise", 1), 3)  # JAX would refuse a second trace after one it lost
+
+
+def test_after_an_error_nobody_waits_for_a_video(monkeypatch, tmp_path):
+    seen = []
+
+    def encoded(frames, fps, track):
+        for frame in track(frames):
+            seen.append(frame)
+            time.sleep(0.01)
+        return b""
+
+    monkeypatch.setattr("torchport.run.journey.encoded", encoded)
+    card, job = SimpleNamespace(makes_pictures=False), SimpleNamespace(fps=8)
+    task = SimpleNamespace(card=card, job=job, folder=tmp_path)
+    with pytest.raises(MemoryError), journey._rendered(task, {"frames": torch.zeros(1, 200, 3, 4, 4)}):
+        raise MemoryError
+    assert len(seen) < 50 and not list(tmp_path.iterdir())

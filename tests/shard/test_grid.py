@@ -81,9 +81,10 @@ def test_inner_axes_stay_on_one_host_and_in_one_slice():
     assert shapes((2, 4, 1), processes(4, 2)) == {"dp": {"hosts"}, "sp": {"hosts"}}
 
 
-def test_an_order_that_is_known_is_taken_unless_another_is_more_compact():
-    where, ring = slices(2, 4), [0, 1, 2, 3, 7, 6, 5, 4]
-    assert grid.order((1, 8, 1), where, [ring]) == ring
+def test_an_order_that_is_known_is_taken_unless_another_is_more_compact_or_has_closer_neighbours():
+    where, ring, path = slices(2, 4), [0, 1, 2, 3, 7, 6, 5, 4], [1, 0, 2, 3, 5, 4, 6, 7]
+    assert grid.order((1, 8, 1), where, [path]) == path
+    assert grid.order((1, 8, 1), where, [ring]) != ring, "its second and third chip are two links apart"
     assert grid.order((2, 4, 1), where, [ring]) != ring, "its pairs lie up to four chips apart"
     lines = [0, 2, 4, 6, 1, 3, 5, 7]
     assert shapes((2, 4, 1), where, [lines])["sp"] == {"2x2 square"}

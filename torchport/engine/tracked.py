@@ -49,6 +49,8 @@ _IN_STEPS = {"_softmax", "softmax", "native_group_norm", "cumprod", "floor_divid
 """Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
 _IN_ONE_STEP = {"abs", "add", "clamp", "clone", "div", "masked_fill", "mul", "neg", "relu", "rsub", "sub", "where"}
 """Operators of tensors whose result is rounded once in any case."""
+_OF_ITS_DTYPE = {"fmod", "hardshrink", "nextafter", "pow", "remainder", "softshrink", "threshold"}
+"""Operators whose numbers PyTorch rounds, too."""
 
 _NO_DTYPE = re.compile("only support|not supported for")
 """What PyTorch says of a dtype on every device but meta. `not implemented for` is the host's: a GPU may compute it."""
@@ -379,7 +381,8 @@ class Dispatch:
         is_pointwise = isinstance(answer, torch.Tensor) and _is_pointwise(function)
         if is_pointwise and answer.is_floating_point() and not any(d.is_floating_point or d.is_complex for d in dtypes):
             return self._cast(function, dtypes, answer.dtype, args, kwargs)
-        in_steps = _name(function) in _IN_STEPS or (is_pointwise and not _is_one_step(function, args, kwargs))
+        in_steps = is_pointwise and answer.dtype in _HALVES and not _is_one_step(function, args, kwargs)
+        in_steps = in_steps or _name(function) in _IN_STEPS
         return self._cast(function, dtypes & _HALVES if in_steps else set(), torch.float32, args, kwargs)
 
     def _cast(self, function: Any, dtypes: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
@@ -771,9 +774,14 @@ def functional(function: Any) -> Any:
     packet = getattr(torch.ops.aten, _name(function).rstrip("_"), None)
     for overload in packet.overloads() if packet is not None else ():
         other = getattr(packet, overload)
-        if _names(other) == _names(function):
+        if _arguments(other) == _arguments(function):
             return other
     return None
+
+
+def _arguments(function: Any) -> list[tuple[str, str]]:
+    """Returns the names and types of an operator's arguments."""
+    return [(argument.name, str(argument.type)) for argument in function._schema.arguments]
 
 
 @functools.cache
@@ -803,9 +811,9 @@ def _is_pointwise(function: Any) -> bool:
 
 
 def _is_one_step(function: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether an operator's result is rounded once in any dtype: of numbers, PyTorch keeps all digits."""
+    """Returns whether an operator computes the same in 16 bits: of most numbers, PyTorch keeps all digits."""
     has_number = any(isinstance(leaf, float) for leaf in pytree.tree_leaves((args, kwargs)))
-    return _name(function) in _IN_ONE_STEP and not has_number
+    return _name(function) in _OF_ITS_DTYPE or (_name(function) in _IN_ONE_STEP and not has_number)
 
 
 def _name(function: Any) -> str:

@@ -72,7 +72,7 @@ def port(
     placed_on = _mesh(mesh if mesh is not None else session.choice.mesh or {})
     strategy = strategy or session.choice.strategy
     if strategy is None and session.card is None and placed_on.size == 1:
-        strategy = _whole(module)
+        strategy = "fsdp"  # any: one device has all
     written = _rules(module, session, strategy, component, inputs)
     sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
     config = load.configuration(module) if hasattr(module, "config") else {}
@@ -80,12 +80,6 @@ def port(
     written = dataclasses.replace(written, strict=strict or session.choice.strict)
     chosen = attention or session.choice.attention
     return Ported(module, written, placed_on, session.ledger, _owners(module, session), chosen)
-
-
-def _whole(module: torch.nn.Module) -> Mapping[str, object]:
-    """Returns the rules of one device: it has all weights, and all inputs."""
-    rule = {"match": ".*", "spec": "replicate"}
-    return {"weights": [rule] if any(True for _ in module.state_dict()) else [], "inputs": [rule]}
 
 
 def _rules(
@@ -103,6 +97,7 @@ def _rules(
             raise BadValueError("port(inputs=...)", fact, "Put them there")
         assert strategy is not None
         return rules.of_caller(component or type(module).__name__, strategy)
+    extra = validated(_Inputs, Document("port(inputs=...)", {"inputs": [dict(rule) for rule in inputs]}, {})).inputs
     if session.card is None or session.document is None:
         if strategy is None:
             fact = "There is none for a mesh of several devices, and no model's card is in force"
@@ -110,8 +105,8 @@ def _rules(
                 "Name a shared one ('tp', 'ulysses', 'fsdp') or a model, `torchport.applied(\"...\")`, or pass rules"
             )
             raise BadValueError(rules.PLACE, fact, remedy)
-        return rules.of_shared(component or type(module).__name__, str(strategy))
-    extra = validated(_Inputs, Document("port(inputs=...)", {"inputs": [dict(rule) for rule in inputs]}, {})).inputs
+        shared = rules.of_shared(component or type(module).__name__, str(strategy))
+        return dataclasses.replace(shared, extra=extra)
     name = component or _component(module, session.card)
     first = next(iter(session.card.strategies))
     return rules.of_card(session.card, session.document, str(strategy or first), name, extra)

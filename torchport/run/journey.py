@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,7 +304,13 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
     if task.card.makes_pictures:
         yield functools.partial(_write_picture, task, frames_FCHW[0])
         return
-    tracked = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
+    ended = threading.Event()
+
+    def tracked(frames: Iterable[T]) -> Iterator[T]:
+        """Yields the frames under a progress bar, until the context ends with an error: nobody waits for the rest."""
+        shown = track(frames, what="save video.mp4", unit="frame", total=len(frames_FCHW))
+        yield from itertools.takewhile(lambda _: not ended.is_set(), shown)
+
     with ThreadPoolExecutor(2) as pool:
         video = pool.submit(encoded, frames_FCHW, task.job.fps, tracked)
         sheet = pool.submit(contact_sheet, frames_FCHW)
@@ -311,7 +319,11 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
             atomic.write_bytes(task.folder / save.VIDEO, video.result())
             atomic.write_bytes(task.folder / save.CONTACT_SHEET, sheet.result())
 
-        yield write
+        try:
+            yield write
+        except BaseException:
+            ended.set()
+            raise
 
 
 def _write_picture(task: Task, frame_CHW: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
-_LETTERS = {"bfloat": "BF", "float": "F", "complex": "C", "uint": "U", "int": "I", "bool": "BOOL", "_e4m3fn": "_E4M3"}
+_LETTERS = {"bfloat": "BF", "float": "F", "complex": "C", "uint": "U", "int": "I", "bool": "BOOL"}
 """Parts of the names of dtypes in PyTorch, and in safetensors."""
 
 VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
@@ -86,7 +86,7 @@ def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        dtype = re.sub("|".join(_LETTERS), lambda part: _LETTERS[part[0]], _dtype(tensor)).upper()
+        dtype = re.sub("|".join(_LETTERS), lambda part: _LETTERS[part[0]], _dtype(tensor)).upper().removesuffix("FN")
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ PRESET = "veryfast"
 """Of x264: a third of the default's time for a noisy video, the same error to 0.4 dB, and no larger file."""
 
 
+AHEAD = 32
+"""Frames that wait for x264."""
+
+
 def encoded(frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> bytes:
     """Returns an H.264 video of frames [F, 3, height, width]: bytes, or numbers from 0 to 1; height and width even."""
     import av
@@ -33,10 +38,20 @@ def encoded(frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> b
         stream.pix_fmt = "yuv420p"
         # Several frames at a time. PyAV's default, slices of one frame at a time, is slower and makes a larger file.
         stream.codec_context.thread_type = "FRAME"
-        for frame in track(pool.map(_frame, frames_FCHW)):
+        for frame in track(_ahead(pool, frames_FCHW)):
             video.mux(stream.encode(frame))
         video.mux(stream.encode())
     return file.getvalue()
+
+
+def _ahead(pool: ThreadPoolExecutor, frames_FCHW: torch.Tensor) -> Iterator[VideoFrame]:
+    """Yields frames as x264 takes them; others are made meanwhile, but no more than `AHEAD`."""
+    waiting: collections.deque[Future[VideoFrame]] = collections.deque()
+    for frame in frames_FCHW:
+        waiting.append(pool.submit(_frame, frame))
+        if len(waiting) > AHEAD:
+            yield waiting.popleft().result()
+    yield from (each.result() for each in waiting)
 
 
 def _frame(frame_CHW: torch.Tensor) -> VideoFrame:

@@ -52,11 +52,17 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
 
     Args:
         sizes: Their product is the number of devices.
-        candidates: Orders to compare with; the first of them is returned, unless another order is more compact.
+        candidates: Orders to compare with; the first of them is returned, unless another order is more compact, or as
+            compact with neighbours that are closer.
     """
     # Devices that do not fill a box keep their order: there is nothing to choose from.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
-    return min(orders, key=lambda candidate: _compactness(sizes, [where[n] for n in candidate]))
+
+    def far(candidate: Order) -> tuple[list[tuple[int, ...]], int]:
+        there = [where[n] for n in candidate]
+        return _compactness(sizes, there), _distance(sizes, there)
+
+    return min(orders, key=far)
 
 
 def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
@@ -69,6 +75,17 @@ def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
         if sizes[axis] > 1
         for groups in [[[where[n] for n in group] for group in _groups(sizes, axis)]]
     ]
+
+
+def _distance(sizes: Sizes, where: Sequence[Spot]) -> int:
+    """Returns how many links lie between successive devices of all groups: decoders exchange borders between these."""
+    pairs = (
+        (where[one].chip, where[other].chip)
+        for axis in range(len(sizes))
+        for group in _groups(sizes, axis)
+        for one, other in itertools.pairwise(group)
+    )
+    return sum(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
