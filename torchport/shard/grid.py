@@ -80,12 +80,12 @@ def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
 def _distance(sizes: Sizes, where: Sequence[Spot]) -> int:
     """Returns how many links lie between successive devices of all groups: decoders exchange borders between these."""
     pairs = (
-        (where[one].chip, where[other].chip)
+        (where[device].chip, where[neighbour].chip)
         for axis in range(len(sizes))
         for group in _groups(sizes, axis)
-        for one, other in itertools.pairwise(group)
+        for device, neighbour in itertools.pairwise(group)
     )
-    return sum(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+    return sum(abs(a - b) for chip, neighbour in pairs for a, b in zip(chip, neighbour, strict=True))
 
 
 def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
