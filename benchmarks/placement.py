@@ -3,7 +3,7 @@
     python benchmarks/placement.py
 
 Each axis of a mesh can take other parts of the grid of chips. The times are those of a plan's model of communication:
-the exchanges of HunyuanVideo-1.5 at 1280 x 720 x 121 under `ulysses`: four all-to-alls in each of 54 blocks. Their bytes
+the exchanges of HunyuanVideo-1.5 at 1280 x 720 x 121 (`ulysses`): four all-to-alls in each of 54 blocks. Their bytes
 on a device are those of eight chips. No TPU and no compiler is needed.
 """
 
