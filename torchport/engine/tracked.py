@@ -45,7 +45,7 @@ _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "
 
 _HALVES = {torch.bfloat16, torch.float16}
 """Dtypes in which PyTorch stores values, but does not compute."""
-_IN_STEPS = {"_softmax", "softmax", "native_group_norm", "cumprod", "floor_divide"}
+_IN_STEPS = {"_adaptive_avg_pool2d", "_softmax", "cumprod", "floor_divide", "native_group_norm", "softmax"}
 """Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
 _IN_ONE_STEP = {"abs", "add", "clamp", "clone", "div", "masked_fill", "mul", "neg", "relu", "rsub", "sub", "where"}
 """Operators of tensors whose result is rounded once in any case."""
