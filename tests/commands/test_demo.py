@@ -21,11 +21,12 @@ def asked(monkeypatch, tmp_path):
 
 
 def test_the_demo_is_a_run_of_its_first_line_and_names_its_folder_and_more_commands(asked, torchport, capsys, tmp_path):
-    code, out, _ = torchport("demo", "a blue square moves up", "--out", "here", capsys=capsys)
-    assert code == 0 and out[0].startswith("torchport run ") and str(tmp_path) in out
+    code, out, err = torchport("demo", "a blue square moves up", "--out", "here", capsys=capsys)
+    first = next(line for line in err if "torchport run " in line)
+    assert code == 0 and str(tmp_path) in out
     [request] = asked
     assert request.prompt == "a blue square moves up" and request.out.name == "here"
-    program, name, *words = shlex.split(out[0])
+    program, name, *words = shlex.split(first[first.index("torchport") :])
     context = cli.resolve_command(click.Context(cli), [name, *words])[1].make_context(name, words)
     assert program == "torchport" and context.params["prompt"] == request.prompt
     assert (context.params["model"], context.params["config"]) == (request.model, request.config)
@@ -42,7 +43,7 @@ def test_a_card_that_cannot_be_read_is_said(asked, torchport, capsys, monkeypatc
 
 def test_the_commands_to_try_next_are_taken_as_they_are_printed(asked, torchport, capsys):
     _, out, _ = torchport("demo", capsys=capsys)
-    printed = [line.partition("    (")[0] for line in out[1:] if line.startswith("torchport ")]
+    printed = [line.partition("    (")[0] for line in out if line.startswith("torchport ")]
     assert [line.split()[1] for line in printed] == ["verify", "plan", "scan"] and asked[0].prompt in printed[0]
     for line in printed:
         name, *words = shlex.split(line)[1:]

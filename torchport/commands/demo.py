@@ -33,14 +33,13 @@ def command(prompt: str, out: Path | None) -> None:
         unreadable = [read for read in cards if isinstance(read, TorchportError)]
         raise unreadable[0] if unreadable else UnknownNameError("torchport demo", f"No card has {CONFIG}", "Add one")
     words = f"--model {card.model} --config {CONFIG} --prompt {shlex.quote(prompt)}"
-    terminal.say(
-        [
-            f"torchport run {words}",
-            f"  {card.title}: its classes, small, with weights that draw moving shapes.",
-            "  They are patched, sharded and compiled for 8 virtual devices, as the published model is for TPU chips.",
-            "  It takes about a minute.",
-        ]
-    )
+    for line in (
+        f"torchport run {words}",
+        f"  {card.title}: its classes, small, with weights that draw moving shapes.",
+        "  They are patched, sharded and compiled for 8 virtual devices, as the published model is for TPU chips.",
+        "  It takes about a minute.",
+    ):
+        click.echo(line, err=True)  # an error leaves nothing but itself on stdout
     summary = run(Request(card.model, CONFIG, prompt, out=out))
     following = [
         f"torchport verify {words} --decode",
