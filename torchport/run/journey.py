@@ -321,9 +321,8 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
 
         try:
             yield write
-        except BaseException:
+        finally:
             ended.set()
-            raise
 
 
 def _write_picture(task: Task, frame_CHW: torch.Tensor) -> None:

@@ -42,26 +42,24 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         _check_finite(folder, name, key, tensor)
-    facts = {
-        "schema_version": SCHEMA,
-        "tensors": {key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
+    manifest = Manifest(
+        schema_version=SCHEMA,
+        tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
+        sha256="",
         **facts,
-    }
+    )
+
+    def with_checksum(sha256: str) -> Manifest:
+        return manifest.model_copy(update={"sha256": sha256})
+
     # The copy goes first: it must never describe another artefact than the one beside it.
     atomic.remove(_copy(folder, name))
-    made: list[Manifest] = []
-
-    def text(sha256: str) -> str:
-        """Returns the manifest's text for a checksum of the tensors."""
-        made.append(Manifest(sha256=sha256, **facts))
-        return text_of(made[-1])
-
-    write_file(file_of(folder, name), tensors, text)
-    return made[-1]
+    return with_checksum(write_file(file_of(folder, name), tensors, lambda sha256: text_of(with_checksum(sha256))))
 
 
-def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> None:
-    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file.
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> str:
+    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file. Returns the
+    checksum of the tensors.
 
     A video's frames are hundreds of megabytes: they are hashed while they are written, and are not copied.
 
@@ -77,6 +75,7 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[
             stream.write(_memory(tensor))
         stream.seek(0)
         stream.write(_header(tensors, text(checksum.result())))
+    return checksum.result()
 
 
 def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 PRESET = "veryfast"
 """Of x264: a third of the default's time for a noisy video, the same error to 0.4 dB, and no larger file."""
-
-
 AHEAD = 32
 """Frames that wait for x264."""
 

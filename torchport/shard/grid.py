@@ -58,11 +58,11 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
     # Devices that do not fill a box keep their order: there is nothing to choose from.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
 
-    def far(candidate: Order) -> tuple[list[tuple[int, ...]], int]:
+    def cost(candidate: Order) -> tuple[list[tuple[int, ...]], int]:
         there = [where[n] for n in candidate]
         return _compactness(sizes, there), _distance(sizes, there)
 
-    return min(orders, key=far)
+    return min(orders, key=cost)
 
 
 def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
