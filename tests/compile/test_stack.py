@@ -101,7 +101,7 @@ def test_stacked_blocks_compute_what_the_loop_computes(first, last, kind):
     with torch.no_grad():
         wanted = module(**inputs())[0]
     program = compiled(module, {"blocks": Stack(carries=["x", "y"], first=first, last=last)})
-    assert len(program.network.module.blocks) == first + 1 + last
+    assert len(program.network.module.blocks._modules) == first + 1 + last
     assert program.weights[f"blocks.{first}.block.mix.weight"].shape == (4 - first - last, 6, 6)
     found = program(**inputs())
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
@@ -167,7 +167,7 @@ def test_something_is_done_after_each_block_with_its_number():
             y = y + number
         wanted = x + y
     program = compiled(module, {"blocks": CARRIES})
-    [stacked] = program.network.module.blocks
+    *_, stacked = program.network.module.blocks
     stacked.after = lambda index, outputs: (outputs[0], outputs[1] + index)
     found = program(**inputs())
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
@@ -219,7 +219,9 @@ def test_a_block_that_keeps_something_between_calls_is_refused_by_name():
 
 def test_carries_that_are_not_what_a_block_returns_are_refused():
     program = compiled(network(3), {"blocks": Stack(carries=["x"])})
-    assert "takes" in refusal(lambda: program(**inputs())) and "under 'carries'" in refusal(lambda: program(**inputs()))
+    assert "a block of 'blocks' returned" in refusal(lambda: program(**inputs())) and "under 'carries'" in refusal(
+        lambda: program(**inputs())
+    )
     program = compiled(network(3), {"blocks": Stack(carries=["x", "why"])})
     assert "'why' is no argument with which 'blocks' is called" in refusal(lambda: program(**inputs()))
 
@@ -307,7 +309,7 @@ def test_a_network_that_takes_stacked_blocks_out_of_their_list_is_refused(mesh8)
 
     module = Widening(6)
     stack.stack(module, {"blocks": Stack(carries=["x"])}, lambda name: "card.yaml:7")
-    assert [type(block).__name__ for block in module.blocks] == ["Stacked"]
+    assert [type(block).__name__ for block in module.blocks] == ["method", "method", "Stacked"]
     for index in (0, slice(0, 2), -1):
         with pytest.raises(StackError) as caught:
             module.blocks[index]
@@ -315,3 +317,55 @@ def test_a_network_that_takes_stacked_blocks_out_of_their_list_is_refused(mesh8)
             "card.yaml:7: The network takes blocks out of 'blocks' by their numbers, and stacked blocks are one. "
             "Leave these blocks unstacked: take the stack out of the card."
         )
+
+
+class Guided(Network):
+    """Its loop calls some blocks with other arguments, as skipped blocks in guidance, or changes what they return."""
+
+    def __init__(self, blocks, change):
+        super().__init__(blocks)
+        self.change = change
+
+    def forward(self, x, y, factor):
+        for number, block in enumerate(self.blocks):
+            is_it = number == 2
+            if self.change == "break" and is_it:
+                break
+            if self.change == "skip" and is_it:
+                continue
+            tables = None if self.change == "flag" and is_it else (factor * number, None)
+            x, y = block(x, y, factor, tables=tables, flag=not (self.change == "flag" and is_it))
+            if self.change == "residual":
+                x = x + number
+            if self.change == "in place" and is_it:
+                x += 1
+        return (x + y,)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 1)])
+def test_blocks_that_the_loop_calls_with_other_arguments_have_these(first, last):
+    for change, loops in (("", 1), ("flag", 3 if first == 0 else 2)):
+        torch.manual_seed(3)
+        module = Guided([Block() for _ in range(5)], change).eval()
+        with torch.no_grad():
+            wanted = module(**inputs())[0]
+        program = compiled(module, {"blocks": Stack(carries=["x", "y"], first=first, last=last)})
+        assert float((program(**inputs()) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+        text = program.lowered(program.place(**inputs()), ()).as_text()
+        assert text.count("stablehlo.while") == loops + (change == "flag" and first == 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("break", "The network computes with what a block of 'blocks' returned"),
+        ("skip", "The network calls 3 of the 4 stacked blocks of 'blocks'"),
+        ("residual", "The network computes with what a block of 'blocks' returned"),
+        ("in place", "The network computes with what a block of 'blocks' returned"),
+    ],
+)
+def test_a_loop_that_does_more_than_to_call_the_stacked_blocks_in_order_is_refused(change, words):
+    program = compiled(Guided([Block() for _ in range(4)], change).eval(), {"blocks": CARRIES})
+    text = refusal(lambda: program(**inputs()))
+    assert words in text and "--set stacked=false" in text
+    assert words in refusal(lambda: program(**inputs()))  # again: nothing is left of the first call

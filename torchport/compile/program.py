@@ -300,8 +300,13 @@ class Compiled:
             engine.freeze(arguments, "an argument of the network")
             parameters = {f"module.{name}": self._gathered("", name, weight) for name, weight in weights.items()}
             before = dict(parameters)
+            stacks = [part for part in self.network.module.modules() if isinstance(part, stack.Stacked)]
+            for blocks in stacks:
+                blocks.begin()
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
+            for blocks in stacks:
+                blocks.check_done()
             # `functional_call` puts into `parameters` what the network has assigned anew.
             rebound = [name.removeprefix("module.") for name in before if parameters[name] is not before[name]]
             if rebound:

@@ -1,8 +1,10 @@
 """Runs a network's repeated blocks as one block under `lax.scan`, over weights that are stacked along a new first dim.
 
 The compiler then sees one block instead of dozens: it takes a fraction of the time, and its temporaries are those of
-one. Upstream's own loop stays: the `ModuleList` that it iterates gets one item in place of the stacked blocks. The
-blocks that are not stacked stay before and after it.
+one. Upstream's own loop stays. Each of its calls of a stacked block is noted, and the last one runs them all: what a
+call before it returned may only go to the next block. Other tensors may be another in each call. Where anything else
+is another, as in a block that guidance leaves out, another scan begins. The blocks that are not stacked stay before and
+after.
 
 Blocks may be stacked if they differ in their weights alone. A block that knows its index, or keeps state between calls,
 is refused by name.
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
+from torch.utils import _pytree as tree
 
 from torchport import engine
 from torchport.config.card import Stack
@@ -27,6 +30,8 @@ from torchport.stages.constants import Constants, converted
 
 BLOCK = "block"
 """The attribute under which the stacked block keeps its template: a part of every stacked weight's name."""
+
+UNSTACKED = "Leave these blocks unstacked: take the stack out of the card, or run with --set stacked=false"
 
 After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 """What is done after each block: `after(index, outputs)` returns the outputs that the next block gets."""
@@ -73,9 +78,28 @@ class Stacked(torch.nn.Module):
         self.gather: Gather = lambda name, weight: weight
         #: Called in place of the blocks, with their inputs and with the function that runs them.
         self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
+        #: What upstream's loop called the blocks with, one after the other.
+        self.calls: list[dict[str, Any]] = []
+        #: What the last of these calls returned.
+        self.pending: tuple[torch.Tensor, ...] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the last block's outputs, from one `lax.scan` over the weights, which are [count, ...] meanwhile."""
+    def begin(self) -> None:
+        """Forgets what a call of the network that ended with an error has left."""
+        self.calls, self.pending = [], ()
+
+    def noted(self, *args: Any, **kwargs: Any) -> Any:
+        """Notes the call of a block before the last. What it returns has no value, and goes to the next block."""
+        self._note(args, kwargs)
+        carry = tuple(self.calls[-1][name] for name in self.carries)
+        self.pending = engine.call_jax(lambda *arrays: arrays, *converted(carry, engine.constant))
+        fact = f"The network computes with what a block of '{self.name}' returned, and stacked blocks run at the last"
+        remedy = f"Name all that a block returns under 'carries'. Else {UNSTACKED[0].lower()}{UNSTACKED[1:]}"
+        for tensor in self.pending:
+            engine.spoil(tensor, StackError(self.place, fact, remedy, name=self.name))
+        return self.pending if len(self.carries) > 1 else self.pending[0]
+
+    def _note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a call of a block by its arguments' names; refuses one with other carries than were returned."""
         signature = inspect.signature(self.block.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)
         for parameter in signature.parameters.values():
@@ -89,18 +113,68 @@ class Stacked(torch.nn.Module):
                 nearest(missing[0], given),
                 name=self.name,
             )
-        weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        others = {key: value for key, value in given.items() if key not in self.carries}
-        tensors = {key: value for key, value in others.items() if _has_tensor(value)}
-        static = {key: value for key, value in others.items() if key not in tensors}
-        state = _attributes(self.block)
+        for name, pending in zip(self.carries, self.pending, strict=False):
+            if given[name] is not pending:
+                number = self.first + len(self.calls)
+                fact = f"Block {number} of '{self.name}' gets a '{name}' that is not what the block before returned"
+                raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
+        self.calls.append(given)
 
+    def check_done(self) -> None:
+        """Refuses a network that called some of the blocks, and not all."""
+        if self.calls:
+            fact = f"The network calls {len(self.calls)} of the {self.count} stacked blocks of '{self.name}'"
+            raise StackError(self.place, fact, UNSTACKED, name=self.name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the last block's outputs, from `lax.scan` over the weights, which are [count, ...] meanwhile."""
+        self._note(args, kwargs)
+        if len(self.calls) < self.count:
+            self.check_done()
+        calls = self.calls
+        self.begin()
+        before_blocks, spans = tuple(calls[0][name] for name in self.carries), self._spans(calls)
         written: set[int] = set()
 
-        def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
+        def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            for start, stop in spans:
+                carry = self._scanned(carry, calls[start:stop], range(start, stop), written)
+            return carry
+
+        state = _attributes(self.block)
+        outputs = self.around(before_blocks, run)
+        self._check_state(state, _attributes(self.block))
+        for number in written:
+            engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
+        return outputs if len(self.carries) > 1 else outputs[0]
+
+    def _spans(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+        """Returns the blocks that one scan can run: those whose calls differ in the values of tensors alone."""
+        forms = [tree.tree_flatten({k: v for k, v in call.items() if k not in self.carries}) for call in calls]
+        starts = [n for n in range(len(calls)) if n == 0 or not _is_alike(forms[n], forms[n - 1])]
+        return list(zip(starts, [*starts[1:], len(calls)], strict=True))
+
+    def _scanned(
+        self, carry: tuple[torch.Tensor, ...], calls: Sequence[Mapping[str, Any]], blocks: range, written: set[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns what the last of some blocks returns, by one scan.
+
+        Args:
+            calls: The arguments of each.
+            written: The numbers of the carries that a block wrote to are added.
+        """
+        weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
+        forms = [tree.tree_flatten({k: v for k, v in call.items() if k not in self.carries}) for call in calls]
+        leaves, form = forms[0]
+        tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        own = {n: [each[n] for each, _ in forms] for n in tensors if any(each[n] is not leaves[n] for each, _ in forms)}
+        shared = {number: leaf for number, leaf in tensors.items() if number not in own}
+
+        def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, given: Mapping[int, torch.Tensor]) -> Any:
             """Runs one block in PyTorch with its layer of the weights, and returns the next block's inputs."""
-            arguments = {**fixed, **static} | dict(zip(self.carries, carry, strict=True))
-            engine.freeze((layer, fixed), "an argument of a stacked block")
+            others = tree.tree_unflatten([given.get(number, leaf) for number, leaf in enumerate(leaves)], form)
+            arguments = {**others} | dict(zip(self.carries, carry, strict=True))
+            engine.freeze((layer, given), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
             unchanged = dict(whole)
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
@@ -112,26 +186,24 @@ class Stacked(torch.nn.Module):
                 outputs = self.after(index, outputs)
             return self._next_carry(carry, outputs)
 
-        def scan(carry: Any, layers: Any, fixed: Any) -> Any:
+        def scan(carry: Any, layers: Any, shared: Any, own: Any) -> Any:
             """Calls `step` for one block after the other, in JAX."""
+            is_all = len(blocks) == self.count
 
             def run_block(carry: Any, item: Any) -> Any:
+                layer, index, given = item
+                if not is_all:  # slices of the weights for some blocks would be copies
+                    layer = {k: jax.lax.dynamic_index_in_dim(each, index, keepdims=False) for k, each in layers.items()}
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
-                layer = jax.lax.optimization_barrier(item[0])
-                return engine.call_torch(step, carry, layer, item[1], fixed), None
+                layer = jax.lax.optimization_barrier(layer)
+                return engine.call_torch(step, carry, layer, index, {**shared, **given}), None
 
-            return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count, dtype=jnp.int32)))[0]
+            indices = jnp.arange(blocks.start, blocks.stop, dtype=jnp.int32)
+            stacked = {number: jnp.stack(values) for number, values in own.items()}
+            return jax.lax.scan(run_block, carry, (layers if is_all else {}, indices, stacked))[0]
 
-        def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return tuple(engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant)))
-
-        before_blocks = tuple(given[name] for name in self.carries)
-        outputs = self.around(before_blocks, run)
-        self._check_state(state, _attributes(self.block))
-        for number in written:
-            engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
-        return outputs if len(self.carries) > 1 else outputs[0]
+        return tuple(engine.call_jax(scan, *converted((carry, weights, shared, own), engine.constant)))
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns a block's outputs as the next block's inputs; refuses another number, dtype or shape of them."""
@@ -161,19 +233,28 @@ class Stacked(torch.nn.Module):
             raise StackError(
                 self.place,
                 f"A block of '{self.name}' sets its own '{changed[0]}' when it is called",
-                "Leave these blocks unstacked: take the stack out of the card, or run with --set stacked=false",
+                UNSTACKED,
                 name=self.name,
                 attribute=changed[0],
             )
 
 
 class _StackedList(torch.nn.ModuleList):
-    """A `ModuleList` with one item for all stacked blocks: it can be iterated over, but not indexed."""
+    """A `ModuleList` of which one item runs all stacked blocks: it can be iterated over, but not indexed."""
 
     def __init__(self, items: Sequence[torch.nn.Module], name: str, place: str) -> None:
         super().__init__(items)
         self.name = name
         self.place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            if isinstance(item, Stacked):
+                yield from [item.noted] * (item.count - 1)
+            yield item
+
+    def __len__(self) -> int:
+        return sum(item.count if isinstance(item, Stacked) else 1 for item in self._modules.values())
 
     def __getitem__(self, index: Any) -> Any:
         fact = f"The network takes blocks out of '{self.name}' by their numbers, and stacked blocks are one"
@@ -304,5 +385,14 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
+def _is_alike(call: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    """Returns whether the flattened arguments of two calls differ in the values of tensors alone."""
+    (leaves, form), (others, other_form) = call, other
+    return form == other_form and all(map(_is_alike_leaf, leaves, others))
+
+
+def _is_alike_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype
+    is_plain = isinstance(one, bool | int | float | str | torch.dtype) and type(one) is type(other)
+    return one is other or (is_plain and bool(one == other))

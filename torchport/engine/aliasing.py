@@ -31,7 +31,7 @@ class Storage:
         self.value = value
         self.whose = ""  # what it is, if the network must not write to it: `an argument of the network`
         self.written = False
-        self.stale = ""  # why its value is not what PyTorch would have
+        self.stale: str | Exception = ""  # why its value is not what PyTorch would have
         self.size = 0  # elements of its first tensor; sys.maxsize if that is not contiguous
         self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
 

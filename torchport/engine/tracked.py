@@ -189,6 +189,8 @@ class Dispatch:
         for tensor in traced:
             self.shadow(tensor)  # makes it if it is missing
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
+                if isinstance(memory.stale, Exception):
+                    raise memory.stale
                 raise DiffersError(operator_name(function), memory.stale)
         other = _without_out(function)
         is_patched = getattr(self.environment._ops.get(function), "is_user_defined", False)
@@ -736,8 +738,8 @@ def freeze(tree: Any, whose: str) -> None:
         dispatch._memory(tensor).whose = whose
 
 
-def spoil(tensor: Any, why: str) -> None:
-    """Makes the engine refuse reads of a tensor that a loop has written to, as its value is not PyTorch's."""
+def spoil(tensor: Any, why: str | Exception) -> None:
+    """Makes the engine refuse reads of a tensor, as its value is not PyTorch's: with an error, or saying why."""
     tensor._env.dispatch._memory(tensor).stale = why
 
 
