@@ -11,6 +11,7 @@ port's latents from it, relative to the largest latent; of frames, in steps of 8
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -41,6 +42,7 @@ PLANNED: dict[str, dict[str, dict[str, Any]]] = {
             "latent_channels": 16,
         },
     },
+    "LTX2Pipeline": {},
     "LTXPipeline": {},
     "MochiPipeline": {},
     "QwenImagePipeline": {},
@@ -48,8 +50,10 @@ PLANNED: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Pipelines whose published networks are their classes' defaults, but for these numbers."""
 PIPELINES = [
+    "AnimaModularPipeline",
     "AnyFlowPipeline",
     "AuraFlowPipeline",
+    "BriaPipeline",
     "ChromaPipeline",
     "CogVideoXImageToVideoPipeline",
     "CogVideoXPipeline",
@@ -67,10 +71,13 @@ PIPELINES = [
     "HunyuanImagePipeline",
     "HunyuanSkyreelsImageToVideoPipeline",
     "HunyuanVideo15ModularPipeline",
+    "HunyuanVideo15Pipeline",
     "HunyuanVideoPipeline",
     "Krea2ModularPipeline",
     "Krea2Pipeline",
     "Krea2TurboModularPipeline",
+    "LTX2ImageToVideoPipeline",
+    "LTX2Pipeline",
     "LTXConditionPipeline",
     "LTXImageToVideoPipeline",
     "LTXModularPipeline",
@@ -78,6 +85,7 @@ PIPELINES = [
     "Lumina2Pipeline",
     "LuminaPipeline",
     "MochiPipeline",
+    "MotifVideoPipeline",
     "OvisImagePipeline",
     "PRXPipeline",
     "PixArtAlphaPipeline",
@@ -96,6 +104,7 @@ PIPELINES = [
     "WanImageToVideoPipeline",
     "WanModularPipeline",
     "WanPipeline",
+    "WanVACEPipeline",
     "ZImageModularPipeline",
     "ZImagePipeline",
 ]
@@ -124,7 +133,7 @@ def row(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
     found["derived"] = round(time.monotonic() - began, 1)
     found["patches"] = sorted({file for names in card.patches.values() for file in names})
     picture = None if card.call.image is None else _picture(pack.job(card.demo)[0])
-    latents, frames = _upstream(pack, card, picture)
+    theirs = _upstream(pack, card, picture)
     request = Request(model, card.demo, PROMPT, NEGATIVE if _takes_negative(card) else "", seed=SEED, image=picture)
     for strategy in strategies:
         mesh = dict(pack.job(card.demo)[0].mesh)
@@ -140,14 +149,20 @@ def row(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
             ported = {
                 stage: save.read_file(Path(out) / f"{stage}.safetensors", "")[1] for stage in ("denoise", "decode")
             }
-        ours = ported["denoise"]["latents"]
-        if ours.shape != latents.shape and ours.ndim == latents.ndim == 5:  # some turn frames and channels round
-            ours = ours.transpose(1, 2)
-        if ours.shape == latents.shape:
-            found[f"latents {strategy}"] = float((ours - latents).abs().max() / latents.abs().max())
-        pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8)
-        theirs, mine = pixels.reshape(-1).int(), ported["decode"]["frames"].reshape(-1).int()
-        found[f"levels {strategy}"] = int((theirs - mine).abs().max())
+        errors = []
+        for name, latents in theirs.latents.items():
+            ours = ported["denoise"][name]
+            if ours.shape != latents.shape and ours.ndim == latents.ndim == 5:  # some turn frames and channels round
+                ours = ours.transpose(1, 2)
+            if ours.shape == latents.shape:
+                errors.append(float((ours - latents).abs().max() / latents.abs().max()))
+        found |= {f"latents {strategy}": max(errors)} if errors else {}
+        pixels = (theirs.frames.clamp(0, 1) * 255).round().to(torch.uint8)
+        original, mine = pixels.reshape(-1).int(), ported["decode"]["frames"].reshape(-1).int()
+        found[f"levels {strategy}"] = int((original - mine).abs().max())
+        if theirs.sound is not None:
+            made, sound = ported["decode"]["sound"], theirs.sound.clamp(-1, 1)
+            found[f"sound {strategy}"] = float((made - sound).abs().max() / sound.abs().max())
     return found | {"seconds": round(time.monotonic() - began)}
 
 
@@ -175,8 +190,17 @@ def _picture(job: Any) -> Path:
     return file
 
 
-def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
-    """Returns the latents and the frames of upstream's own pipeline object."""
+@dataclasses.dataclass(frozen=True)
+class Original:
+    """What upstream's own pipeline object made."""
+
+    latents: dict[str, Any]  #: By the names of the port's artefact.
+    frames: Any
+    sound: Any = None  #: [channels, samples].
+
+
+def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
+    """Returns what upstream's own pipeline object makes."""
     import torch
     from PIL import Image
 
@@ -194,16 +218,16 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
         else:
             pipe = _pipeline(card).from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    fields = {**vars(job), "area": job.height * job.width}
+    fields = {**vars(job), "area": job.height * job.width, "frame_rate": job.fps}
     values = {argument: fields[field] for argument, field in card.call.settings.items()}
     values |= {"prompt": PROMPT, **card.call.constants}
     if _takes_negative(card):
         values["negative_prompt"] = NEGATIVE
     if card.call.image is not None:
         values[card.call.image] = Image.open(picture)
-    results: list[Any] = []
     last: list[Any] = []
-    step = pipe.scheduler.step
+    scheduler = type(pipe.scheduler)  # a loop with sound steps with a copy, too
+    step = scheduler.step
 
     @functools.wraps(step)  # upstream reads its signature
     def stepped(*args: Any, **kwargs: Any) -> Any:
@@ -211,19 +235,20 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
         last.append(output[0])
         return output
 
-    pipe.scheduler.step = stepped
+    scheduler.step = stepped
     if is_modular:
         scale = values.pop("guidance_scale", None)
         if scale is not None:
             pipe.update_components(guider=pipe.guider.new(guidance_scale=scale))
         state = pipe(**values, generator=torch.Generator().manual_seed(SEED), output_type="pt")
-        return last[-1], state.get("videos", state.get("images"))
-    for kind in ("latent", "pt"):
-        generator = torch.Generator().manual_seed(SEED)
-        with torch.no_grad():
-            results.append(pipe(**values, generator=generator, output_type=kind, return_dict=False)[0])
-    latents = results[0] if results[0].shape == last[-1].shape else last[-1]  # it may turn them round after its loop
-    return latents, results[1]
+        return Original({"latents": last[-1]}, state.get("videos", state.get("images")))
+    if card.call.guider:
+        pipe.guider = pipe.guider.new(guidance_scale=job.guidance_scale)
+    with torch.no_grad():
+        made = pipe(**values, generator=torch.Generator().manual_seed(SEED), output_type="pt", return_dict=False)
+    names = ("latents",) if card.call.sound is None else ("latents", "sound_latents")
+    latents = dict(zip(names, last[-len(names) :], strict=True))
+    return Original(latents, made[0], None if card.call.sound is None else made[1][0])
 
 
 def in_child(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
@@ -244,8 +269,10 @@ def as_line(found: dict[str, Any]) -> str:
         return f"| {name} | no: {' '.join(found['refused'].replace('|', '/').split())[:260]} | | | |"
     latents = [found.get(f"latents {strategy}") for strategy in STRATEGIES]
     levels = max(found[f"levels {strategy}"] for strategy in STRATEGIES)
+    sounds = [found[key] for key in found if key.startswith("sound ")]
+    heard = f"; sound {max(sounds):.1e}" if sounds else ""
     numbers = ", ".join("other layout" if value is None else f"{value:.1e}" for value in latents)
-    return f"| {name} | {numbers} | {levels} | {', '.join(found['patches'])} | {found['seconds']} |"
+    return f"| {name} | {numbers} | {levels}{heard} | {', '.join(found['patches'])} | {found['seconds']} |"
 
 
 def planned(name: str) -> str:
@@ -258,7 +285,9 @@ def planned(name: str) -> str:
     card, _ = find_pack().card(model)
     job, _ = find_pack().job(f"configs/{model}.yaml")
     with tempfile.TemporaryDirectory() as folder:
-        index = {part: entry.class_.split(":") for part, entry in card.components.items()}
+        classes = {part: entry.class_.split(":") for part, entry in card.components.items()}
+        # As diffusers writes it: the package, or the folder of the pipeline that has the class.
+        index = {part: [(library.split(".")[2:3] or [library])[0], name] for part, (library, name) in classes.items()}
         (Path(folder) / "model_index.json").write_text(json.dumps(index))
         for part in card.components:
             (Path(folder) / part).mkdir()

@@ -102,6 +102,24 @@ def test_two_runs_with_the_same_bits_are_identical(tmp_path, compared):
     assert result["identical"] and result["floor"] is None and result["b"]["frames"]["psnr"] is None, "it is infinite"
 
 
+def test_the_sound_of_two_runs_is_compared_too(tmp_path, compared, refused):
+    sound = (latents(4), torch.linspace(-1, 1, 20).reshape(2, 10))
+    write_run(tmp_path / "a", sound=sound)
+    write_run(tmp_path / "b", sound=(sound[0], sound[1] * 1.5))
+    write_run(tmp_path / "c")
+    lines = compared("a", "b")
+    assert "identical: every byte of latents and frames" not in lines
+    assert [line.split() for line in lines if line.startswith("sound")] == [
+        ["sound:", "latents", "1.00000000", "0.00e+00"],
+        ["sound:", "samples", "1.00000000", "3.33e-01"],
+    ]
+    found = json.loads("\n".join(compared("a", "b", "--json")))
+    assert (
+        not found["identical"] and found["b"]["sound"]["latents"]["same"] and not found["b"]["sound"]["samples"]["same"]
+    )
+    assert "Its 'sound latents' have the shape [0], and those of the first run [1, 4, 2, 2, 2]" in refused("a", "c")
+
+
 def test_a_run_without_steps_says_how_to_keep_them(tmp_path, compared):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", last=latents(3), video=frames(90))

@@ -304,19 +304,40 @@ def test_a_block_of_one_output_is_called_as_it_was():
     assert numpy.allclose(found, wanted, atol=1e-6)
 
 
-def test_a_network_that_takes_stacked_blocks_out_of_their_list_is_refused(mesh8):
-    from torchport.config.card import Stack
+class Numbered(Network):
+    """It takes its blocks out of their list by number."""
 
-    module = Widening(6)
-    stack.stack(module, {"blocks": Stack(carries=["x"])}, lambda name: "card.yaml:7")
-    assert [type(block).__name__ for block in module.blocks] == ["method", "method", "Stacked"]
-    for index in (0, slice(0, 2), -1):
-        with pytest.raises(StackError) as caught:
-            module.blocks[index]
-        assert str(caught.value) == (
-            "card.yaml:7: The network takes blocks out of 'blocks' by their numbers, and stacked blocks are one. "
-            "Leave these blocks unstacked: take the stack out of the card."
-        )
+    def __init__(self, blocks, order):
+        super().__init__(blocks)
+        self.order = order
+
+    def forward(self, x, y, factor):
+        for block in [self.blocks[number] for number in self.order] if self.order else self.blocks[: len(self.blocks)]:
+            x, y = block(x, y, factor, tables=(factor * 0.1, None), flag=True)
+        return (x + y,)
+
+
+@pytest.mark.parametrize("order", [(), (0, 1, 2), (0, 1, -1)])
+def test_blocks_may_be_taken_out_of_their_list_by_number(order):
+    module = Numbered([Block() for _ in range(3)], order).eval()
+    with torch.no_grad():
+        wanted = module(**inputs())[0]
+    program = compiled(module, {"blocks": CARRIES})
+    assert float((program(**inputs()) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ((1, 0, 2), "block 1 of 'blocks' out of order"),
+        ((0, 2), "calls 2 of the 3 stacked blocks"),
+        ((0, 0, 2), "block 0 of 'blocks' out of order"),
+    ],
+)
+def test_blocks_out_of_order_are_refused(order, words):
+    program = compiled(Numbered([Block() for _ in range(3)], order).eval(), {"blocks": CARRIES})
+    text = refusal(lambda: program(**inputs()))
+    assert words in text and "--set stacked=false" in text
 
 
 class Guided(Network):

@@ -45,7 +45,7 @@ def frames(level=100):
     return torch.full((1, 2, 3, 16, 16), level, dtype=torch.uint8)
 
 
-def write_run(folder, last=None, video=None, steps=(), job=None, settings=None, **facts):
+def write_run(folder, last=None, video=None, steps=(), job=None, settings=None, sound=None, **facts):
     """Writes a run of two steps.
 
     Args:
@@ -55,6 +55,7 @@ def write_run(folder, last=None, video=None, steps=(), job=None, settings=None, 
         steps: The latents that it kept after each step, in order.
         job: Fields of its config that are others.
         settings: Settings that are others.
+        sound: Its sound's last latents, and its samples; None: it has none.
         **facts: Fields of the manifests that are others.
     """
     folder.mkdir()
@@ -63,8 +64,9 @@ def write_run(folder, last=None, video=None, steps=(), job=None, settings=None, 
     for number, tensor in enumerate(steps, 1):
         denoise = {**shared, "stage": "denoise", "inputs": {}, "done": number}
         save.write(folder, save.step_name("denoise", number), {"latents": tensor}, denoise)
-    denoised = save.write(folder, "denoise", {"latents": last}, {**shared, "stage": "denoise", "inputs": {}})
+    heard, samples = ({}, {}) if sound is None else ({"sound_latents": sound[0]}, {"sound": sound[1]})
+    denoised = save.write(folder, "denoise", {"latents": last, **heard}, {**shared, "stage": "denoise", "inputs": {}})
     inputs = {"denoise": denoised.sha256}
     video = frames() if video is None else video
-    save.write(folder, "decode", {"frames": video}, {**shared, "stage": "decode", "inputs": inputs})
+    save.write(folder, "decode", {"frames": video, **samples}, {**shared, "stage": "decode", "inputs": inputs})
     return folder

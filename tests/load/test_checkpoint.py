@@ -486,3 +486,18 @@ def test_headers_are_read_in_linear_time(tmp_path):
         assert len(checkpoint.weight_files(tmp_path)) == count
         spent[count] = time.process_time() - start
     assert spent[3000] < 40 * max(spent[300], 0.002)
+
+
+def test_a_class_of_a_pipeline_is_known_by_the_pipelines_folder(copied, card):
+    """diffusers writes `ltx2` for a class of `diffusers.pipelines.ltx2.connectors`."""
+    spec = card.components["transformer"].model_copy(
+        update={"class_": "diffusers.pipelines.ltx2.connectors:Connectors"}
+    )
+    other = card.model_copy(update={"components": {**card.components, "transformer": spec}})
+    for library in ("ltx2", "diffusers"):
+        edit_index(copied, lambda index, library=library: index.update(transformer=[library, "Connectors"]))
+        checkpoint.check_index(copied, other)
+    edit_index(copied, lambda index: index.update(transformer=["ltx", "Connectors"]))
+    assert "'transformer' is ['ltx', 'Connectors']" in refusal(
+        CheckpointForeignError, lambda: checkpoint.check_index(copied, other)
+    )

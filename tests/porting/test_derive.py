@@ -8,6 +8,7 @@ import pipelines
 import pytest
 import torch
 import yaml
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from torchport.config import parse_document, validated
 from torchport.config.card import Card
@@ -248,6 +249,8 @@ def test_a_tokenizer_that_needs_files_and_components_that_are_not_small_are_refu
 class Forgets:
     """A pipeline that takes embeddings, and makes its own of no prompt."""
 
+    scheduler = FlowMatchEulerDiscreteScheduler()
+
     def set_progress_bar_config(self, disable): ...
 
     def __call__(self, prompt=None, prompt_embeds=None, return_dict=True):
@@ -256,13 +259,13 @@ class Forgets:
 
 def test_a_pipeline_that_makes_something_else_of_its_own_embeddings_is_refused():
     trial = PipelineTrial(Forgets, types.SimpleNamespace(parts={}), "--model x")
-    trial.check_replay(Observed(output=torch.zeros(1, 3, 2, 2)), {"prompt_embeds": 1})
+    trial.check_replay(Observed(outputs=[torch.zeros(1, 3, 2, 2)]), {"prompt_embeds": 1})
     another = "'Forgets' makes another picture of its own embeddings, and the latents of its last step alone, than of"
     for output in (torch.ones(1, 3, 2, 2), torch.zeros(1, 3, 2, 4), [torch.zeros(1)]):
         with pytest.raises(BadValueError, match=another):
-            trial.check_replay(Observed(output=output), {"prompt_embeds": 1})
+            trial.check_replay(Observed(outputs=[output]), {"prompt_embeds": 1})
     with pytest.raises(BadValueError, match=r"'Forgets' does not take its own embeddings: .*'mask'"):
-        trial.check_replay(Observed(output=torch.zeros(1, 3, 2, 2)), {"mask": 1})
+        trial.check_replay(Observed(outputs=[torch.zeros(1, 3, 2, 2)]), {"mask": 1})
 
 
 def test_a_modules_size_that_does_not_fit_its_input_is_named():
@@ -276,10 +279,41 @@ def test_a_modules_size_that_does_not_fit_its_input_is_named():
 
 
 def test_what_a_step_returns_beside_the_latents_is_lost_at_last():
-    step = trials._latents_at_last(lambda *values: values)
-    assert step(torch.ones(1), torch.ones(1))[1] == 1
-    latents, other, nothing = step(torch.ones(1), torch.ones(1), None)
+    scheduler, x = Beside(), torch.ones(1, 1)
+    trials._LatentsAtLast(scheduler, {}, Observed())
+    assert scheduler.step(x, x)[1] == 1
+    latents, other, nothing = scheduler.step(x, x)
     assert latents == 1 and other.isnan() and nothing is None
+
+
+class Beside:
+    """A scheduler that returns more than the latents."""
+
+    timesteps = (2.0, 1.0)
+
+    def step(self, output, sample):
+        return sample, output, None
+
+
+def test_what_is_called_before_the_loop_and_makes_sound_has_numbers_of_its_own():
+    cls = parts.pipeline_class("diffusers:LTX2Pipeline")
+    configurations = parts.Configurations(parts.parts_of(cls, "here"))
+    values = configurations.values
+    assert values["transformer"]["audio_num_attention_heads"] == parts.HEADS
+    assert values["vae"]["spatial_compression_ratio"] == 32 and values["vae"]["temporal_compression_ratio"] == 8
+    assert values["connectors"]["audio_connector_attention_head_dim"] * 4 == values["connectors"]["caption_channels"]
+    trial = PipelineTrial(cls, configurations, "--model x")
+    assert writing._rate(trial, ["audio_vae", "vocoder"]) == "vocoder.output_sampling_rate"
+    assert writing._rate(trial, ["audio_vae"]) == "audio_vae.sample_rate"
+    with pytest.raises(BadValueError, match="how many samples a second its sound has"):
+        writing._rate(trial, ["connectors"])
+    size = values["connectors"]["caption_channels"] * 49
+    assert writing._size(trial, ["transformer", "connectors"], "prompt_embeds", 2, size) == (
+        "connectors.caption_channels*connectors.text_proj_in_factor"
+    )
+    assert writing._size(trial, ["transformer"], "prompt_embeds", 2, size) == size
+    assert writing._frame_rate(cls, {"call": {"settings": {"frame_rate": "frame_rate"}}}, 8) == 24
+    assert writing._frame_rate(cls, {"call": {"settings": {}}}, 8) == 8
 
 
 def test_a_pipeline_says_what_it_takes_and_what_may_be_none():

@@ -23,6 +23,22 @@ def test_a_video_has_its_frames_size_and_rate(tmp_path):
     assert numpy.abs(read.astype(float) - expected).mean() < 8
 
 
+@pytest.mark.parametrize(("rate", "written"), [(24000, 24000), (16000, 16000), (12345, 48000)])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_video_has_its_sound(rate, written, channels):
+    times = torch.arange(rate) / rate
+    tones = torch.stack([torch.sin(2 * torch.pi * hertz * times) / 2 for hertz in (440, 880)])[:channels]
+    with av.open(io.BytesIO(video.encoded(FRAMES, 8, iter, (tones, rate)))) as file:
+        assert file.streams.video[0].frames == 6
+        [audio] = file.streams.audio
+        assert (audio.rate, audio.channels) == (written, channels)
+        heard = numpy.concatenate([frame.to_ndarray() for frame in file.decode(audio)], axis=1)
+    for samples, hertz in zip(heard, (440, 880), strict=False):
+        spectrum = numpy.abs(numpy.fft.rfft(samples))
+        assert abs(spectrum.argmax() * written / len(samples) - hertz) < 2
+        assert samples.std() == pytest.approx(0.5 / 2**0.5, rel=0.05)
+
+
 def test_a_contact_sheet_shows_evenly_spaced_frames_in_order():
     frames = (torch.arange(23) / 22).reshape(23, 1, 1, 1).expand(23, 3, 16, 32)
     with Image.open(io.BytesIO(video.contact_sheet(frames))) as image:

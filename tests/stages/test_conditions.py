@@ -35,7 +35,7 @@ class Network(torch.nn.Module):
 
 
 class Plain(Loop):
-    def returned(self, args, kwargs):
+    def returned(self, track, args, kwargs):
         return args[0]
 
 

@@ -244,7 +244,7 @@ def test_a_pipeline_that_asks_step_for_an_object_gets_one():
 
     scheduler, latents = CogVideoXDDIMScheduler(), torch.ones(1, 4)
     scheduler.set_timesteps(2)
-    Finished(scheduler, latents, None)
+    Finished(scheduler, {"latents": latents}, None)
     given = (latents / 2, scheduler.timesteps[0], latents / 2)
     assert scheduler.step(*given).prev_sample is scheduler.step(*given, return_dict=False)[0] is latents
 

@@ -110,5 +110,5 @@ def test_a_pipeline_that_does_not_encode_its_image_first_is_refused(pack):
     with pytest.raises(BadValueError) as caught:
         stage.like(parts, SETTINGS)
     assert str(caught.value).startswith(
-        "card.yaml:1: 'CogVideoXPipeline' takes an image, and does not call its VAE's 'encode' before its first step. "
+        "card.yaml:1: 'CogVideoXPipeline' does not call its VAE's 'encode' before its first step. "
     )

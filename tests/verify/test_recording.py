@@ -41,6 +41,17 @@ def recorded(root):
     return lambda: recording.recording_of(task(root, "original"), None, False).calls
 
 
+def test_outputs_of_video_and_sound_are_split_by_the_originals_calls():
+    calls = [types.SimpleNamespace(wide_output=(torch.zeros(rows, 3), torch.zeros(rows, 2))) for rows in (1, 2)]
+    both = (torch.arange(9.0).reshape(3, 3), torch.arange(6.0).reshape(3, 2))
+    first, second = recording.split_by_call([both], calls)
+    assert torch.equal(first[1], both[1][:1]) and torch.equal(second[0], both[0][1:])
+    assert recording.split_by_call([tuple(x[:2] for x in both)], calls) is None
+    state = {"returned.0": both[0], "sound.returned.0": both[1]}
+    assert [x.shape for x in recording.latents_in(state)] == [(3, 3), (3, 2)]
+    assert torch.equal(recording.latents_in({"latents": both[0]}), both[0]) and recording.latents_in({}) is None
+
+
 def units(call: RecordedCall):
     paths = {border.path for border in call.outer}
     return {border: value for border, value in call.values.items() if border.path in paths}

@@ -50,7 +50,7 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether every byte of the latents and frames of A and B is the same."""
-        return self.b.same_frames and all(latents.same for latents in self.b.latents)
+        return self.b.same_frames and all(each.same for each in (*self.b.latents, *self.b.sound.values()))
 
     @property
     def other_video(self) -> list[Difference]:
@@ -121,6 +121,7 @@ def _distance_data(distance: Distance) -> dict[str, Any]:
         "frames": {**finite(dataclasses.asdict(distance.frames)), "same": distance.same_frames},
         "latents": [finite(dataclasses.asdict(latents)) for latents in distance.latents],
         "unkept": distance.unkept or None,
+        "sound": {name: finite(dataclasses.asdict(each)) for name, each in distance.sound.items()},
     }
 
 
@@ -176,7 +177,10 @@ def _latent_lines(comparison: Comparison) -> list[str]:
     """Returns the table of latents: a line for each step, with two columns for B and two for the floor."""
     head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
     rows = []
-    by_step = [{latents.step: latents for latents in each.latents} for each in comparison.distances]
+    by_step = [
+        {**{latents.step: latents for latents in each.latents}, **{f"sound: {n}": x for n, x in each.sound.items()}}
+        for each in comparison.distances
+    ]
     for step in by_step[0]:
         row = ["last" if step is None else str(step)]
         for latents in (steps.get(step) for steps in by_step):

@@ -12,6 +12,7 @@ is refused by name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -87,8 +88,11 @@ class Stacked(torch.nn.Module):
         """Forgets what a call of the network that ended with an error has left."""
         self.calls, self.pending = [], ()
 
-    def noted(self, *args: Any, **kwargs: Any) -> Any:
+    def noted(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
         """Notes the call of a block before the last. What it returns has no value, and goes to the next block."""
+        if number != len(self.calls):
+            fact = f"The network calls block {self.first + number} of '{self.name}' out of order"
+            raise StackError(self.place, fact, UNSTACKED, name=self.name)
         self._note(args, kwargs)
         carry = tuple(self.calls[-1][name] for name in self.carries)
         self.pending = engine.call_jax(lambda *arrays: arrays, *converted(carry, engine.constant))
@@ -240,27 +244,25 @@ class Stacked(torch.nn.Module):
 
 
 class _StackedList(torch.nn.ModuleList):
-    """A `ModuleList` of which one item runs all stacked blocks: it can be iterated over, but not indexed."""
+    """A `ModuleList` of which one item runs all stacked blocks, and gives a function for each block before the last."""
 
-    def __init__(self, items: Sequence[torch.nn.Module], name: str, place: str) -> None:
-        super().__init__(items)
-        self.name = name
-        self.place = place
+    def _items(self) -> list[Any]:
+        """Returns what upstream's code calls, block by block."""
+        items: list[Any] = []
+        for item in self._modules.values():
+            if isinstance(item, Stacked):
+                items += [functools.partial(item.noted, number) for number in range(item.count - 1)]
+            items.append(item)
+        return items
 
     def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            if isinstance(item, Stacked):
-                yield from [item.noted] * (item.count - 1)
-            yield item
+        return iter(self._items())
 
     def __len__(self) -> int:
-        return sum(item.count if isinstance(item, Stacked) else 1 for item in self._modules.values())
+        return len(self._items())
 
     def __getitem__(self, index: Any) -> Any:
-        fact = f"The network takes blocks out of '{self.name}' by their numbers, and stacked blocks are one"
-        raise StackError(
-            self.place, fact, "Leave these blocks unstacked: take the stack out of the card", name=self.name
-        )
+        return self._items()[index]
 
 
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
@@ -282,7 +284,7 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         stacked = Stacked(blocks[entry.first], count, entry.carries, name, where, entry.first)
         parent, _, attribute = name.rpartition(".")
         items = [*blocks[: entry.first], stacked, *blocks[end:]]
-        setattr(module.get_submodule(parent), attribute, _StackedList(items, name, where))
+        setattr(module.get_submodule(parent), attribute, _StackedList(items))
         counts[name] = count
     return counts
 

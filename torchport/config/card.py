@@ -220,7 +220,18 @@ class HandWritten(Frozen):
 
 TOKENS = "tokens"
 """The size in an embedding's shape that is the number of the prompt's tokens."""
-Shape = Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)]
+_NUMBER = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?"
+Size = Annotated[str, pydantic.StringConstraints(pattern=rf"^{_NUMBER}(\*{_NUMBER})*$")]
+Shape = Annotated[list[pydantic.PositiveInt | Size], pydantic.Field(min_length=1)]
+
+
+class Sound(Frozen):
+    """How a pipeline makes sound: its network returns two outputs, and its loop steps a second latents with each."""
+
+    parts: Annotated[list[Word], pydantic.Field(min_length=1)]
+    """The components that make it of the second latents, after the last step. They are on the host."""
+    rate: str
+    """The number in a component's configuration that says its samples a second: `vocoder.output_sampling_rate`."""
 
 
 class PipelineCall(Frozen):
@@ -238,9 +249,9 @@ class PipelineCall(Frozen):
     """Arguments of `encode_prompt` that are always the same."""
     embeddings: dict[str, Shape | Annotated[list[Shape], pydantic.Field(min_length=1, max_length=1)] | None]
     """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
-    a shape is a number in the network's configuration; `tokens` are as many as the prompt has. `[[tokens, 64]]` is
-    a list of a tensor for each prompt. `null` is a value that the pipeline computes again. Without guidance there are
-    none whose names begin with `negative_`."""
+    a shape is a number in the network's configuration, `component.name` one in another's, and `a*b` is a product;
+    `tokens` are as many as the prompt has. `[[tokens, 64]]` is a list of a tensor for each prompt. `null` is a value
+    that the pipeline computes again. Without guidance there are none whose names begin with `negative_`."""
     tokens: pydantic.PositiveInt = 512
     """What `plan` and `trace` take for `tokens` in a shape: there is no prompt then."""
     negative_apart: bool = False
@@ -252,8 +263,12 @@ class PipelineCall(Frozen):
     which the mesh's `dp` splits."""
     dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
     """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
-    settings: dict[str, Literal["height", "width", "area", "frames", "steps", "guidance_scale"]]
-    """By argument of the pipeline, the field of the config that it gets; `area` is height times width."""
+    before: list[Word] = []
+    """The components that its loop's function calls before the first step and not later. They run in `encode`, and
+    return tensors in tuples, lists and dicts. `vae` is among them if it encodes something, and there is no `image`."""
+    settings: dict[str, Literal["height", "width", "area", "frames", "frame_rate", "steps", "guidance_scale"]]
+    """By argument of the pipeline, the field of the config that it gets; `area` is height times width, and `frame_rate`
+    is `fps`."""
     constants: dict[str, Any] = {}
     """Arguments of the pipeline that are the same in all jobs, unless a job's `call` replaces them."""
     init: dict[str, Any] = {}
@@ -264,6 +279,12 @@ class PipelineCall(Frozen):
     host: list[Literal["vae"]] = []
     """Components that stay on the host, in PyTorch: `[vae]` if the VAE cannot be compiled, or if the pipeline does more
     with the decoded video than to post-process it."""
+    asks: bool = False
+    """Whether its constructor or `encode_prompt` asks network and VAE for their configurations."""
+    guider: bool = False
+    """Whether it takes a guider, the component `guider`, which combines the predictions with the job's scale."""
+    sound: Sound | None = None
+    """How it makes sound, for a pipeline that does. The video has it."""
     hand_written: HandWritten | None = None
     """What the latents in stage files of hand-written ports are to the pipeline. Without it they are refused."""
 
@@ -271,6 +292,18 @@ class PipelineCall(Frozen):
     def networks(self) -> tuple[str, ...]:
         """The components that the loop calls, in its order."""
         return (self.network,) if isinstance(self.network, str) else tuple(self.network)
+
+    @property
+    def components(self) -> list[str]:
+        """All components of the card that the pipeline uses."""
+        sound = [] if self.sound is None else self.sound.parts
+        guider = ["guider"] if self.guider else []
+        return [*self.networks, *self.encoders, *self.before, *sound, *guider, "scheduler", "vae"]
+
+    @property
+    def encodes_video(self) -> bool:
+        """Whether the VAE encodes an image or a video before the first step."""
+        return self.image is not None or "vae" in self.before
 
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
@@ -290,7 +323,7 @@ class PipelineCall(Frozen):
     @property
     def takes_guidance(self) -> bool:
         """Whether the scale of guidance changes what the pipeline makes."""
-        return self.takes_negative or "guidance_scale" in self.settings.values()
+        return self.guider or self.takes_negative or "guidance_scale" in self.settings.values()
 
     @property
     def lists(self) -> frozenset[str]:
@@ -312,6 +345,8 @@ class PipelineCall(Frozen):
             raise ValueError(f"'conditions' has '{unknown[0]}', which is none of 'embeddings'")
         if len(set(self.networks)) < len(self.networks):
             raise ValueError(f"'network' has '{self.networks[0]}' twice: a loop with one network names it alone")
+        if self.sound is not None and (self.conditions or len(self.networks) > 1 or self.lists):
+            raise ValueError("'sound' goes with one network that is called once a step and takes no lists")
         return self
 
 
@@ -773,7 +808,7 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
     for name in job.call:
         place = document.place(["call", name])
         if name in card.call.settings:
-            field = card.call.settings[name].replace("area", "height' and 'width")
+            field = card.call.settings[name].replace("area", "height' and 'width").replace("frame_rate", "fps")
             fact = f"'{name}' gets the field '{field}'"
             yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
         elif name in (*PASSED, *card.call.shapes, card.call.image):
@@ -854,7 +889,7 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
     sections_of_names += [(["strategies", name, "like"], [like], "strategy", alone) for name, like in likes]
     sections_of_names += [(["tiny", "trained"], card.tiny.trained, "component", card.components)]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
-    needed = networks if card.call is None else [*card.call.networks, *card.call.encoders, "scheduler", "vae"]
+    needed = networks if card.call is None else card.call.components
     sections_of_names += [(["components" if card.call is None else "call"], needed, "component", card.components)]
     absent: set[str] = set()
     # Where a network is no component, rules for a component may be meant for it: they are not refused, too.

@@ -213,7 +213,8 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
             )
         words = index[name] if isinstance(index[name], list) else []
         classes = [str(word).removesuffix("Fast") for word in words]  # transformers 4 had two of each tokenizer
-        if classes != [library.partition(".")[0], class_name]:
+        # For a class of a pipeline, diffusers names the folder of that pipeline.
+        if classes[1:] != [class_name] or classes[0] not in library.split("."):
             remedy = f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model"
             raise CheckpointForeignError(str(file), f"'{name}' is {index[name]}", remedy, component=name)
 

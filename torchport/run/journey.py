@@ -312,7 +312,8 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
         yield from itertools.takewhile(lambda _: not ended.is_set(), shown)
 
     with ThreadPoolExecutor(2) as pool:
-        video = pool.submit(encoded, frames_FCHW, task.job.fps, tracked)
+        sound = (outputs["sound"], int(outputs["sound_rate"])) if "sound" in outputs else None
+        video = pool.submit(encoded, frames_FCHW, task.job.fps, tracked, sound)
         sheet = pool.submit(contact_sheet, frames_FCHW)
 
         def write() -> None:

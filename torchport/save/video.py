@@ -16,17 +16,26 @@ import torch
 from torchport.files import atomic
 
 if TYPE_CHECKING:
-    from av import VideoFrame
+    from av import Packet, VideoFrame
+    from av.container import OutputContainer
     from PIL.Image import Image
 
 PRESET = "veryfast"
 """Of x264: a third of the default's time for a noisy video, the same error to 0.4 dB, and no larger file."""
+AAC_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
+"""Samples a second that AAC has."""
 AHEAD = 32
 """Frames that wait for x264."""
 
 
-def encoded(frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> bytes:
-    """Returns an H.264 video of frames [F, 3, height, width]: bytes, or numbers from 0 to 1; height and width even."""
+def encoded(
+    frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any], sound: tuple[torch.Tensor, int] | None = None
+) -> bytes:
+    """Returns an H.264 video of frames [F, 3, height, width]: bytes, or numbers from 0 to 1; height and width even.
+
+    Args:
+        sound: [channels, samples], numbers from -1 to 1 of one or two channels, and the samples a second; it is AAC.
+    """
     import av
 
     file = io.BytesIO()
@@ -36,10 +45,25 @@ def encoded(frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> b
         stream.pix_fmt = "yuv420p"
         # Several frames at a time. PyAV's default, slices of one frame at a time, is slower and makes a larger file.
         stream.codec_context.thread_type = "FRAME"
+        if sound is not None:
+            video.mux(_audio(video, *sound))
         for frame in track(_ahead(pool, frames_FCHW)):
             video.mux(stream.encode(frame))
         video.mux(stream.encode())
     return file.getvalue()
+
+
+def _audio(video: OutputContainer, sound: torch.Tensor, rate: int) -> list[Packet]:
+    """Returns the packets of a video's audio stream. A rate that AAC does not have becomes 48 kHz."""
+    from av import AudioFrame, AudioResampler
+
+    layout = "mono" if len(sound) == 1 else "stereo"
+    stream = video.add_stream("aac", rate=rate if rate in AAC_RATES else 48000, layout=layout)
+    resampler = AudioResampler(format="fltp", layout=layout, rate=stream.rate, frame_size=1024)
+    frame = AudioFrame.from_ndarray(sound.float().contiguous().numpy(), format="fltp", layout=layout)
+    frame.sample_rate = rate
+    frames = [*resampler.resample(frame), *resampler.resample(None)]
+    return [packet for each in (*frames, None) for packet in stream.encode(each)]
 
 
 def _ahead(pool: ThreadPoolExecutor, frames_FCHW: torch.Tensor) -> Iterator[VideoFrame]:

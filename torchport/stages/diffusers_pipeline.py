@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
+import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -22,11 +22,12 @@ import torch
 
 from torchport.config.card import TOKENS, Card, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
-from torchport.stages import frames, picture
+from torchport.stages import frames, guiding, picture
+from torchport.stages.beside import KEPT, kept
 from torchport.stages.decoding import Decoding, part_of
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
-from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay, latents_of
+from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
 
@@ -34,6 +35,11 @@ ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
 DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call", "scheduler")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
+BEFORE_USES = ("height", "width", "frames", "call")
+
+SOUND_LATENTS, SOUND, RATE = "sound_latents", "sound", "sound_rate"
+"""What `denoise` and `decode` return of a pipeline's sound: [1, ...]; [channels, samples], from -1 to 1; and the number
+of samples a second."""
 
 ENCODER = ("encoder", "quant_conv")
 DECODER = ("decoder", "post_quant_conv")
@@ -57,61 +63,84 @@ def batch(guidance_scale: float) -> int:
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
-    pipeline, networks = _Stages(card.pipeline, card.call, place), card.call.networks
-    # The blocks of a modular pipeline that encode may ask its networks for their configurations.
-    asked = networks if pipeline.has_blocks else ()
-    encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders), meta=asked)
-    encoding, on_host = [encode], "vae" in card.call.host
-    if card.call.image is not None and on_host:
-        parts, uses = (*encode.parts, "scheduler", "vae"), (*ENCODE_USES, *IMAGE_USES)
-        encoding = [dataclasses.replace(encode, uses=uses, parts=parts, meta=networks)]
-    elif card.call.image is not None:
-        image_uses = (*IMAGE_USES, "dtypes")
-        network: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
-        encoding.append(
-            Stage(
-                "encode_image",
-                pipeline.encode_image,
-                image_uses,
-                parts=("scheduler",),
-                meta=networks,
-                like=lambda parts, settings: {},
-                **network,
-            )
-        )
-    encoders = tuple(stage.name for stage in encoding)
-    denoising: dict[str, Any] = {"parts": ("scheduler",), "like": pipeline.inputs_like}
-    denoising["open_dims"] = {
-        name: [dim for dim, size in enumerate(shape or ()) if size == TOKENS]
-        for name, shape in card.call.shapes.items()
+    pipeline = _Stages(card.pipeline, card.call, place)
+    encoding = _encoding(pipeline)
+    return *encoding, *_denoising(pipeline, tuple(stage.name for stage in encoding)), _decoding(pipeline)
+
+
+def _asking(stage: Stage, pipeline: _Stages) -> Stage:
+    """Returns a stage in which the pipeline's loop begins, with what else it asks for configurations."""
+    card, here = pipeline.card, (*stage.parts, stage.network)
+    names = (*card.networks, "vae", *pipeline.called_before, *pipeline.sound_parts)
+    guider = ("guider",) if card.guider else ()
+    meta = tuple(name for name in names if name not in here)
+    return dataclasses.replace(stage, parts=(*stage.parts, *guider), meta=meta)
+
+
+def _encoding(pipeline: _Stages) -> list[Stage]:
+    """Returns the stages before denoising: `encode`, and `encode_image` for a VAE on the devices."""
+    card, on_host = pipeline.card, "vae" in pipeline.card.host
+    image, before = card.encodes_video and on_host, bool(pipeline.called_before)
+    image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
+    # Of a loop that runs up to its first step.
+    parts = (*pipeline.called_before, "scheduler") if before or image else ()
+    uses = (*(BEFORE_USES if before else ()), *(image_uses if image else ()))
+    parts, uses = (*card.encoders, *parts, *(["vae"] if image else [])), tuple(dict.fromkeys((*ENCODE_USES, *uses)))
+    encode = Stage("encode", pipeline.encode, uses, parts=parts)
+    encode = _asking(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
+    if not card.encodes_video or on_host:
+        return [encode]
+    compiled: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
+    uses = (*image_uses, "dtypes")
+    like: dict[str, Any] = {"like": lambda parts, settings: {}, "parts": ("scheduler",)}
+    return [encode, _asking(Stage("encode_image", pipeline.encode_image, uses, **compiled, **like), pipeline)]
+
+
+def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage]:
+    """Returns the stages that take steps: one for each network."""
+    card, networks = pipeline.card, pipeline.card.networks
+    shapes = {name: shape or () for name, shape in card.shapes.items()}
+    opens = {name: [dim for dim, size in enumerate(shape) if size == TOKENS] for name, shape in shapes.items()}
+    same: dict[str, Any] = {
+        "parts": ("scheduler",),
+        "like": pipeline.inputs_like,
+        "open_dims": {**opens, KEPT: range(1, 8) if any(opens.values()) else ()},
+        "call": pipeline.stacked if card.lists else None,
+        "outputs": ("video", SOUND) if pipeline.sound_parts else (),
     }
-    if card.call.lists:
-        denoising["call"] = pipeline.stacked
-    first, last = (
-        {**denoising, "network": network, "meta": ("vae", *(other for other in networks if other != network))}
-        for network in (networks[0], networks[-1])
-    )
-    denoise = [Stage("denoise", pipeline.denoise, DENOISE_USES, needs=encoders, **last)]
-    if len(networks) == 2:
-        # The noise and the seed's generator are among what the first one leaves. The image is drawn from anew.
-        uses_second = tuple(name for name in DENOISE_USES if name != "seed" or card.call.image is not None)
-        denoise = [
-            Stage("denoise_first", pipeline.denoise_first, DENOISE_USES, needs=encoders, **first),
-            Stage("denoise", pipeline.denoise, uses_second, needs=(*encoders, "denoise_first"), **last),
-        ]
-    decode = Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler",), meta=networks)
-    if on_host:
-        return *encoding, *denoise, dataclasses.replace(decode, parts=("scheduler", "vae"))
+    uses = (*DENOISE_USES, *pipeline.frame_rate, *(("guider",) if card.guider else ()))
+    denoise = Stage("denoise", pipeline.denoise, uses, needs=encoders, network=networks[-1], **same)
+    if len(networks) == 1:
+        return [_asking(denoise, pipeline)]
+    first = Stage("denoise_first", pipeline.denoise_first, uses, needs=encoders, network=networks[0], **same)
+    # The noise and the seed's generator are among what the first one leaves. The image is drawn from anew.
+    uses = tuple(name for name in uses if name != "seed" or card.encodes_video)
+    denoise = dataclasses.replace(denoise, uses=uses, needs=(*encoders, first.name))
+    return [_asking(first, pipeline), _asking(denoise, pipeline)]
+
+
+def _decoding(pipeline: _Stages) -> Stage:
+    parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)
+    decode = Stage("decode", pipeline.decode, uses, needs=("denoise",), parts=parts)
+    if "vae" in pipeline.card.host:
+        return _asking(dataclasses.replace(decode, parts=(*parts, "vae")), pipeline)
     compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
-    return (
-        *encoding,
-        *denoise,
-        dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like),
-    )
+    decode = dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
+    return _asking(decode, pipeline)
 
 
 class _Stages(UpstreamPipeline):
     """The functions of the stages."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether encoding asks for configurations. The blocks of a modular pipeline may."""
+        return self.has_blocks or self.card.asks
+
+    @property
+    def frame_rate(self) -> tuple[str, ...]:
+        """The setting of the frames a second, if the pipeline takes them."""
+        return ("frame_rate",) if "frame_rate" in self.card.settings.values() else ()
 
     @property
     def network(self) -> str:
@@ -124,7 +153,8 @@ class _Stages(UpstreamPipeline):
         And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
-        encoders |= self._asked(parts, settings) if self.has_blocks else {}
+        encoders |= self._asked(parts, settings) if self.asks else {}
+        encoders |= {"guider": guiding.guider(parts["guider"], settings)} if self.card.guider else {}
         values = list(self.encoded(encoders, settings))
         if len(values) != len(self.card.embeddings):
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
@@ -139,15 +169,29 @@ class _Stages(UpstreamPipeline):
             self._check_dtype(name, value.dtype, settings)
         if self._image_stage == "encode":
             outputs |= self._moments(parts, settings, outputs, is_read=True)
-        return outputs
+        return outputs | self._before(parts, settings, outputs)
+
+    def _before(
+        self, parts: Mapping[str, Any], settings: Settings, embeddings: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns what the card's `before` return; on meta zeros, and a blank image is what they see."""
+        if not self.called_before:
+            return {}
+        others = self.others(parts, settings)
+        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
+        vae = Encoding(parts["vae"], settings.dtypes["vae"], loop, self.place)
+        encoders = {name: parts[name] for name in self.card.encoders if name in parts}
+        self._samples_of_first_step(parts, settings, embeddings, loop, vae, {**encoders, **others})
+        return kept({name: others[name] for name in self.called_before})
 
     def _asked(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, ComponentStandIn]:
-        """Returns the networks that are here without weights, for code that asks for configuration and dtype."""
-        return {name: ComponentStandIn(parts[name], settings.dtypes[name], None, None) for name in self.card.networks}
+        """Returns networks and VAE without weights, for code that asks for configuration and dtype."""
+        names = (*self.card.networks, "vae")
+        return {name: ComponentStandIn(parts[name], settings.dtypes[name], None, None) for name in names}
 
     @property
     def _image_stage(self) -> StageName | None:
-        if self.card.image is None:
+        if not self.card.encodes_video:
             return None
         return "encode" if "vae" in self.card.host else "encode_image"
 
@@ -181,18 +225,19 @@ class _Stages(UpstreamPipeline):
         Args:
             embeddings: Of the prompts, or like them.
             call: The VAE as a network; None: it encodes on the host.
-            is_read: Whether the image is the one that was named; otherwise it is blank.
+            is_read: Whether the image, if there is one, is the one that was named; otherwise it is blank.
         """
         dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
-        loop = First(copy.deepcopy(parts["scheduler"]))
+        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
+        is_read = is_read and self.card.image is not None
         image = {str(self.card.image): picture.read(settings.image)} if is_read else {}
         vae = Encoding(parts["vae"], dtype, loop, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
-        self._sample_of_first_step(parts, settings, embeddings, loop, vae, **image)
+        self._samples_of_first_step(parts, settings, embeddings, loop, vae, self.others(parts, settings), **image)
         if not vae.moments:
-            fact = f"'{self.name}' takes an image, and does not call its VAE's 'encode' before its first step"
+            fact = f"'{self.name}' does not call its VAE's 'encode' before its first step"
             raise BadValueError(self.place, fact, OTHER_LOOP)
         return vae.moments
 
@@ -204,13 +249,13 @@ class _Stages(UpstreamPipeline):
     def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
         """Returns tensors of the shapes that `encode` returns."""
         embeddings = self.embeddings_like(parts, settings)
-        return embeddings | ({} if self.card.image is None else self._moments(parts, settings, embeddings))
+        image = self._moments(parts, settings, embeddings) if self.card.encodes_video else {}
+        return embeddings | image | self._before(parts, settings, embeddings)
 
     def embeddings_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
         """Returns embeddings of the shapes and dtypes that `encode` returns."""
-        config = parts[self.network].config
         sizes = {
-            name: [self._size(size, config) for size in self.card.shapes[name] or ()]
+            name: [self._size(size, parts) for size in self.card.shapes[name] or ()]
             for name in self._embeddings(settings)
         }
         return {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
@@ -221,15 +266,20 @@ class _Stages(UpstreamPipeline):
         own: torch.dtype | None = getattr(torch, by_name, None)
         return own or settings.dtypes[self.network]
 
-    def _size(self, size: int | str, config: Mapping[str, Any]) -> int:
+    def _size(self, size: int | str, parts: Mapping[str, Any]) -> int:
         if isinstance(size, int):
             return size
         if size == TOKENS:
             return self.card.tokens
-        if not isinstance(config.get(size), int):
-            fact = f"'{size}' is no number in the configuration of '{self.network}'"
-            raise BadValueError(self.place, fact, nearest(size, config), name=size)
-        return int(config[size])
+        return math.prod(self._number(*name.rpartition("."), parts) for name in size.split("*"))
+
+    def _number(self, component: str, _: str, key: str, parts: Mapping[str, Any]) -> int:
+        component = component or self.network
+        config = getattr(parts.get(component), "config", {})
+        if not isinstance(config.get(key), int):
+            fact = f"'{key}' is no number in the configuration of '{component}'"
+            raise BadValueError(self.place, fact, nearest(key, config), name=key)
+        return int(config[key])
 
     def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
         """Refuses whole numbers where the card names floating-point ones, and the other way round."""
@@ -254,8 +304,9 @@ class _Stages(UpstreamPipeline):
             **inputs: What `encode` returned; and `noise`, where it is not to be drawn, in the pipeline's own layout.
 
         Returns:
-            `latents`, in the layout and dtype of the pipeline's `output_type="latent"`; `generator`, the state of the
-            seed's generator after them; and what it drew of the image.
+            `latents`, in the layout and dtype of the pipeline's loop, and `sound_latents` of a pipeline that makes
+            sound; `generator`, the state of the seed's generator after them; and what it drew of
+            the image.
         """
         replay = self._replay(parts, settings, steps)
         return self._denoised(parts, {self.card.networks[-1]: call}, settings, replay, **inputs)
@@ -281,7 +332,7 @@ class _Stages(UpstreamPipeline):
 
     def _replay(self, parts: Mapping[str, Any], settings: Settings, steps: Steps, leaves: bool = False) -> Replay:
         generator = torch.Generator().manual_seed(settings.seed)
-        return Replay(parts["scheduler"], generator, steps, self.name, settings.steps, leaves)
+        return Replay(parts["scheduler"], generator, steps, self.name, settings.steps, leaves, self.latents)
 
     def _denoised(
         self,
@@ -294,6 +345,7 @@ class _Stages(UpstreamPipeline):
     ) -> dict[str, torch.Tensor]:
         """Returns the latents that upstream's loop ends with; see `denoise`. It draws noise where none is given."""
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
+        before = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(f"{KEPT}.")}
         # They may have been encoded for another dtype of the network's. Masks stay what they are.
         embeddings = {n: v.to(self._dtype(n, settings)) if v.is_floating_point() else v for n, v in inputs.items()}
         missing = [name for name in self._embeddings(settings) if name not in inputs]
@@ -302,17 +354,15 @@ class _Stages(UpstreamPipeline):
             remedy = "Run --stage encode with this model and guidance scale"
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
         if noise is not None:
-            drawn, _ = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
+            [drawn, *_], _ = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, str(self._image_stage))
-        run = functools.partial(self.called, parts, settings, embeddings, replay, calls, vae)
-        latents = run(is_latent=True, latents=noise)
-        last = latents_of(replay.state)
-        is_other = last is not None and last.shape != latents.shape  # the pipeline turned them round after its loop
-        if last is not None and (is_other or vae.is_blank):
-            latents = last
-        return {"latents": latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
+        others = self.others(parts, settings, before)
+        self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, latents=noise)
+        # Not what it returns: the pipeline may change them after its loop, and does so again when they are decoded.
+        latents = dict(zip(("latents", SOUND_LATENTS), all_latents(replay.state), strict=False))
+        return {**latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
 
     def _drawn(
         self,
@@ -321,37 +371,40 @@ class _Stages(UpstreamPipeline):
         embeddings: Mapping[str, torch.Tensor],
         image: Mapping[str, torch.Tensor],
         stage: str,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`."""
-        loop = First(copy.deepcopy(parts["scheduler"]))
+        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, image, stage)
-        return self._sample_of_first_step(parts, settings, embeddings, loop, vae), vae.drawn
+        others = self.others(parts, settings)
+        return self._samples_of_first_step(parts, settings, embeddings, loop, vae, others), vae.drawn
 
-    def _sample_of_first_step(
+    def _samples_of_first_step(
         self,
         parts: Mapping[str, Any],
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
         loop: First,
         vae: ComponentStandIn,
+        others: Mapping[str, Any],
         **arguments: Any,
-    ) -> torch.Tensor:
+    ) -> list[torch.Tensor]:
         """Returns the latents in upstream's loop at its first step, where it is left."""
         try:
-            self.called(parts, settings, embeddings, loop, {}, vae, is_latent=True, **arguments)
+            self.called(parts, settings, embeddings, loop, {}, vae, others, is_latent=True, **arguments)
         except FirstStep as reached:
-            return reached.sample
+            return reached.samples
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
 
     def latents_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
         """Returns tensors of the shapes and dtypes that `denoise` returns."""
         embeddings, moments = self.embeddings_like(parts, settings), {}
-        if self.card.image is not None:
+        if self.card.encodes_video:
             with torch.device("meta"):  # `decode` has no encoder
                 whole = type(parts["vae"]).from_config(parts["vae"].config).to(settings.dtypes["vae"])
             moments = self._moments({**parts, "vae": whole}, settings, embeddings)
         drawn, image = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
-        return {"latents": drawn, GENERATOR: torch.Generator().get_state(), **image}
+        latents = dict(zip(("latents", SOUND_LATENTS), drawn, strict=False))
+        return {**latents, GENERATOR: torch.Generator().get_state(), **image}
 
     def decode(
         self, parts: Mapping[str, Any], call: Call | None, settings: Settings, steps: Steps, **inputs: torch.Tensor
@@ -365,7 +418,7 @@ class _Stages(UpstreamPipeline):
             **inputs: `latents` and what else `denoise` returned; or `latents_BCTHW` of a hand-written port.
 
         Returns:
-            `frames` [1, F, 3, height, width], bytes.
+            `frames` [1, F, 3, height, width], bytes; and `sound` [channels, samples], float32, with `sound_rate`.
         """
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
@@ -373,23 +426,49 @@ class _Stages(UpstreamPipeline):
         image = {name: value for name, value in inputs.items() if name.startswith(LATENTS)}
         latents = inputs.get("latents")
         if latents is None:
-            drawn, _ = self._drawn(parts, settings, embeddings, image, "denoise")
+            [drawn, *_], _ = self._drawn(parts, settings, embeddings, image, "denoise")
             latents = self._of_hand_written(inputs["latents_BCTHW"], drawn.shape).to(drawn.dtype)
-        replay = Finished(parts["scheduler"], latents, inputs.get(GENERATOR))
+        sound = {} if self.card.sound is None else {SOUND_LATENTS: self._sound_latents(inputs)}
+        replay = Finished(parts["scheduler"], {"latents": latents, **sound}, inputs.get(GENERATOR))
+        others = self.others(parts, settings)
+        # Where they have no values, as in a plan, there is silence.
+        others |= {name: parts[name] for name in self.sound_parts if not _has_no_values(parts[name])}
         dtype = settings.dtypes["vae"]
         progress = iter(steps.track(range(1), done=0, total=1))
         if call is None:
             next(progress, None)
             vae = Encoded(parts["vae"], dtype, replay, image, "denoise")
-            video = self.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
+            video, *made = self.called(parts, settings, embeddings, replay, {}, vae, others, is_latent=False)
             pixels = frames.pixels(self.checked_frames(video, settings))
         else:
             noted = Decoding(parts["vae"], dtype, replay, image, self.name, self.place)
-            result = self.called(parts, settings, embeddings, replay, {}, noted, is_latent=False)
+            result, *made = self.called(parts, settings, embeddings, replay, {}, noted, others, is_latent=False)
             next(progress, None)
             pixels = call(**noted.inputs_of(result))
         next(progress, None)
-        return {"frames": frames.checked(*pixels)}
+        return {"frames": frames.checked(*pixels), **self._sound(parts, made)}
+
+    def _sound_latents(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if SOUND_LATENTS not in inputs:
+            fact, remedy = f"It lacks '{SOUND_LATENTS}'", "Run --stage denoise with this model"
+            raise ArtefactForeignError("denoise.safetensors", fact, remedy, name=SOUND_LATENTS)
+        return inputs[SOUND_LATENTS]
+
+    def _sound(self, parts: Mapping[str, Any], made: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the sound that a pipeline made, and its rate by the card."""
+        if self.card.sound is None:
+            return {}
+        [sound], (name, _, key) = made, self.card.sound.rate.partition(".")
+        rate = getattr(parts.get(name), "config", {}).get(key)
+        if not isinstance(rate, int):
+            fact = f"'{self.card.sound.rate}' is no number in a configuration"
+            raise BadValueError(
+                self.place, fact, "Write 'sound: {rate: COMPONENT.KEY}' with a component of its 'parts'"
+            )
+        if sound.ndim != 3 or sound.shape[0] != 1 or sound.shape[1] not in (1, 2):
+            fact = f"'{self.name}' returns sound {list(sound.shape)}, and not [1, channels, samples] of 1 or 2 channels"
+            raise BadValueError(self.place, fact, OTHER_LOOP)
+        return {SOUND: sound[0].float().clamp(-1, 1), RATE: torch.tensor(rate)}
 
     def stacked(self, network: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
         """Returns the outputs of a network for lists, which it may return as a list, as one tensor: `call`."""
@@ -416,3 +495,7 @@ class _Stages(UpstreamPipeline):
             first = latents.narrow(time, 0, 1)
             latents = torch.cat([*[torch.zeros_like(first)] * missing, latents], dim=time)
         return latents
+
+
+def _has_no_values(module: torch.nn.Module) -> bool:
+    return any(weight.is_meta for weight in module.parameters())

@@ -64,6 +64,7 @@ class Settings:
         call: Arguments of the pipeline that the config sets.
         guider: The class of the guider that the config sets, under `class`, and its arguments; None: the checkpoint's.
         scheduler: The same of the scheduler.
+        frame_rate: The video's frames a second.
     """
 
     prompt: str
@@ -82,6 +83,7 @@ class Settings:
     call: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     guider: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
+    frame_rate: int = 24
 
     def traced(self) -> Settings:
         """Returns the settings that a network is called with while it is traced: those its program may depend on. The
@@ -263,8 +265,9 @@ def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inp
         if name not in inputs:
             continue
         sizes = zip(inputs[name].shape, like.shape, strict=False)
+        others = stage.open_dims.get(name.partition(".")[0], ())
         differing = [dim for dim, (size, other) in enumerate(sizes) if size != other]
-        if inputs[name].ndim != like.ndim or set(differing) - set(stage.open_dims.get(name, ())):
+        if inputs[name].ndim != like.ndim or set(differing) - set(stage.open_dims.get(name, others)):
             fact = f"'{name}' has shape {list(inputs[name].shape)}, and this run takes {list(like.shape)}"
             remedy = f"Run --stage {stage.needs[0]} with this model, checkpoint and size"
             raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)

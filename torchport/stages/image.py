@@ -25,10 +25,8 @@ LATENTS = "image_latents_"
 """Names of what the pipeline drew from that, with the number of its drawing: [1, C, T, H, W]."""
 
 
-class _VaeStandIn(ComponentStandIn):
+class VaeStandIn(ComponentStandIn):
     """Takes the VAE's place in a pipeline. The VAE's buffers may have no values."""
-
-    is_blank = False  #: Whether a buffer without values was asked for.
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the VAE. In place of a buffer without values, also in its modules, it has ones."""
@@ -42,7 +40,6 @@ class _VaeStandIn(ComponentStandIn):
             return value
         if isinstance(value, torch.nn.Parameter):
             return self._without_values(name, value)
-        self.is_blank = True
         return torch.ones(value.shape, dtype=value.dtype)
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
@@ -50,7 +47,7 @@ class _VaeStandIn(ComponentStandIn):
         return weight
 
 
-class Encoding(_VaeStandIn):
+class Encoding(VaeStandIn):
     """Takes the VAE's place in a pipeline, encodes with it, and keeps what it returned.
 
     Args:
@@ -99,7 +96,7 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     return moments
 
 
-class Encoded(_VaeStandIn):
+class Encoded(VaeStandIn):
     """Takes the VAE's place in a pipeline, and returns what an earlier stage kept of the image; all else is the VAE's.
 
     Args:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import torch
+from torch.utils import _pytree as pytree
 
 from torchport.errors import BadValueError, nearest
 
@@ -77,6 +78,11 @@ def each(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
         items = [each(function, f"{name}.{number}", item) for number, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return function(name, value)
+
+
+def moved(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns a tree of anything with `function(tensor)` in place of each tensor."""
+    return pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,40 +17,68 @@ RETURNED = "returned"
 """The name of what `step` returned, in what is saved after a step."""
 GENERATOR = "generator"
 """The name of the state of the seed's generator, in what is saved after a step and in what `denoise` returns."""
+SOUND = "sound"
+"""The name of a loop's second latents, in what is saved after a step."""
 OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
-class Loop:
-    """Takes over the steps of a pipeline's loop: `returned` is called in place of its scheduler's `step`."""
+class _Step:
+    """What upstream's loop calls as the `step` of a scheduler. A copy of the scheduler has one of its own."""
 
-    def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0) -> None:
+    def __init__(self, loop: Loop, scheduler: Any) -> None:
+        self.loop = loop
+        self.scheduler = scheduler
+        self.real = type(scheduler).step.__get__(scheduler)
+        functools.update_wrapper(self, self.real)  # upstream reads its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.loop.stepped(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Step:
+        return _Step(self.loop, memo[id(self.scheduler)])
+
+
+class Loop:
+    """Takes over the steps of a pipeline's loop: `returned` is called in place of its scheduler's `step`.
+
+    Args:
+        latents: How many latents go through the loop. With sound they are two, and a copy of the scheduler has the
+            second: that is called after the scheduler in each step.
+    """
+
+    def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0, latents: int = 1) -> None:
         #: It is changed: upstream asks for its class, so it remains itself.
         self.scheduler = scheduler
         self.generator = generator  #: Of the seed.
         self.done = done  #: The steps whose results are known.
         self.number = 0  #: The steps that are over.
+        self.count = latents
+        self.tracks: list[_Step] = []  #: Of each latents, in the order of a step's calls.
         self.real = type(scheduler).step.__get__(scheduler)
-        takes = inspect.signature(self.real).parameters
+        scheduler.step = _Step(self, scheduler)
 
-        @functools.wraps(self.real)  # upstream reads its signature
-        def step(*args: Any, **kwargs: Any) -> Any:
-            """Counts a step of the loop, and returns what `returned` does, in the form that upstream asks for."""
-            if self.number == 0:
-                self._check_timesteps()
-                count = self.sample(args, kwargs).shape[0]
-                if count != 1:  # nothing after the loop takes several
-                    fact = f"The pipeline makes {count} videos at once"
-                    raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
-            self.number += 1
-            if "generator" in takes:
-                kwargs.setdefault("generator", self.generator)  # most pipelines pass none, and no seed would decide
-            if kwargs.get("return_dict") is False or "return_dict" not in takes:
-                return self.returned(args, kwargs)
-            from diffusers.schedulers.scheduling_utils import SchedulerOutput
+    def stepped(self, step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Counts a step of the loop, and returns what `returned` does, in the form that upstream asks for."""
+        if step not in self.tracks:
+            if len(self.tracks) == self.count:
+                fact = f"The pipeline steps with {self.count + 1} copies of its scheduler"
+                raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
+            self.tracks.append(step)
+        track, takes = self.tracks.index(step), inspect.signature(step.real).parameters
+        if self.number == 0:
+            self._check_timesteps()
+            count = self.sample(args, kwargs).shape[0]
+            if count != 1:  # nothing after the loop takes several
+                fact = f"The pipeline makes {count} videos at once"
+                raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
+        self.number += 1 if track == 0 else 0
+        if "generator" in takes:
+            kwargs.setdefault("generator", self.generator)  # most pipelines pass none, and no seed would decide
+        if kwargs.get("return_dict") is False or "return_dict" not in takes:
+            return self.returned(track, args, kwargs)
+        from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
-            return SchedulerOutput(self.returned(args, {**kwargs, "return_dict": False})[0])
-
-        scheduler.step = step
+        return SchedulerOutput(self.returned(track, args, {**kwargs, "return_dict": False})[0])
 
     def _check_timesteps(self) -> None:
         """Refuses timesteps of NaN or infinity, from a division by zero: `step` would never find its own among them."""
@@ -66,9 +94,9 @@ class Loop:
         return self.number < self.done
 
     @property
-    def shape(self) -> torch.Size | None:
-        """The shape of the latents, where results of steps are known."""
-        return None
+    def shapes(self) -> list[torch.Size]:
+        """The shape of each latents, where results of steps are known."""
+        return []
 
     def begin(self) -> None:
         """Is called before the loop's network is."""
@@ -79,8 +107,8 @@ class Loop:
     def finish(self) -> None:
         """Is called after the loop."""
 
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what `step` returns."""
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what `step` returns, for the latents with the number `track`."""
         raise NotImplementedError
 
     def sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -102,6 +130,12 @@ def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return next((state[name] for name in ("latents", f"{RETURNED}.0") if name in state), None)
 
 
+def all_latents(state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the latents of a state by `latents_of`, and those of the sound after them if it has any."""
+    known = (latents_of(state), state.get(f"{SOUND}.{RETURNED}.0"))
+    return [each for each in known if each is not None]
+
+
 class OtherNetwork(BaseException):
     """Leaves a pipeline's loop where it calls a network that another stage has."""
 
@@ -119,11 +153,18 @@ class Replay(Loop):
     """
 
     def __init__(
-        self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int, leaves: bool = False
+        self,
+        scheduler: Any,
+        generator: torch.Generator,
+        steps: Steps,
+        name: str,
+        total: int,
+        leaves: bool = False,
+        latents: int = 1,
     ) -> None:
         #: The state is what was saved after the last step.
         done, self.state = steps.resume or (0, {})
-        super().__init__(scheduler, generator, done)
+        super().__init__(scheduler, generator, done, latents)
         self.steps = steps
         self.name = name
         self.total = total
@@ -131,7 +172,8 @@ class Replay(Loop):
         self.saved: Any = tree.unpacked(self.state) if self.state else None
         self.progress = iter(steps.track(range(done, total), done=done, total=total))
         self.begun = done
-        self.before: dict[str, Any] = {}
+        self.before: list[dict[str, Any]] = []  # of each latents' scheduler
+        self.taken: list[dict[str, Any]] = []
         self.is_others = False
 
     def begin(self) -> None:
@@ -150,9 +192,8 @@ class Replay(Loop):
         self.is_others = True
 
     @property
-    def shape(self) -> torch.Size | None:
-        latents = latents_of(self.state)
-        return None if latents is None else latents.shape
+    def shapes(self) -> list[torch.Size]:
+        return [latents.shape for latents in all_latents(self.state)]
 
     def finish(self) -> None:
         """Ends the progress bar."""
@@ -160,36 +201,43 @@ class Replay(Loop):
         if isinstance(self.progress, Generator):
             self.progress.close()  # a loop that is left has items that no step took
 
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the saved result for a step that is done; takes any other, and passes the state to `finished`."""
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the saved result for a step that is done; takes any other. The state goes to `finished` at last."""
+        step, is_last = self.tracks[track], track == self.count - 1
         if self.number == 1:
-            self.before = dict(vars(self.scheduler))
+            self.before.append(dict(vars(step.scheduler)))
         if self.number <= self.done:
+            saved = self.saved[SOUND] if track else self.saved
             if self.number == self.done:
-                vars(self.scheduler).update(self.saved["scheduler"])
+                vars(step.scheduler).update(saved["scheduler"])
+            if self.number == self.done and is_last:
                 self.generator.set_state(self.saved[GENERATOR])
-            return self.saved[RETURNED]
-        returned = self.real(*args, **kwargs)
+            return saved[RETURNED]
+        returned = step.real(*args, **kwargs)
         if self.is_others:
-            self.is_others = False
-        else:
-            self.state = self._state(returned)
+            self.is_others = not is_last
+            return returned
+        self.taken = [*self.taken, self._kept(track, returned)] if track else [self._kept(track, returned)]
+        if is_last:
+            first, *others = self.taken
+            sound = {SOUND: others[0]} if others else {}
+            self.state = tree.packed({**first, GENERATOR: self.generator.get_state(), **sound})
             self.steps.finished(self.number, self.state, self._argument("timestep", args, kwargs))
         return returned
 
-    def _state(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Returns all that the loop needs after a step, as tensors; raises if the scheduler keeps anything else."""
+    def _kept(self, track: int, returned: Any) -> dict[str, Any]:
+        """Returns what a step returned and its scheduler's state; raises if the scheduler keeps what is no tensor."""
         if not isinstance(returned, tuple) or not tree.is_packable(returned):
             fact = f"Its 'step' returns a {type(returned).__name__} to '{self.name}', and no tuple of tensors"
             raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
         kept = {}
-        for name, value in vars(self.scheduler).items():
+        for name, value in vars(self.tracks[track].scheduler).items():
             if tree.is_packable(value):
                 kept[name] = value
-            elif self.before.get(name) is not value:
+            elif self.before[track].get(name) is not value:
                 fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
                 raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
-        return tree.packed({RETURNED: returned, "scheduler": kept, GENERATOR: self.generator.get_state()})
+        return {RETURNED: returned, "scheduler": kept}
 
 
 class Finished(Loop):
@@ -198,36 +246,37 @@ class Finished(Loop):
     If upstream's code draws random numbers after the loop, it gets those that the run which took the steps would draw.
 
     Args:
+        latents: By their names in the artefact; those of the sound are second.
         state: Of the seed's generator after the last step; None if the artefact lacks it.
     """
 
-    def __init__(self, scheduler: Any, latents: torch.Tensor, state: torch.Tensor | None) -> None:
-        super().__init__(scheduler, torch.Generator())
-        self.latents = latents
+    def __init__(self, scheduler: Any, latents: Mapping[str, torch.Tensor], state: torch.Tensor | None) -> None:
+        super().__init__(scheduler, torch.Generator(), latents=len(latents))
+        self.latents = list(latents.items())
         self.state = state
         self.after: torch.Tensor | None = None
-        self.rest: tuple[Any, ...] | None = None
+        self.rest: list[tuple[Any, ...]] = []
 
     @property
     def is_done(self) -> bool:
         return True
 
     @property
-    def shape(self) -> torch.Size | None:
-        return self.latents.shape
+    def shapes(self) -> list[torch.Size]:
+        return [latents.shape for _, latents in self.latents]
 
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the latents, and what else `step` returns: that is called once, for its other results."""
-        shape = self.sample(args, kwargs).shape
-        if shape != self.latents.shape:
-            fact = f"'latents' has shape {list(self.latents.shape)}, and this job takes {list(shape)}"
+        (name, latents), shape = self.latents[track], self.sample(args, kwargs).shape
+        if shape != latents.shape:
+            fact = f"'{name}' has shape {list(latents.shape)}, and this job takes {list(shape)}"
             raise ArtefactForeignError("denoise.safetensors", fact, "Run --stage denoise with this model and size")
-        if self.rest is None:
-            self.rest = tuple(self.real(*args, **kwargs))[1:]
+        if track == len(self.rest):
+            self.rest.append(tuple(self.tracks[track].real(*args, **kwargs))[1:])
         if self.state is not None:
             self.generator.set_state(self.state)
         self.after = self.generator.get_state()
-        return (self.latents, *self.rest)
+        return (latents, *self.rest[track])
 
     def finish(self) -> None:
         """Refuses frames that were made with other random numbers than the seed's."""
@@ -240,17 +289,21 @@ class Finished(Loop):
 class FirstStep(BaseException):
     """Leaves a pipeline's loop at its first step."""
 
-    def __init__(self, sample: torch.Tensor) -> None:
+    def __init__(self, samples: list[torch.Tensor]) -> None:
         super().__init__()
-        self.sample = sample
+        self.samples = samples
 
 
 class First(Loop):
     """A loop that is left at its first step."""
 
-    def __init__(self, scheduler: Any) -> None:
-        super().__init__(scheduler, torch.Generator(), done=1)
+    def __init__(self, scheduler: Any, latents: int = 1) -> None:
+        super().__init__(scheduler, torch.Generator(), done=1, latents=latents)
+        self.samples: list[torch.Tensor] = []
 
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Leaves the loop."""
-        raise FirstStep(self.sample(args, kwargs))
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Leaves the loop, once the last of its latents are there."""
+        self.samples.append(self.sample(args, kwargs))
+        if len(self.samples) == self.count:
+            raise FirstStep(self.samples)
+        return (self.samples[-1],)

@@ -58,9 +58,10 @@ class ComponentStandIn(torch.nn.Module):
         except AttributeError:
             return getattr(vars(self)["component"], name)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
-        """Returns a tuple of the network's output, or of its list of outputs; zeros for a step that is done already.
-        Zeros have the shape of the latents if that is known, or else of the input, with the network's output channels.
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a tuple of the network's output, or of its list of outputs, or of the outputs for video and sound;
+        zeros for a step that is done already. Zeros have the shape of the latents if that is known, or else of the
+        input, with the network's output channels.
         """
         loop = self.loop
         assert loop is not None
@@ -69,14 +70,20 @@ class ComponentStandIn(torch.nn.Module):
         if not loop.is_done and self.call is not None:
             loop.begin()
             output = self._computed(self.call, inputs, loop.number)
+            if isinstance(output, tuple):  # of the video, and of its sound
+                return output
             return (list(output) if _takes_list(inputs) else output,)
         if not loop.is_done:
             loop.begin_other()
         if _takes_list(inputs):
             return ([torch.zeros_like(each) for each in next(iter(inputs.values()))],)
-        first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        shape = loop.shape if loop.shape and len(loop.shape) == first.ndim else first.shape
-        return (torch.zeros(first.shape[0], *self._without_batch(shape), dtype=first.dtype),)
+        samples = [value for value in inputs.values() if isinstance(value, torch.Tensor)][: loop.count]
+        return tuple(self._zeros(sample, *loop.shapes[number : number + 1]) for number, sample in enumerate(samples))
+
+    def _zeros(self, sample: torch.Tensor, known: torch.Size | None = None) -> torch.Tensor:
+        """Returns zeros in place of an output, by an input of the network and the shape of the loop's latents."""
+        shape = known if known and len(known) == sample.ndim else sample.shape
+        return torch.zeros(sample.shape[0], *self._without_batch(shape), dtype=sample.dtype)
 
     def _without_batch(self, shape: torch.Size) -> list[int]:
         """Returns the shape of an output, by that of latents or of an input; 1 for all dims if that does not say it."""
@@ -87,13 +94,13 @@ class ComponentStandIn(torch.nn.Module):
             return list(shape[1:])
         return [returned, *shape[2:]] if shape[1] == taken else [1] * (len(shape) - 1)
 
-    def _computed(self, call: Call, inputs: dict[str, Any], number: int) -> torch.Tensor:
+    def _computed(self, call: Call, inputs: dict[str, Any], number: int) -> Any:
         """Returns the network's output, which may have been computed with the call before."""
         batch = inputs if self.conditions is None else self.conditions.inputs(inputs, number)
         if self.conditions is not None and batch is None:
             return self.conditions.second
         assert batch is not None
-        output: torch.Tensor = call(**{name: self.constants.placed(name, value) for name, value in batch.items()})
+        output: Any = call(**{name: self.constants.placed(name, value) for name, value in batch.items()})
         return output if self.conditions is None else self.conditions.halves(output)
 
 

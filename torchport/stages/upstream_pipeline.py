@@ -13,6 +13,8 @@ from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError, nearest
 from torchport.load.foreign import tokenizing
 from torchport.load.module import class_of
+from torchport.stages import guiding
+from torchport.stages.beside import CalledBefore, GivenBack, Silent
 from torchport.stages.conditions import Conditions
 from torchport.stages.decoding import Decoding, processor_of
 from torchport.stages.family import Call, Settings
@@ -35,6 +37,21 @@ class UpstreamPipeline:
     def name(self) -> str:
         """The class's name."""
         return self.class_path.partition(":")[2]
+
+    @property
+    def latents(self) -> int:
+        """How many latents go through its loop: two, if it makes sound."""
+        return 1 if self.card.sound is None else 2
+
+    @property
+    def called_before(self) -> list[str]:
+        """The components that are called before the loop, without the VAE, which has stand-ins of its own."""
+        return [name for name in self.card.before if name != "vae"]
+
+    @property
+    def sound_parts(self) -> list[str]:
+        """The components that make sound."""
+        return [] if self.card.sound is None else self.card.sound.parts
 
     @property
     def has_blocks(self) -> bool:
@@ -75,17 +92,19 @@ class UpstreamPipeline:
         replay: Loop,
         calls: Mapping[str, Call],
         vae: ComponentStandIn,
+        others: Mapping[str, Any],
         *,
         is_latent: bool,
         **arguments: Any,
-    ) -> torch.Tensor:
-        """Returns what upstream's `__call__` returns first.
+    ) -> list[torch.Tensor]:
+        """Returns what upstream's `__call__` returns first; and the sound after it, of a pipeline that makes sound.
 
         Args:
             parts: The networks, for their configurations.
             replay: The scheduler's steps, and the seed's generator.
             calls: The stage's network, by its name; none where every step is done.
             vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.
+            others: Further components, by name.
             is_latent: Whether it returns latents, or frames.
             **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
         """
@@ -100,7 +119,7 @@ class UpstreamPipeline:
             )
             for name in names
         }
-        pipe = self._built({"vae": vae, **stand_ins, "scheduler": replay.scheduler})
+        pipe = self._built({**others, "vae": vae, **stand_ins, "scheduler": replay.scheduler})
         pipe.set_progress_bar_config(disable=True)
         if isinstance(vae, Decoding):
             vae.take_over(pipe)
@@ -117,14 +136,33 @@ class UpstreamPipeline:
         given = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
         every = {**texts, **values, **constants, **given, "generator": replay.generator, **arguments}
         self._check_takes("__call__", pipe.__call__, every)
-        video: torch.Tensor = pipe(**every, return_dict=False)[0]
+        results = list(pipe(**every, return_dict=False))[: self.latents]
         if replay.number != settings.steps:
             fact = f"'{self.name}' calls its scheduler's 'step' {replay.number} times in {settings.steps} steps"
             raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
-        if is_latent and not isinstance(video, torch.Tensor):
-            raise self._unlike("latent", video, "a tensor")
+        if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
+            raise self._unlike("latent", results[0], "a tensor")
         replay.finish()
-        return video
+        return results
+
+    def others(
+        self, parts: Mapping[str, Any], settings: Settings, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Returns what stands in the pipeline beside network, VAE and scheduler, with no sound.
+
+        Args:
+            tensors: What `encode` kept; None: the components of `before` are called, and keep what they return.
+        """
+        dtypes, others = settings.dtypes, {}
+        for name in self.called_before:
+            others[name] = (
+                CalledBefore(parts[name], dtypes[name], name, self.place)
+                if tensors is None
+                else GivenBack(parts[name], dtypes[name], name, tensors)
+            )
+        if self.card.guider:
+            others["guider"] = guiding.guider(parts["guider"], settings)
+        return others | {name: Silent(parts[name], dtypes[name], None, None) for name in self.sound_parts}
 
     def post_processed(self, vae: torch.nn.Module, video: torch.Tensor, settings: Settings) -> torch.Tensor:
         """Returns what the pipeline makes of a decoded video, around its VAE."""

@@ -468,6 +468,7 @@ def _settings(request: Request, card: Card, job: Job) -> families.Settings:
         height=job.height,
         width=job.width,
         frames=job.frames,
+        frame_rate=job.fps,
         steps=job.steps,
         guidance_scale=job.guidance_scale,
         dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype},

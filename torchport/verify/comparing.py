@@ -27,7 +27,6 @@ from torchport.config.card import DENOISING
 from torchport.plan import aot
 from torchport.stages.family import Stage, Steps
 from torchport.stages.outputs import leaves
-from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, recording, seams
@@ -72,7 +71,8 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         recording.wait(file, parent)  # until here the original runs in parallel
         recorded = recording.read(file)
         folder = found.folder = recording.checkpoint_folder(task)
-        found.yardstick = {call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recorded.calls}
+        dtypes = {call.network: recording.tensors_of(call.wide_output)[0].dtype for call in recorded.calls}
+        found.yardstick = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
             if any(call.stage == stage.name for call in recorded.calls):
@@ -218,7 +218,8 @@ class _StageComparison:
         for call, part in zip(calls, parts, strict=True):
             added = distance(part, call.wide_output)
             if added is None:
-                shapes = f"{list(part.shape)}, and the original's {list(call.wide_output.shape)}"
+                ours, theirs = ([list(x.shape) for x in pytree.tree_leaves(each)] for each in (part, call.wide_output))
+                shapes = f"{', '.join(map(str, ours))}, and the original's {', '.join(map(str, theirs))}"
                 self.found.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue
             rounding = max(call.rounding, least_rounding(call.output))
@@ -239,8 +240,8 @@ class _WatchedProgram:
         self.last = last  #: The number of the last step, from 1.
         self.batches, self.drops = call.batches, call.drops
         self.inputs: list[dict[str, Any]] = []
-        self.outputs: dict[int, list[torch.Tensor]] = {first: []}
-        self.latents: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, list[Any]] = {first: []}
+        self.latents: dict[int, Any] = {}
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         placed: dict[str, Any] = self.call.place(**inputs)
@@ -252,14 +253,14 @@ class _WatchedProgram:
         if self.step == self.first:
             # To the host: JAX arrays would start JAX in every process that unpickles them, before its devices are set.
             self.inputs.append(pytree.tree_map_only((torch.Tensor, jax.Array), to_host, inputs))
-            self.outputs[self.step].append(output if isinstance(output, torch.Tensor) else output[0])
+            self.outputs[self.step].append(output)
         return output
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
         """Keeps the latents after step `number`, counted from 1; raises `LoopStop` after the last step."""
-        latents = latents_of(state)
+        latents = recording.latents_in(state)
         if latents is not None:
-            self.latents[number] = latents.detach().clone()
+            self.latents[number] = latents
         self.step = number
         if number >= self.last:
             raise LoopStop

@@ -32,8 +32,9 @@ from torchport.load import checkpoint
 from torchport.load.foreign import brief
 from torchport.progress import log
 from torchport.stages.family import Stage, Steps
+from torchport.stages.outputs import moved
 from torchport.stages.recorder import BORDERS_LIMIT
-from torchport.stages.replay import latents_of
+from torchport.stages.replay import all_latents
 from torchport.task import Request, Task, accept
 from torchport.verify import decoder, seams
 from torchport.verify.borders import Original, Values, inner_paths, size
@@ -65,27 +66,43 @@ class RecordedCall:
         return distance(self.output, self.wide_output) or 0.0
 
 
-def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]) -> list[torch.Tensor] | None:
+def split_by_call(outputs: Sequence[Any], calls: Sequence[RecordedCall]) -> list[list[torch.Tensor]] | None:
     """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ. A port's
     call may batch several conditions of guidance, for each of which the original has a call.
     """
-    rows = torch.cat([output.float() for output in outputs])
-    counts = [call.wide_output.shape[0] for call in calls]
-    return list(torch.split(rows, counts)) if rows.shape[0] == sum(counts) else None
+    ours, theirs = (zip(*map(tensors_of, found), strict=True) for found in (outputs, [c.wide_output for c in calls]))
+    parts = []
+    for made, wide in zip(ours, theirs, strict=True):
+        rows, counts = torch.cat([output.float() for output in made]), [output.shape[0] for output in wide]
+        if rows.shape[0] != sum(counts):
+            return None
+        parts.append(torch.split(rows, counts))
+    return [list(part) for part in zip(*parts, strict=True)]
+
+
+def tensors_of(output: Any) -> Sequence[torch.Tensor]:
+    """Returns the tensors of a network's output."""
+    return [output] if isinstance(output, torch.Tensor) else list(output)
+
+
+def latents_in(state: Mapping[str, torch.Tensor]) -> Any:
+    """Returns copies of the latents in a loop's state: a tensor, or a list with the sound's; None without any."""
+    found = [_copied(latents) for latents in all_latents(state)]
+    return found if len(found) > 1 else next(iter(found), None)
 
 
 @dataclasses.dataclass
 class Recording:
     encoded: dict[str, dict[str, torch.Tensor]]
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
-    #: After each step, by its number from 1.
-    latents: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    #: After each step, by its number from 1; a list with those of the sound.
+    latents: dict[int, Any] = dataclasses.field(default_factory=dict)
     #: The state from which a loop can resume at each chosen step, by the number of steps before it.
     states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     seams: Any = None
     #: An output of each network, whose shape and dtype made-up outputs take.
-    likes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    likes: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: Frames of the original and of the yardstick, and the latents; None where they are not compared.
     decoded: Any = None
 
@@ -167,7 +184,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
         outputs = {call.network: call.output for call in reversed(recording.calls)}
         for network_name in (str(stage.network) for stage in task.denoising):
             output = outputs.get(network_name, recording.calls[0].output)
-            recording.likes[network_name] = output if isinstance(output, torch.Tensor) else output[0]
+            recording.likes[network_name] = output
         recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
     return recording
 
@@ -223,9 +240,9 @@ class _RecordedLoop:
     def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
         """Records the latents and state after step `number`, counted from 1; raises `LoopStop` after the last step."""
         recording = self.recording
-        latents = latents_of(state)
+        latents = latents_in(state)
         if latents is not None:
-            recording.latents[number] = _copied(latents)
+            recording.latents[number] = latents
         if number in self.chosen:
             recording.states[number] = {name: _copied(tensor) for name, tensor in state.items()}
         if self.watch is not None:
@@ -320,7 +337,7 @@ class _RecordedNetwork:
         stage = self.loop.stage
         self.loop.recording.calls.append(
             RecordedCall(
-                *(stage.name, str(stage.network), step, number, kept, _copied(output), wide_output),
+                *(stage.name, str(stage.network), step, number, kept, moved(output, _copied), wide_output),
                 *(values, wide_outer, wide_inner, is_whole),
             )
         )

@@ -65,6 +65,8 @@ class FinishedRun:
     latents: torch.Tensor
     #: The stages whose files hold the latents after a step, by its number from 1.
     steps: dict[int, StageName]
+    #: `latents`, the last ones of the sound, and `samples` [channels, samples]; empty for a video without sound.
+    sound: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int | None:
@@ -108,7 +110,11 @@ def read(folder: Path) -> FinishedRun:
     steps = {number: stage for stage in denoising for number in save.step_numbers(folder, stage)}
     video = _tensor(folder, "decode", "frames")
     levels = video if video.dtype == torch.uint8 else pixels(video)[0]
-    return FinishedRun(folder, manifests, levels[0], _tensor(folder, "denoise", "latents"), dict(sorted(steps.items())))
+    sound = {}
+    if "sound" in manifests["decode"].tensors:
+        sound = {"latents": _tensor(folder, "denoise", "sound_latents"), "samples": _tensor(folder, "decode", "sound")}
+    latents = _tensor(folder, "denoise", "latents")
+    return FinishedRun(folder, manifests, levels[0], latents, dict(sorted(steps.items())), sound)
 
 
 def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
@@ -263,6 +269,8 @@ class Distance:
     latents: list[Latents]
     #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
     unkept: str
+    #: Of the sound's `latents` and `samples`; empty for videos without sound.
+    sound: dict[str, Latents]
 
     @property
     def warning(self) -> str:
@@ -278,6 +286,9 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
     """Returns how far run B is from run A; raises if their frames or latents have different shapes."""
     _check_shape(b, "decode", "frames", b.frames, a.frames)
     _check_shape(b, "denoise", "latents", b.latents, a.latents)
+    for name in {**a.sound, **b.sound}:
+        sounds = [run.sound.get(name, torch.empty(0)) for run in (b, a)]
+        _check_shape(b, "decode" if name == "samples" else "denoise", f"sound {name}", *sounds)
     numbers, unkept = _steps(a, b)
     steps = [_compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
     return Distance(
@@ -287,6 +298,7 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
         same_frames=yardstick.is_same(a.frames, b.frames),
         latents=[*steps, _compare_latents(None, a.latents, b.latents)],
         unkept=unkept,
+        sound={name: _compare_latents(None, each, b.sound[name]) for name, each in a.sound.items()},
     )
 
 

@@ -23,6 +23,7 @@ from torchport.compile.in_force import in_force
 from torchport.load.foreign import brief, refusals
 from torchport.save import tree
 from torchport.stages import guiding, outputs
+from torchport.stages.beside import KEPT
 from torchport.stages.family import Stage, Steps
 from torchport.stages.image import MOMENTS, Encoded
 from torchport.stages.replay import Loop
@@ -143,7 +144,7 @@ class _MadeUpNetwork:
     """Replaces a network: returns random outputs, and records its inputs.
 
     Args:
-        template: A tensor with the network's output shape [B, ...] and dtype.
+        template: An output of the network, [B, ...]: a tensor, or a tuple of tensors.
         embeddings: Those of both prompts; an input row is of the prompt whose embeddings it is nearest to.
         is_port: Whether it is called like a compiled program: all conditions in one batch, without masked tokens.
     """
@@ -151,7 +152,7 @@ class _MadeUpNetwork:
     def __init__(
         self,
         network: str,
-        template: torch.Tensor,
+        template: Any,
         embeddings: Mapping[str, torch.Tensor],
         record: LoopRecord,
         is_port: bool,
@@ -165,20 +166,25 @@ class _MadeUpNetwork:
     def place(self, **inputs: Any) -> dict[str, Any]:
         return inputs
 
-    def __call__(self, **inputs: Any) -> torch.Tensor:
+    def __call__(self, **inputs: Any) -> Any:
         """Returns random outputs [B, ...], a row for each condition; equal in port and original."""
         tensors = {name: leaf for name, leaf in outputs.leaves(inputs).items() if isinstance(leaf, torch.Tensor)}
         values = {name: value for name, value in inputs.items() if type(value) in (bool, int, float, str)}
         batch = next(tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 2)
-        rows = []  # the seed of each depends on the step, the condition and its number of calls alone
+        seeds = []  # of each row: they depend on the step, the condition and its number of calls alone
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
             condition = self._condition(row)
             number = self.record.count(self.network, condition)
             self.record.add(ConditionCall(self.network, condition, number, row, values))
-            seed = 1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE)
-            rows.append(torch.randn(self.template.shape[1:], generator=torch.Generator().manual_seed(seed)))
-        return torch.stack(rows).to(self.template.dtype)
+            seeds.append(1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE))
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+        def drawn(template: torch.Tensor) -> torch.Tensor:
+            rows = [torch.randn(template.shape[1:], generator=generator) for generator in generators]
+            return torch.stack(rows).to(template.dtype)
+
+        return outputs.moved(self.template, drawn)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns `negative_` if the row's embeddings are nearer to those of the negative prompt, else ""."""
@@ -199,8 +205,8 @@ def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
 
 
 class _UpstreamLoop(Loop):
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self.real(*args, **kwargs)
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self.tracks[track].real(*args, **kwargs)
 
 
 def _has_upstream_loop(task: Task) -> bool:
@@ -219,17 +225,20 @@ def _run_upstream(
         [call] = calls.values()
         task.family.upstream_loop(parts, call, settings, **inputs)
         return
-    loop = _UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
+    generator = torch.Generator().manual_seed(settings.seed)
     if task.card.call is None:
-        _run_pipeline(task, parts, calls, inputs, loop)
+        _run_pipeline(task, parts, calls, inputs, _UpstreamLoop(parts["scheduler"], generator))
         return
     upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, task.card_document.place(["call"]))
+    loop = _UpstreamLoop(parts["scheduler"], generator, latents=upstream.latents)
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
-    embeddings = {name: value for name, value in inputs.items() if name not in (*moments, "noise")}
+    before = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
+    embeddings = {name: value for name, value in inputs.items() if name not in (*moments, *before, "noise")}
     stage = "encode" if "vae" in upstream.card.host else "encode_image"
     vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, moments, stage)
     noise = {"latents": inputs["noise"]} if "noise" in inputs else {}
-    upstream.called(parts, settings, embeddings, loop, calls, vae, is_latent=True, **noise)
+    others = upstream.others(parts, settings, before)
+    upstream.called(parts, settings, embeddings, loop, calls, vae, others, is_latent=True, **noise)
 
 
 def _run_pipeline(
@@ -294,7 +303,7 @@ class Seams:
 
 
 def against(
-    port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, torch.Tensor]
+    port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, Any]
 ) -> Seams:
     """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`."""
     side = record(port, folder, chosen, likes, reference)
@@ -319,7 +328,7 @@ def record(
     task: Task,
     folder: Path,
     chosen: Collection[int],
-    likes: Mapping[str, torch.Tensor],
+    likes: Mapping[str, Any],
     reference: SideRecord | None = None,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> SideRecord:
@@ -368,7 +377,7 @@ def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _denoise(
-    task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
 ) -> None:
     """Takes all denoising steps, with made-up outputs shaped as `likes`; fills `record`."""
     is_port = not task.original

@@ -17,8 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchport import engine, patch
 from torchport.compile import network
 from torchport.compile.in_force import in_force, lowerings
@@ -372,7 +370,7 @@ def causes_of_network(
 
     def error(port: Port) -> float | None:
         outputs = [port.called(values, [], {})[0] for values in inputs]
-        parts = split_by_call([output if isinstance(output, torch.Tensor) else output[0] for output in outputs], calls)
+        parts = split_by_call(outputs, calls)
         return None if parts is None else distance(parts[unit.call], calls[unit.call].wide_output)
 
     if _is_cured(unit.rounding, _error_without(task, stage, folder, None, error)):

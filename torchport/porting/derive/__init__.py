@@ -72,7 +72,7 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
         observed = trial.observed()
         trial.check_replay(observed, embeddings_of(trial, observed))
     data = card_of(trial, observed, name or model)
-    demo = job_of(data, observed)
+    demo = job_of(data, observed, cls)
     card, job, published = text_of(data), text_of(demo), text_of(published_job_of(data, demo, cls))
     # Our own texts: a mistake in them would be ours, and is seen here.
     validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))

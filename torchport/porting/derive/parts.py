@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ LARGEST = 100_000_000
 _STAND_FOR = {
     "PreTrainedModel": "transformers:Qwen3Model",
     "PreTrainedTokenizerBase": "transformers:GemmaTokenizer",
+    "BaseGuidance": "diffusers:ClassifierFreeGuidance",
     "KarrasDiffusionSchedulers": "diffusers:EulerDiscreteScheduler",
     "SchedulerMixin": "diffusers:FlowMatchEulerDiscreteScheduler",
 }
@@ -182,6 +184,8 @@ def _plain(name: str, value: Any) -> Argument:
     return Argument(name, value, False, "", True)
 
 
+_HEAD_COUNT = re.compile(r"(audio_)?(num_attention_heads|num_heads|n_heads)")
+_HEAD_SIZE_NAME = re.compile(r"(audio_)?(attention_head_dim|head_dim|dim_head)")
 _NEEDED = {
     "patch_size": 2,
     "latent_channels": 16,
@@ -197,10 +201,15 @@ def _network_numbers(cls: Any) -> dict[str, Any]:
     """Returns tiny arguments for a network of diffusers: heads, widths, rotary dims, channels and levels."""
     known = {argument.name: argument.default for argument in arguments(cls)}
     values, lacking = tiny_arguments(arguments(cls))
-    heads = [name for name in ("num_attention_heads", "num_heads", "n_heads") if type(known.get(name)) is int]
+    heads = [name for name, value in known.items() if type(value) is int and _HEAD_COUNT.fullmatch(name)]
     values |= dict.fromkeys(heads, HEADS)
     if heads:
-        values |= {name: HEAD_SIZE for name in known if name in ("attention_head_dim", "head_dim", "dim_head")}
+        values |= {name: HEAD_SIZE for name in known if _HEAD_SIZE_NAME.fullmatch(name)}
+    # What comes before the network has the text's width, and so do captions.
+    sizes = [name for name in known if name.endswith("_attention_head_dim") and not _HEAD_SIZE_NAME.fullmatch(name)]
+    with_heads = [name for name in sizes if name.replace("attention_head_dim", "num_attention_heads") in known]
+    values |= dict.fromkeys(with_heads, _WIDTHS[0] // 4)
+    values |= {name: _WIDTHS[0] for name in ("caption_channels",) if type(known.get(name)) is int}
     rotary = {name: shares(value, HEAD_SIZE) for name, value in known.items() if is_rotary(name, value)}
     values |= rotary
     if rotary and not heads and not any("head" in name for name in known):  # it has as many heads as fit its width
@@ -213,11 +222,23 @@ def _network_numbers(cls: Any) -> dict[str, Any]:
         values |= {name: channels for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
     for name, value in known.items():  # the numbers of layers that have something
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
-            values[name] = [0]
-    values |= _levels(known)
+            values[name] = [0, 1]
+    values |= _levels(known) | _ratios(known)
     for name, number in (("shift_factor", 0.125), ("scaling_factor", 0.5)):  # pipelines compute latents with them
         values |= {name: number} if known.get(name, 0) is None else {}
     return values
+
+
+def _ratios(known: Mapping[str, Any]) -> dict[str, int]:
+    """Returns by what a VAE compresses, where each of its levels says in what dims it does: its class may say less."""
+    kinds, result = known.get("downsample_type", ()), {}
+    is_known = kinds and set(kinds) <= {"spatial", "temporal", "spatiotemporal"}
+    for dim, patch in (("spatial", "patch_size"), ("temporal", "patch_size_t")) if is_known else ():
+        if known.get(f"{dim}_compression_ratio", 0) is None:
+            result[f"{dim}_compression_ratio"] = known[patch] * 2 ** sum(
+                kind in (dim, "spatiotemporal") for kind in kinds
+            )
+    return result
 
 
 def _levels(known: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import re
 import textwrap
@@ -24,8 +23,10 @@ from torchport.load.foreign import brief, reading, refusals
 from torchport.load.modular import is_modular
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
 from torchport.porting.draft.model import shares
-from torchport.stages.replay import OTHER_LOOP
+from torchport.stages.replay import OTHER_LOOP, Loop
 
+STEPS = 2
+"""Of a trial."""
 NEGATIVE = "bad"
 """The negative prompt of a trial."""
 LAYERS = 40
@@ -34,6 +35,7 @@ PATIENCE = 120.0
 """Seconds after which no further numbers are tried."""
 ARGUMENTS = {
     "frames": ("num_frames", "frames", "video_length"),
+    "frame_rate": ("frame_rate", "fps"),
     "steps": ("num_inference_steps",),
     "height": ("height",),
     "width": ("width",),
@@ -69,7 +71,12 @@ class Observed:
     #: By network, the lists of blocks that feed one another, as a card's `stacks` says it.
     stacks: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     steps: int = 0  #: Calls of the scheduler's `step`.
-    output: Any = None  #: What the pipeline returned first.
+    latents: int = 1  #: How many latents go through the loop, each with a copy of the scheduler.
+    before: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called before step 1 is over.
+    after: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called after the last step.
+    tokenizers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: As the pipeline left them.
+    is_encoding: bool = False  #: Whether `encode_prompt` runs.
+    outputs: list[Any] = dataclasses.field(default_factory=list)  #: What the pipeline returned, of each latents.
     finished: int = 0  #: Modules' calls that returned: how far the trial came.
     line: int = 0  #: Of the pipeline's call, where it stopped.
 
@@ -115,8 +122,8 @@ class PipelineTrial:
             if better is None:
                 raise self._refusal(stop)
             observed, stop = better
-        if observed.steps != 2:
-            fact = f"'{self.cls.__name__}' calls its scheduler's 'step' {observed.steps} times in 2 steps"
+        if observed.steps != STEPS:
+            fact = f"'{self.cls.__name__}' calls its scheduler's 'step' {observed.steps} times in {STEPS} steps"
             raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
         return observed
 
@@ -129,19 +136,17 @@ class PipelineTrial:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             parts = {name: self.configurations.built(name) for name in self.configurations.parts}
+            parts |= observed.tokenizers
             pipe = self.cls(**parts, **absent_parts(self.cls))
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, Observed())
-            if hasattr(pipe, "scheduler"):
-                pipe.scheduler.step = _latents_at_last(pipe.scheduler.step)
+            _LatentsAtLast(pipe.scheduler, arguments, observed)
             texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
             with reading(
                 BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
             ):
-                again = pipe(**{**arguments, **texts, **embeddings}, return_dict=False)[0]
-        first = observed.output
-        are_tensors = isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor)
-        if not are_tensors or first.shape != again.shape or not torch.allclose(first, again, atol=1e-4):
+                again = list(pipe(**{**arguments, **texts, **embeddings}, return_dict=False))
+        if not all(map(_is_close, observed.outputs, again)):
             kept = "its own embeddings, and the latents of its last step alone,"
             fact = f"'{self.cls.__name__}' makes another picture of {kept} than of the prompts"
             raise BadValueError(self.place, fact, OTHER_LOOP)
@@ -210,7 +215,9 @@ class PipelineTrial:
         if lacking and stop.component:
             known = self.configurations.parts[stop.component].cls.config_class().to_dict()
             for name, small in list(self.configurations.values[stop.component].items()):
-                if isinstance(small, dict) and lacking[1] in known[name]:
+                if isinstance(small, dict) and "dropout" in lacking[1]:  # a larger configuration would set it
+                    yield stop.component, {name: {**small, lacking[1]: 0.0}}
+                elif isinstance(small, dict) and lacking[1] in known[name]:
                     values = {key: value for key, value in known[name].items() if key not in known} | small
                     kinds = list(dict.fromkeys(values.get("layer_types") or [])) * LAYERS
                     yield stop.component, values | {"layer_types": kinds[: values["num_hidden_layers"]] or None}
@@ -239,6 +246,8 @@ class PipelineTrial:
         sizes = dict.fromkeys(int(size) for size in re.findall(r"\d+", message) if 1 < int(size) < 10_000)
         for component in components:
             for name, value in self.configurations.all_values(component).items():
+                if re.search(r"(layers|blocks|depth)$", name):  # more of them let more modules finish, and mend nothing
+                    continue
                 others = [size for size in sizes if size != value]
                 if type(value) is int and value in sizes:
                     yield from ((component, {name: size}) for size in others)
@@ -284,17 +293,20 @@ class PipelineTrial:
         try:
             parts: dict[str, Any] = {}
             for component in self.configurations.parts:
-                parts[component] = self.configurations.built(component)
+                parts[component] = built = self.configurations.built(component)
+                observed.tokenizers |= {component: built} if component in self.configurations.tokenizers else {}
                 observed.finished += 1
             component = None
             pipe = self.cls(**parts, **absent_parts(self.cls))
             observed.finished += 1
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, observed)
+            _Watched(pipe.scheduler, arguments, observed)
             with _watched(pipe, parts, observed, running), torch.no_grad():
-                observed.output = output = pipe(**arguments, return_dict=False)[0]
-            size = [arguments.get("height"), arguments.get("width")]
-            if isinstance(output, torch.Tensor) and None not in size and list(output.shape[-3:]) != [3, *size]:
+                observed.outputs = list(pipe(**arguments, return_dict=False))[: observed.latents]
+            output = observed.outputs[0]
+            size = [arguments.get("height", 0), arguments.get("width", 0)]
+            if isinstance(output, torch.Tensor) and all(size) and list(output.shape[-3:]) != [3, *size]:
                 raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
         except BaseException as error:
             if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
@@ -315,7 +327,7 @@ class PipelineTrial:
         self.unit = self.unit or int(spatial) * _patch(self.configurations)
         observed.unit, observed.frames = self.unit, 1
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
-        values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 2}
+        values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": STEPS}
         values |= {"height": self.unit * 2, "width": self.unit * 4, "max_area": self.unit**2 * 8}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
         if frames is not None:
@@ -335,21 +347,34 @@ class PipelineTrial:
         return {name: value for name, value in values.items() if name in parameters}
 
 
-def _latents_at_last(step: Any) -> Any:
-    """Returns a `step` that returns NaN in place of all but the latents at the second, last step: a pipeline that goes
-    on with more than the latents is then seen.
-    """
-    numbers = itertools.count()
+class _Watched(Loop):
+    """A loop that takes its steps, and notes how many there are, and of how many latents."""
 
-    @functools.wraps(step)  # upstream reads its signature
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        returned = step(*args, **kwargs)
-        if next(numbers) == 0 or not isinstance(returned, tuple):
+    def __init__(self, scheduler: Any, arguments: Mapping[str, Any], observed: Observed) -> None:
+        super().__init__(scheduler, arguments.get("generator") or torch.Generator(), latents=2)
+        self.observed = observed
+
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.observed.steps, self.observed.latents = self.number, len(self.tracks)
+        return self.tracks[track].real(*args, **kwargs)
+
+
+class _LatentsAtLast(_Watched):
+    """A loop whose last steps return NaN in place of all but the latents: a pipeline that goes on with more than these
+    is then seen.
+    """
+
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        returned = self.tracks[track].real(*args, **kwargs)
+        if self.number < STEPS or not isinstance(returned, tuple):
             return returned
         latents, *others = returned
         return (latents, *(each if each is None else each * math.nan for each in others))
 
-    return stepped
+
+def _is_close(a: Any, b: Any) -> bool:
+    are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return are_tensors and a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
 
 
 def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -425,13 +450,16 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
         handles.append(parts[component].register_forward_pre_hook(_noting(component, observed), with_kwargs=True))
     chains = [chain for component in networks for chain in _chains(component, parts[component])]
     handles += [handle for chain in chains for handle in chain.watched()]
-    step, encode = pipe.scheduler.step, getattr(pipe, "encode_prompt", None)
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        observed.steps += 1
-        return step(*args, **kwargs)
+    encode = getattr(pipe, "encode_prompt", None)
 
     def encoded(*args: Any, **kwargs: Any) -> Any:
+        observed.is_encoding = True
+        try:
+            return noted(*args, **kwargs)
+        finally:
+            observed.is_encoding = False
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
         returned = encode(*args, **kwargs)  # type: ignore[misc]
         observed.encodings += 1
         bound = inspect.signature(encode).bind(*args, **kwargs)  # type: ignore[arg-type]
@@ -448,8 +476,6 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
             observed.negative = _as_list(returned)
         return returned
 
-    stepped.__wrapped__ = step  # type: ignore[attr-defined]  # upstream reads its signature
-    pipe.scheduler.step = stepped
     if encode is not None:
         pipe.encode_prompt = encoded
     try:
@@ -532,6 +558,8 @@ def _counted(component: str, name: str, module: torch.nn.Module, observed: Obser
     """Registers hooks that keep the stack of running modules and count finished calls; returns their handles."""
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if observed.steps in (0, STEPS) and not observed.is_encoding:
+            (observed.after if observed.steps else observed.before)[component] = None
         running.append((component, name, module, args))
 
     def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,14 @@ import torch
 from torchport.config.card import TOKENS
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TorchportError
+from torchport.load.foreign import refusals
+from torchport.load.modular import is_modular
 from torchport.patch.declared import reading
 from torchport.patch.source import proposal
 from torchport.porting.derive.parts import absent_parts
 from torchport.porting.derive.trial import (
     ARGUMENTS,
+    STEPS,
     LoopCall,
     Observed,
     PipelineTrial,
@@ -36,14 +40,17 @@ _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device",
 def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, Any]:
     """Returns the card of a pipeline as YAML's data; raises if its loop calls anything but one network and its VAE."""
     cls, parts = trial.cls, trial.configurations.parts
-    called = dict.fromkeys(call.network for call in observed.calls)
+    called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
         fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
         raise BadValueError(trial.place, fact, OTHER_LOOP)
     [network] = networks
-    encoders = [name for name in parts if name not in (network, "vae", "scheduler")]
+    # Of an image the VAE encodes, too.
+    before = [name for name in observed.before if name != network and (name != "vae" or trial.image is None)]
+    sound = [name for name in observed.after if name != "vae"] if observed.latents == 2 else []
+    encoders = [name for name in parts if name not in (network, "vae", "scheduler", "guider", *before, *sound)]
     after = [call.network for call in observed.calls if call.step and call.network in encoders]
     if after:
         fact = (
@@ -51,8 +58,16 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         )
         raise BadValueError(trial.place, fact, OTHER_LOOP)
     by_network = [call for call in observed.calls if call.network == network]
-    call: dict[str, Any] = {"network": network, "encoders": encoders, **_encoding(trial, observed, network)}
-    call |= _conditions(call["embeddings"], by_network, observed)
+    call: dict[str, Any] = {
+        "network": network,
+        "encoders": encoders,
+        **_encoding(trial, observed, network, before),
+    }
+    call |= {} if sound else _conditions(call["embeddings"], by_network, observed)
+    call |= {"before": before} if before else {}
+    call |= {"asks": True} if _asks(trial, observed, encoders) else {}
+    call |= {"guider": True} if "guider" in parts else {}
+    call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
     call |= {"constants": constants} if constants else {}
@@ -69,8 +84,8 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         "checkpoint": _checkpoint(cls),
         "demo": f"configs/{model}_demo.yaml",
         "call": call,
-        "patches": _patches(trial, network),
-        "components": {name: _component(trial, name) for name in parts},
+        "patches": _patches(trial, network, trial.image is not None or "vae" in before),
+        "components": {name: _component(trial, name, name in sound) for name in parts},
     }
     stacks = observed.stacks.get(network)
     card |= {"stacks": {network: stacks}} if stacks else {}
@@ -94,20 +109,22 @@ def text_of(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def job_of(card: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
+def job_of(card: Mapping[str, Any], observed: Observed, cls: Any) -> dict[str, Any]:
     """Returns the job of a card's demo as YAML's data."""
     network = card["call"]["network"]
     first = next(call for call in observed.calls if call.network == network)
     tensors = [value for value in first.inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
     is_batch = bool(card["call"].get("conditions")) or bool(tensors and tensors[0].shape[0] == 2)
     dtypes = {name: "float32" for name, each in card["components"].items() if "dtype" in each}
+    frame_rate = _frame_rate(cls, card, 8)
+    guided = card["call"].get("guider") or "guidance_scale" in card["call"]["settings"].values()
     return {
         "height": observed.unit * 2,
         "width": observed.unit * 4,
         "frames": observed.frames,
-        "fps": 8,
+        "fps": frame_rate,
         "steps": 4,
-        "guidance_scale": 3.0 if "guidance_scale" in card["call"]["settings"].values() else 1.0,
+        "guidance_scale": 3.0 if guided else 1.0,
         "machine": "cpu:8",
         "mesh": {"dp": 2, "sp": 4} if is_batch else {"sp": 8},
         "strategy": "ulysses",
@@ -132,13 +149,20 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     job = {**demo, "steps": 50, **usual, **numbers}
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
-    job |= {"fps": int(rate[1])} if rate else {}
+    job |= {"fps": _frame_rate(cls, card, int(rate[1]) if rate else 8)}
     job |= {"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": card["checkpoint"], "encode": "devices"}
     del job["dtypes"]
     return job
 
 
-def _encoding(trial: PipelineTrial, observed: Observed, network: str) -> dict[str, Any]:
+def _frame_rate(cls: Any, card: Mapping[str, Any], usual: int) -> int:
+    """Returns the default of the argument that takes the frames a second; `usual` if there is none, or no number."""
+    names = [name for name, field in card["call"]["settings"].items() if field == "frame_rate"]
+    default = inspect.signature(cls.__call__).parameters[names[0]].default if names else None
+    return round(default) if isinstance(default, int | float) else usual
+
+
+def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Sequence[str]) -> dict[str, Any]:
     """Returns what a card says of `encode_prompt`: arguments and results; raises if the pipeline does not use it."""
     cls = trial.cls
     if not observed.encodings:
@@ -164,7 +188,9 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str) -> dict[st
             fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
             raise BadValueError(trial.place, fact, OTHER_LOOP)
         shape = [
-            _size(trial, network, name, dim, size) if size == longer.shape[dim] else TOKENS
+            _size(trial, [network, *(each for each in before if each != "vae")], name, dim, size)
+            if size == longer.shape[dim]
+            else TOKENS
             for dim, size in enumerate(value.shape)
         ]
         embeddings[name] = [shape] if is_list else shape
@@ -187,17 +213,22 @@ def embeddings_of(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in takes and value is not None}
 
 
-def _size(trial: PipelineTrial, network: str, name: str, dim: int, size: int) -> int | str:
-    """Returns a size of an embedding: the name of the network's argument that says it, where it is a width."""
-    if dim == 0 or size < 16:
+def _size(trial: PipelineTrial, networks: Sequence[str], name: str, dim: int, size: int) -> int | str:
+    """Returns a size of an embedding: the name of a network's argument that says it, where it is a width; or of two
+    whose product it is.
+    """
+    if dim == 0 or size < 16 or not name.endswith(("embeds", "embeds_2", "embeddings")):
         return size
-    configurations = trial.configurations
-    mended = configurations.mended.get(network, [])
-    same = [key for key in mended if configurations.values[network].get(key) == size]
-    likely = re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
-    current = configurations.all_values(network)
-    same += [key for key, value in current.items() if value == size and likely.search(key)]
-    return same[0] if same and dim > 0 and name.endswith(("embeds", "embeds_2", "embeddings")) else size
+    configurations, likely = trial.configurations, re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
+    for network in dict.fromkeys(each for each in networks if each != "vae"):
+        current, owner = configurations.all_values(network), "" if network == networks[0] else f"{network}."
+        keys = dict.fromkeys([*configurations.mended.get(network, []), *filter(likely.search, current)])
+        numbers = {f"{owner}{key}": current[key] for key in keys if type(current.get(key)) is int}
+        same = [key for key, value in numbers.items() if value == size]
+        same += [f"{a}*{b}" for a, b in itertools.combinations(numbers, 2) if owner and numbers[a] * numbers[b] == size]
+        if same:
+            return same[0]
+    return size
 
 
 def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observed: Observed) -> dict[str, Any]:
@@ -231,9 +262,36 @@ def _settings(cls: Any) -> dict[str, str]:
     return settings | ({} if scale is None else {scale: "guidance_scale"})
 
 
-def _component(trial: PipelineTrial, name: str) -> dict[str, Any]:
+def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> bool:
+    """Returns whether a pipeline cannot be built around its encoders alone, or cannot encode with these."""
+    cls, configurations = trial.cls, trial.configurations
+    if is_modular(cls):
+        return False  # its blocks have all components
+    parts = {name: configurations.built(name) for name in (*encoders, "guider") if name in configurations.parts}
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    needed = {each.name: None for each in parameters if each.default is each.empty}
+    try:
+        with torch.no_grad():
+            cls(**{**needed, **absent_parts(cls), **parts}).encode_prompt(**observed.encoding)
+    except refusals():
+        return True
+    return False
+
+
+def _rate(trial: PipelineTrial, sound: Sequence[str]) -> str:
+    """Returns the number that says how many samples of sound a second has: the last component's, by its name."""
+    for name in reversed(sound):
+        known = trial.configurations.all_values(name)
+        for key in ("output_sampling_rate", "sampling_rate", "sample_rate"):
+            if key in known:
+                return f"{name}.{key}"
+    fact = f"No configuration of {' and '.join(sound)} says how many samples a second its sound has"
+    raise BadValueError(trial.place, fact, "Write a card for it: docs/cards.md")
+
+
+def _component(trial: PipelineTrial, name: str, makes_sound: bool) -> dict[str, Any]:
     part = trial.configurations.parts[name]
-    dtype = {"network": "bfloat16", "encoder": "bfloat16"}.get(part.kind)
+    dtype = "float32" if makes_sound else {"network": "bfloat16", "encoder": "bfloat16"}.get(part.kind)
     if name == "vae":
         return {"class": part.class_path, "dtype": "float32", "precision": "high"}
     return {"class": part.class_path, **({"dtype": dtype} if dtype else {})}
@@ -246,16 +304,16 @@ def _checkpoint(cls: Any) -> str:
     return f"{found[1]}@main" if found else "owner/repository@revision"
 
 
-def _patches(trial: PipelineTrial, network: str) -> dict[str, list[str]]:
+def _patches(trial: PipelineTrial, network: str, encodes: bool) -> dict[str, list[str]]:
     """Returns the patches of each stage: the generic ones, and the files all of whose targets a component has."""
     result: dict[str, list[str]] = {}
     built = {name: trial.configurations.on_meta(name, {}) for name in (network, "vae")}
     for stage, name in (("denoise", network), ("decode", "vae")):
         places = set(_places(built[name]))
-        # A file that is for decoding alone must not change what encodes the image.
-        encoder = getattr(built[name], "encoder", None) if stage == "decode" and trial.image else None
-        encodes = set(_places(encoder)) if encoder is not None else set()
-        names = [file for file, targets in _files(stage) if targets and targets <= places and not targets & encodes]
+        # A file that is for decoding alone must not change what encodes an image or a video.
+        encoder = getattr(built[name], "encoder", None) if stage == "decode" and encodes else None
+        others = set(_places(encoder)) if encoder is not None else set()
+        names = [file for file, targets in _files(stage) if targets and targets <= places and not targets & others]
         if stage == "denoise":
             names.append("torch/attention")
         if any(isinstance(module, torch.nn.LayerNorm) for module in built[name].modules()) and stage == "denoise":

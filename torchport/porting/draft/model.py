@@ -37,6 +37,7 @@ _DEPTH, _HEADS, _HEAD_SIZE, _WIDTH, _MLP, _VOCABULARY, _GROUPS, _CHANNELS = 2, 4
 """The largest numbers in a tiny network."""
 _RULES: tuple[tuple[str, int], ...] = (
     (r"layers_per_block", 1),
+    (r"hidden_channels", _WIDTH),
     (r"(?:.*_)?base_(?:dim|channels|width)", 16),
     (r"(?:.*_)?(?:heads?|heads_num|n_heads?)", _HEADS),
     (r"(?:.*_)?(?:head_dim|dim_head|head_size|d_kv)", _HEAD_SIZE),
