@@ -80,7 +80,7 @@ def runs(function: Function, pattern: Sequence[ast.stmt]) -> Iterator[Run]:
     for block, chain in blocks(function):
         start = 0
         while start < len(block):
-            length = _match_run(pattern, block[start:], {})
+            length = _match_run(pattern, block[start:], {}, whole=False)
             if length:
                 yield Run(block, start, start + length, chain)
             start += length or 1
@@ -94,22 +94,22 @@ def _hole(node: ast.AST) -> str | None:
     return value.id if isinstance(value, ast.Name) and value.id.startswith(_MANY) else None
 
 
-def _match_run(pattern: Sequence[ast.stmt], statements: Sequence[ast.stmt], captured: Captured) -> int | None:
-    """Returns how many of the first statements a pattern takes, as few as possible. None if it does not match."""
+def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured, whole: bool) -> int | None:
+    """Returns how many of the first nodes a pattern takes, as few as possible, or all if it has to fit the `whole`
+    list. None if it does not match.
+    """
     if not pattern:
-        return 0
+        return None if whole and nodes else 0
     if _hole(pattern[0]):
-        for skipped in range(len(statements) + 1):
-            rest = _match_run(pattern[1:], statements[skipped:], captured)
+        for skipped in range(len(nodes) + 1):
+            rest = _match_run(pattern[1:], nodes[skipped:], captured, whole)
             if rest is not None:
                 return skipped + rest
         return None
-    if not statements:
-        return None
     trial = dict(captured)
-    if not _match(pattern[0], statements[0], trial):
+    if not nodes or not _match(pattern[0], nodes[0], trial):
         return None
-    rest = _match_run(pattern[1:], statements[1:], trial)
+    rest = _match_run(pattern[1:], nodes[1:], trial, whole)
     if rest is not None:
         captured.update(trial)
     return None if rest is None else rest + 1
@@ -126,29 +126,10 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
         fields = (field for field in pattern._fields if field not in ("ctx", "kind", "type_comment"))
         return all(_match(getattr(pattern, f, None), getattr(node, f, None), captured) for f in fields)
     if isinstance(pattern, list):
-        return isinstance(node, list) and _match_list(pattern, node, captured)
+        return isinstance(node, list) and _match_run(pattern, node, captured, whole=True) is not None
     if isinstance(pattern, str):
         return pattern.replace(_MANY, "$...").replace(_ONE, "$") == node  # inside strings a `$` is only a `$`
     return type(pattern) is type(node) and pattern == node
-
-
-def _match_list(pattern: list[ast.AST], nodes: list[ast.AST], captured: Captured) -> bool:
-    if not any(_hole(part) for part in pattern if isinstance(part, ast.AST)):
-        return len(pattern) == len(nodes) and all(_match(p, n, captured) for p, n in zip(pattern, nodes, strict=True))
-    return _match_whole(pattern, nodes, captured)
-
-
-def _match_whole(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured) -> bool:
-    """Returns whether a pattern fits a nested block to its end."""
-    if not pattern:
-        return not nodes
-    if _hole(pattern[0]):
-        return any(_match_whole(pattern[1:], nodes[skip:], captured) for skip in range(len(nodes) + 1))
-    trial = dict(captured)
-    if nodes and _match(pattern[0], nodes[0], trial) and _match_whole(pattern[1:], nodes[1:], trial):
-        captured.update(trial)
-        return True
-    return False
 
 
 _RESERVED = "__torchport_"
