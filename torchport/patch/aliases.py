@@ -58,33 +58,25 @@ class _Audit:
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
-    """Makes all that refers to an original refer to its replacement instead. Returns what was rebound, in order."""
+    """Makes all that refers to an original refer to its replacement instead. Returns what was rebound, in order; raises
+    for a holder that cannot be changed, or references that are not explained.
+    """
     pairs = [pair for record in records for pair in _pairs(record)]
     audits = _audits(pairs)
-    if any(audit.unknown or any(map(_may_be_garbage, audit.holders)) for audit in audits):
+    # A namespace does not wait to be collected; other holders may, as a closure of an earlier call.
+    if any(audit.unknown or any(h.place is None or h.container is not None for h in audit.holders) for audit in audits):
         audits.clear()
         gc.collect()  # who is only waiting to be collected holds nothing
         audits = _audits(pairs)
     for audit in audits:
-        _check_rebound(audit)
+        record, lasting = audit.pair.record, [holder for holder in audit.holders if holder.place is None]
+        assert record is not None
+        if lasting:
+            raise _refusal(record, _in_words(lasting[0], record.entry))
+        if audit.unknown > 0:
+            variable = _local_variable(audit.pair.old)
+            raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
     return [rebinding for audit in audits for rebinding in _rebind(audit)]
-
-
-def _may_be_garbage(holder: Holder) -> bool:
-    """Returns whether a holder may only wait to be collected, as a closure of an earlier call: a namespace does not."""
-    return holder.place is None or holder.container is not None
-
-
-def _check_rebound(audit: _Audit) -> None:
-    """Refuses an audit with a holder that cannot be changed, or with references that are not explained."""
-    record = audit.pair.record
-    assert record is not None
-    for holder in audit.holders:
-        if holder.place is None:
-            raise _refusal(record, _in_words(holder, record.entry))
-    if audit.unknown > 0:
-        variable = _local_variable(audit.pair.old)
-        raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
 
 
 def _rebind(audit: _Audit) -> list[Rebinding]:

@@ -158,6 +158,10 @@ class Ledger:
         """Keeps an error that was raised inside somebody's import, where a `try` of theirs may swallow it."""
         self.pending.append(error)
 
+    def cause_of(self, error: BaseException) -> TorchportError | None:
+        """Returns the kept error to which a later exception in the `with` is due; None for an exit of the process."""
+        return self.pending[0] if self.pending and isinstance(error, Exception) else None
+
     def raise_pending(self) -> None:
         if self.pending:
             raise self.pending[0]

@@ -21,7 +21,7 @@ from torchport.errors import (
 )
 from torchport.patch import aliases
 from torchport.patch.declared import Entry
-from torchport.patch.declared.replacement import load_all
+from torchport.patch.declared.replacement import Explained, load_all
 from torchport.patch.declared.versions import installed, outcome
 from torchport.patch.ledger import Ledger, Record, check_twins, digest
 from torchport.patch.live import hook, registry, stub
@@ -150,20 +150,6 @@ class _PatchSet:
             spent.clear()
 
 
-class _PendingFirst:
-    """Raises the error that the ledger has kept, instead of a later exception in the `with` that it has led to."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if isinstance(value, Exception) and not isinstance(value, TorchportError) and self._ledger.pending:
-            raise self._ledger.pending[0] from value
-
-
 def _is_applied(record: Record) -> bool:
     return record.entry.edits and not record.entry.lifetime.while_importing
 
@@ -190,7 +176,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
         registry.sets.append(patches)
         registry.owner = threading.get_ident()
     try:
-        with _PendingFirst(patches.ledger):
+        with Explained(patches.ledger.cause_of):
             yield patches.ledger
         patches.check_reached()
     finally:
@@ -219,7 +205,12 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
     in_force = {record.entry.id: record for patches in registry.sets for record in patches.records}
     fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
     check_claims([record.entry for record in in_force.values()], fresh)
-    records = _records_by_versions(fresh)
+    installed.cache_clear()
+    records = {entry.id: Record(entry) for entry in fresh}
+    for record in records.values():
+        reason = outcome(record.entry)
+        if reason is not None:
+            record.outcome, record.detail = "not needed", reason
     wanted = [record for record in records.values() if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
     check_sources([record.entry for record in wanted], loaded)
@@ -230,17 +221,6 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
             record.drift = "accepted" if accept_drift else drift.check(record.entry)
     ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
     return _PatchSet(list(records.values()), ledger)
-
-
-def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
-    """Returns a record of each entry, with its outcome if the installed upstream does not need the patch."""
-    installed.cache_clear()
-    records = {entry.id: Record(entry) for entry in entries}
-    for record in records.values():
-        reason = outcome(record.entry)
-        if reason is not None:
-            record.outcome, record.detail = "not needed", reason
-    return records
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:

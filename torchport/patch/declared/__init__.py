@@ -242,11 +242,6 @@ def mistake(entry: Entry) -> Mistake | None:
         return (), f"'{entry.id}' has {len(kinds)} kinds ({listed})", f"Give exactly one of {', '.join(KINDS)}"
     if getattr(entry, kinds[0]) is None:
         return (kinds[0],), f"'{kinds[0]}' is empty", "Name a function as file.py:name"
-    return _scope_mistake(entry) or _kind_mistake(entry)
-
-
-def _scope_mistake(entry: Entry) -> Mistake | None:
-    """Returns the mistake in an entry's `scope`, `lifetime` or `target`: path, fact and remedy; None without one."""
     if entry.scope == "global" and entry.scope_reason is None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
@@ -258,11 +253,6 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("lifetime",), "'while_importing' is for targets shared by everybody", "Add 'scope: global'"
     if entry.lifetime.while_importing and entry.kind in ("rewrite", "op", "stub"):
         return ("lifetime",), f"'while_importing' does not go with '{entry.kind}'", "Use replace or wrap"
-    return None
-
-
-def _kind_mistake(entry: Entry) -> Mistake | None:
-    """Returns the mistake in what an entry says for its kind of patch: path, fact and remedy; None without one."""
     if entry.must_be_called and not entry.counted:
         return ("counted",), "'counted' is false beside 'must_be_called'", "Remove one of the two"
     if not entry.counted and entry.kind not in ("replace", "wrap"):

@@ -311,17 +311,11 @@ def _places_in(container: Any, thing: Any) -> Iterator[Place | None]:
     if isinstance(container, list):
         places: list[Place] = [_Item(container, index) for index, value in enumerate(container) if value is thing]
     else:
-        places = list(_places_in_dict(names, thing))
+        attributes = names if isinstance(names, dict) else {}
+        places = [Value(attributes, key) for key, value in list(attributes.items()) if value is thing]
+        places += [Key(attributes)] if any(key is thing for key in list(attributes)) else []
     apart = any(referent is names for referent in referents)  # then its values are no referents
     explained = 0 if apart else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:
         yield None
     yield from places
-
-
-def _places_in_dict(names: Any, thing: Any) -> Iterator[Place]:
-    if not isinstance(names, dict):
-        return
-    yield from (Value(names, key) for key, value in list(names.items()) if value is thing)
-    if any(key is thing for key in list(names)):
-        yield Key(names)

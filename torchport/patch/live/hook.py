@@ -30,19 +30,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Returns a module's spec, with a loader that runs our callbacks around its import; None for other modules."""
         if name not in registry.after and name not in registry.before and not _windows(name):
             return None
-        spec = self._spec_of_others(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = (_Loader if hasattr(spec.loader, "exec_module") else _OldLoader)(spec.loader)
-        return spec
-
-    def _spec_of_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
-        """Returns the spec that the finders after this one give for a module; None if none of them finds it."""
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        for finder in others:
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find else None
+            spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
-                return spec  # type: ignore[no-any-return]
+                if spec.loader is not None:
+                    spec.loader = (_Loader if hasattr(spec.loader, "exec_module") else _OldLoader)(spec.loader)
+                return spec
         return None
 
 

@@ -86,7 +86,8 @@ def check_scope(entry: Entry, slot: Slot) -> None:
     if entry.scope == "global":
         return
     for name, thing in zip(entry.path, slot.path[1:], strict=False):
-        home = _home(thing)
+        owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
+        home = thing.__name__ if isinstance(thing, types.ModuleType) else str(owner.__module__)
         if home.partition(".")[0] != entry.package:
             raise walks_out(entry, name, home)
 
@@ -100,14 +101,6 @@ def check_function(entry: Entry, function: types.FunctionType) -> None:
         raise walks_out(entry, function.__qualname__, home)
     fact = f"{entry.target} is a function of {home}"
     raise TargetError(entry.place, fact, f"Write {home}:{function.__qualname__}", patch=entry.id, target=entry.target)
-
-
-def _home(thing: Any) -> str:
-    """Returns the module that an object belongs to; of an instance that of its class."""
-    if isinstance(thing, types.ModuleType):
-        return thing.__name__
-    owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
-    return str(owner.__module__)
 
 
 def _find(holder: Any, name: str) -> tuple[Any, bool]:

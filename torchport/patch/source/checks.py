@@ -189,19 +189,14 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
         raise RewriteError(entry.place, fact, "Name one of its methods", patch=entry.id, target=entry.target)
     if not isinstance(node, Function):
         return
+
+    def find(tree: ast.Module) -> Function:  # edits keep the line numbers
+        functions = (other for other in ast.walk(tree) if isinstance(other, Function))
+        return next(other for other in functions if (other.name, other.lineno) == (node.name, node.lineno))
+
     text = texts.get(entry.module, source.text)
     parameters = rewriting.parameters(entry, loaded)
-    texts[entry.module] = rewriting.edit(entry, text, node.lineno, _finder(node), parameters, source.text).text
-
-
-def _finder(node: Function) -> Callable[[ast.Module], Function]:
-    """Returns a function that finds `node` again in an edited text, by name and line: edits keep the line numbers."""
-
-    def find(tree: ast.Module) -> Function:
-        same = (other for other in ast.walk(tree) if isinstance(other, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        return next(other for other in same if (other.name, other.lineno) == (node.name, node.lineno))
-
-    return find
+    texts[entry.module] = rewriting.edit(entry, text, node.lineno, find, parameters, source.text).text
 
 
 def live_signature(function: Any) -> Signature | None:

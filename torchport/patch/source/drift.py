@@ -39,7 +39,7 @@ def current_row(entry: Entry) -> LockRow | None:
         written = str(signature(node)).replace("=Ellipsis", "=...") if isinstance(node, Function) else None
         return LockRow(
             signature=written,
-            tree=_tree_hash(node),
+            tree=hashlib.sha256("".join(_plain_text(node)).encode()).hexdigest()[:16],
             statements=" ".join(part.key for part in parts(node)),
             relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
         )
@@ -302,11 +302,6 @@ _MARKS = {
     Parameter.VAR_KEYWORD: "**",
 }
 """What the hash of a parameter has before its name."""
-
-
-def _tree_hash(node: ast.AST) -> str:
-    """Returns the hash of a definition, 16 hexadecimal digits."""
-    return hashlib.sha256("".join(_plain_text(node)).encode()).hexdigest()[:16]
 
 
 def _bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
