@@ -91,7 +91,7 @@ def test_the_tokenizers_prefix_is_exactly_what_upstream_crops(card, tiny_folder)
 def test_a_vocabulary_that_is_too_small_for_the_prefix_is_refused(card):
     spec = card.tiny.tokenizers["tokenizer"].model_copy(update={"vocab_size": 260})
     with pytest.raises(BadValueError) as caught:
-        tiny.tokenizer(tiny._class_of(card.components["tokenizer"].class_), spec, "tiny.tokenizers.tokenizer of m")
+        tiny.tokenizer(tiny.class_of(card.components["tokenizer"].class_), spec, "tiny.tokenizers.tokenizer of m")
     text = str(caught.value)
     assert text.startswith("tiny.tokenizers.tokenizer of m: 'vocab_size' is 260, and the template's prefix takes ")
     assert text.endswith(" tokens. Raise it until the prefix takes at most 108.")

@@ -124,7 +124,7 @@ def part(class_path: str, folder: Path) -> Any:
 def check_part(class_path: str, folder: Path) -> None:
     """Refuses a tokenizer, scheduler or other part without weights whose files are missing, or of another class."""
     if not folder.is_dir():
-        raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
+        raise CheckpointMissingError(str(folder), "The folder is missing", checkpoint.WHOLE)
     cls, files = class_of(class_path), sorted(folder.glob("*.json"))
     if not hasattr(cls, "from_pretrained"):
         remedy = "Give its component a 'dtype' if it has weights, or make it in the stage's 'load'"
@@ -134,9 +134,7 @@ def check_part(class_path: str, folder: Path) -> None:
         if file.name == getattr(cls, "config_name", None):
             check_values(cls, file, config)
     if not files or not _has_vocabulary(cls, folder):
-        raise CheckpointMissingError(
-            str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"
-        )
+        raise CheckpointMissingError(str(folder), f"It lacks files of a {cls.__name__}", checkpoint.WHOLE)
 
 
 def _has_vocabulary(cls: Any, folder: Path) -> bool:

@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import os
+import pkgutil
 import re
 import shutil
 import tempfile
@@ -35,8 +36,7 @@ from torchport.errors import (
 from torchport.files import cache
 from torchport.load import renaming
 from torchport.load.layout import Layout
-from torchport.load.modular import as_pipeline
-from torchport.load.module import Builder, Maker, from_arguments
+from torchport.load.module import Builder, Maker, class_of, from_arguments
 from torchport.progress import log
 
 if TYPE_CHECKING:
@@ -83,14 +83,8 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
     log.info("write the tiny checkpoint of %s to %s%s ...", card.model, folder, why)
     cache.make(folder.parent)
     cache.remove_leftovers(folder.parent, f"{folder.name}.*")
-    try:
+    with _Writing(folder.parent):
         work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
-    except OSError as error:
-        raise OutputError(
-            str(folder.parent),
-            f"The cache folder cannot be written: {error.strerror}",
-            f"Free some space there, or name another folder with {cache.VARIABLE}",
-        ) from error
     damaged = work.with_name(f"{work.name}.damaged")
     try:
         with _Writing(folder.parent):
@@ -100,7 +94,7 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
             else:
                 assert card.pipeline is not None
                 init = {} if card.call is None else card.call.init
-                pipe = as_pipeline(_class_of(card.pipeline))(**{name: make(name) for name in card.components}, **init)
+                pipe = class_of(card.pipeline)(**{name: make(name) for name in card.components}, **init)
                 pipe.save_pretrained(work)
             (work / DONE).write_bytes(_checksums(work))
             try:
@@ -160,7 +154,7 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
     """Returns one component of a tiny checkpoint: a tokenizer, or an object with seeded or trained weights."""
     maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
-        return tokenizer(_class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
+        return tokenizer(class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
     import torch
 
     config, place = {**card.tiny.components.get(name, {}), **changes}, f"tiny.components.{name} of {card.model}"
@@ -194,16 +188,11 @@ def _fill(module: torch.nn.Module, trained: Trained) -> None:
             state[name].copy_(tensor)
 
 
-def _class_of(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _built(maker: Maker, config: dict[str, Any], place: str) -> Any:
     """Returns a component that is built from its small configuration."""
-    cls = None if isinstance(maker, Builder) else _class_of(maker)
+    cls = None if isinstance(maker, Builder) else class_of(maker)
     is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
-    return from_arguments(maker, config, place) if is_module else _class_of(str(maker))(**config)
+    return from_arguments(maker, config, place) if is_module else class_of(str(maker))(**config)
 
 
 _SINGLE = "model.safetensors"
@@ -304,7 +293,10 @@ def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
     """Returns a tokenizer of the real class, trained on a few sentences. Upstream crops the first tokens, a prompt
     template of fixed length; this one's template is filled up to that length, or it would count as prompt.
     """
-    system = _system_message(spec.system_message_of) if spec.system_message_of else ""
+    system = ""
+    if spec.system_message_of:
+        parameters = inspect.signature(pkgutil.resolve_name(spec.system_message_of)).parameters
+        system = str(parameters["system_message"].default)
     longest = {} if spec.model_max_length is None else {"model_max_length": spec.model_max_length}
     arguments: dict[str, Any] = {
         **longest,
@@ -374,12 +366,3 @@ def _prefix_length(tokenizer: Any, system: str) -> int:
         for text in ("0", "1")
     )
     return next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
-
-
-def _system_message(path: str) -> str:
-    """Returns the default of the argument `system_message` of an upstream function, `module:Class.function`."""
-    module, _, name = path.partition(":")
-    function: Any = importlib.import_module(module)
-    for attribute in name.split("."):
-        function = getattr(function, attribute)
-    return str(inspect.signature(function).parameters["system_message"].default)
