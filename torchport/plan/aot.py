@@ -284,19 +284,18 @@ def _program(
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
     """Returns the kernel that does not fit into VMEM; if tracing raised the error, that is the last kernel traced."""
-    tile = getattr(error, "tile", None)
+    tile, kernel = getattr(error, "tile", None), error.place
+    if tile is not None:
+        call = traced[-1]
+        kernel = call.implementation if isinstance(call, dispatch.Traced) else call.kernel
     return Overflow(
         what="vmem",
-        kernel=error.place if tile is None else _name(traced[-1]),
+        kernel=kernel,
         tile=None if tile is None else "/".join(map(str, dataclasses.astuple(tile))),
         asked_bytes=getattr(error, "asked", None),
         limit_bytes=getattr(error, "limit", None),
         fact=error.fact,
     )
-
-
-def _name(call: dispatch.Traced | dispatch.Pass) -> str:
-    return call.implementation if isinstance(call, dispatch.Traced) else call.kernel
 
 
 def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
@@ -338,21 +337,16 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
     atomic.make_folder(dump)
+    environment, flags = absent.compiling(dump), task.request.execution.xla_flags
+    if flags is not None:
+        chosen = xla_flags.set_of(flags, task.machine)
+        environment[chosen.variable] = xla_flags.added(flags, chosen, {**os.environ, **environment})
     programs: list[CompiledProgram] = child.call(
         "torchport.plan.aot:compiled",
         *(dataclasses.replace(task, request=dataclasses.replace(task.request, stage=stage)), dump, bounded),
         ended=lambda end: TopologyError(
             f"plan {task.machine.name}", f"The compiler {end}", "Mend that, or plan another size"
         ),
-        environment=_environment(task, dump),
+        environment=environment,
     )
     return programs
-
-
-def _environment(task: Task, dump: Path) -> dict[str, str]:
-    """Returns the environment variables of a process that compiles a task, with the user's XLA flags."""
-    variables, name = absent.compiling(dump), task.request.execution.xla_flags
-    if name is None:
-        return variables
-    chosen = xla_flags.set_of(name, task.machine)
-    return variables | {chosen.variable: xla_flags.added(name, chosen, {**os.environ, **variables})}

@@ -376,11 +376,6 @@ class JobPlan(Figure):
     """what `torchport verify` takes; null where no stage that denoises was compiled"""
 
     @property
-    def mesh_text(self) -> str:
-        """The mesh, as text."""
-        return mesh_text(self.mesh)
-
-    @property
     def at_once_bytes(self) -> int | None:
         """Bytes on each device if it held all denoising networks at once; None if it has one, or one does not fit."""
         stages = [stage for name, stage in self.stages.items() if name in DENOISING and isinstance(stage, StagePlan)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torchport.files import atomic, page
 from torchport.files.page import BarChart, BarPart, PageTable
 from torchport.plan.figures import (
     BlockTime,
+    Clip,
     JobPlan,
     Memory,
     Operation,
@@ -19,6 +21,7 @@ from torchport.plan.figures import (
     StagePlan,
     Underestimate,
     largest_shape,
+    mesh_text,
     moved_bytes,
 )
 from torchport.progress import size_text
@@ -29,33 +32,31 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 def lines(job: JobPlan) -> list[str]:
     """Returns what `torchport plan` prints: a verdict, then each stage, the clip and what a verification takes."""
     verdict = "fits" if job.fits else "DOES NOT FIT"
-    text = [f"{job.model} on {job.machine}, {job.strategy}, {job.mesh_text}: {verdict}"]
+    text = [f"{job.model} on {job.machine}, {job.strategy}, {mesh_text(job.mesh)}: {verdict}"]
     for name, stage in job.stages.items():
         if isinstance(stage, StageLeftOut):
             text.append(f"{name}: {stage.status.replace('_', ' ')}. {stage.why}.")
             continue
         calls = ", ".join(f"{program.times} x {largest_shape(program.inputs)}" for program in stage.programs)
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
-    text += [*_at_once_lines(job), *_clip_lines(job), *_verification_lines(job)]
+    if (size := job.at_once_bytes) is not None:
+        limit = job.stage("denoise").per_device.hbm_bytes
+        verdict = "both would fit at once" if size <= limit else "both would not fit at once"
+        sizes = f"{_size(size)} of {_size(limit)}"
+        text.append(f"two networks take turns, one is on the devices at a time; {verdict}: {sizes}")
+    text += _clip_lines(job.clip) if job.clip is not None else []
+    if (cost := job.verification) is not None:
+        host, values, device = (size_text(size) for size in (cost.host_bytes, cost.values_bytes, cost.device_bytes))
+        text.append(
+            f"verify: a step takes about {host} on the host, {values} of them in TMPDIR, too, and weights of {device} "
+            f"on one device; {cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
+        )
     text += [f"  lossy: {reason}" for reason in job.lossy]
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
 
 
-def _at_once_lines(job: JobPlan) -> list[str]:
-    """Returns a line on whether two denoising networks, of which one is loaded at a time, would fit together."""
-    size = job.at_once_bytes
-    if size is None:
-        return []
-    limit = job.stage("denoise").per_device.hbm_bytes
-    verdict = "both would fit at once" if size <= limit else "both would not fit at once"
-    return [f"two networks take turns, one is on the devices at a time; {verdict}: {_size(size)} of {_size(limit)}"]
-
-
-def _clip_lines(job: JobPlan) -> list[str]:
-    clip = job.clip
-    if clip is None:
-        return []
+def _clip_lines(clip: Clip) -> list[str]:
     cost = "" if clip.dollars is None else f", {clip.dollars:.2g} US dollars"
     text = [
         f"a clip: {clip.first_s:.3g} s for the first, {clip.next_s:.3g} s for each after it, by the model; "
@@ -68,17 +69,6 @@ def _clip_lines(job: JobPlan) -> list[str]:
     memory = "a size that is not known" if clip.host_memory_bytes is None else size_text(clip.host_memory_bytes)
     verdict = "" if clip.fits_host else ": DOES NOT FIT"
     return [*text, f"  the host's memory: {size_text(clip.host_bytes)} of {memory}{verdict}"]
-
-
-def _verification_lines(job: JobPlan) -> list[str]:
-    cost = job.verification
-    if cost is None:
-        return []
-    host, values, device = (size_text(size) for size in (cost.host_bytes, cost.values_bytes, cost.device_bytes))
-    return [
-        f"verify: a step takes about {host} on the host, {values} of them in TMPDIR, too, and weights of {device} on "
-        f"one device; {cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
-    ]
 
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
@@ -113,21 +103,21 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
 
 
 def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
-    return [_finding_line(finding) for finding in stage.findings if isinstance(finding, kind)]
-
-
-def _finding_line(finding: Overflow | Underestimate) -> str:
-    """Returns the line on memory that does not suffice, or on products whose time the compiler estimates too low."""
-    if isinstance(finding, Overflow):
-        where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
-        asked, limit = finding.asked_bytes, finding.limit_bytes
-        sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
-        return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
-    negative = f", {finding.negative} of them negative" if finding.negative else ""
-    return (
-        f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
-        f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
-    )
+    """Returns the lines on memory that does not suffice, or on products whose time the compiler estimates too low."""
+    lines = []
+    for finding in (each for each in stage.findings if isinstance(each, kind)):
+        if isinstance(finding, Overflow):
+            where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
+            asked, limit = finding.asked_bytes, finding.limit_bytes
+            sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
+            lines.append(f"{finding.what.upper()}{where}{sizes}. {finding.fact}")
+            continue
+        negative = f", {finding.negative} of them negative" if finding.negative else ""
+        lines.append(
+            f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
+            f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
+        )
+    return lines
 
 
 def _memory_line(device: Memory) -> str:
@@ -231,11 +221,9 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
 
 def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]) -> list[BarPart]:
     """Returns the parts of a time: attention, `largest` by their lines of PyTorch, other operations, communication."""
-    by_line: dict[str, float] = {}
+    by_line = collections.defaultdict[str, float](float)
     for operation in largest:
-        by_line[operation.source or operation.opcode] = (
-            by_line.get(operation.source or operation.opcode, 0.0) + operation.ms
-        )
+        by_line[operation.source or operation.opcode] += operation.ms
     others = "everything else (compiler)" if largest else "other (compiler)"
     return [
         _bar("attention", "attention (model)", attention_ms),

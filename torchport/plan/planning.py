@@ -7,7 +7,7 @@ modelled, see `step_time`. All but attention is divided by the factor of `calibr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,11 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     stages = _chosen(task, stages)
     _check(task, stages)
     with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
-        planned = {name: _stage_plan(task, name, folder / name, bounded) for name in _announced(stages)}
+        planned = {}
+        for number, name in enumerate(stages, 1):
+            which = f"compile {name} ({number} of {len(stages)})"
+            with progress.waiting(which) if len(stages) > 1 else nullcontext():
+                planned[name] = _stage_plan(task, name, folder / name, bounded)
     clip_plan = clip.of_plans(task, planned)
     job = JobPlan(
         model=task.card.model,
@@ -114,13 +118,6 @@ def _chosen(task: Task, stages: Sequence[str]) -> list[str]:
         return [stage.name for stage in networks]
     known = [s for s in networks if s in task.denoising or s.like is not None or task.encodes_on_devices(s)]
     return list(stages) or [stage.name for stage in known]
-
-
-def _announced(stages: Sequence[str]) -> Iterator[str]:
-    """Yields the names of stages, and shows which of several is being compiled."""
-    for number, name in enumerate(stages, 1):
-        with progress.waiting(f"compile {name} ({number} of {len(stages)})") if len(stages) > 1 else nullcontext():
-            yield name
 
 
 def require_tpu(machine: Machine) -> Chip:

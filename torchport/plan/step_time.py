@@ -222,13 +222,12 @@ def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequen
 
 def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
     """Returns the modelled seconds of collectives: bytes by the links' bandwidth, without any overlap."""
-    return sum(_collective_seconds(collective, chip) for collective in sent)
-
-
-def _collective_seconds(collective: Collective, chip: Chip) -> float:
-    size = collective.bytes * (collective.group if collective.kind == "reduce-scatter" else 1)
-    share = 1.0 if collective.kind == "collective-permute" else (collective.group - 1) / collective.group
-    return collective.count * _MOVED.get(collective.kind, 1.0) * size * share / (collective.ports * chip.link)
+    seconds = 0.0
+    for each in sent:
+        size = each.bytes * (each.group if each.kind == "reduce-scatter" else 1)
+        share = 1.0 if each.kind == "collective-permute" else (each.group - 1) / each.group
+        seconds += each.count * _MOVED.get(each.kind, 1.0) * size * share / (each.ports * chip.link)
+    return seconds
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:

@@ -15,14 +15,14 @@ from torchport.compile.in_force import in_force
 from torchport.config.card import Card
 from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
-from torchport.config.strategy import Axis, Rule, Strategy
+from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.planning import of_task, on_slice, require_tpu
 from torchport.processes import child
 from torchport.progress import table
 from torchport.save.manifest import versions
-from torchport.shard import AXES
+from torchport.shard import AXES, axes_of
 from torchport.task import Request, Task, accept
 
 STAGE = "denoise"
@@ -120,25 +120,14 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy on every mesh that uses all devices of a machine, over the axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        used = [axis for axis in AXES if axis in _axes(strategy)]
+        named = axes_of(
+            [rule for groups in (strategy.weights, strategy.inputs) for group in groups.values() for rule in group],
+            [rule for group in strategy.activations.values() for rule in group],
+        )
+        used = [axis for axis in AXES if axis in named]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:
                 yield SweptMesh(name, {axis: size for axis, size in zip(used, sizes, strict=True) if size > 1})
-
-
-def _axes(strategy: Strategy) -> set[str]:
-    rules: list[Rule] = [rule for group in strategy.weights.values() for rule in group]
-    rules += [rule for group in strategy.inputs.values() for rule in group]
-    outputs = [rule.outputs for group in strategy.activations.values() for rule in group]
-    return set(_strings([*[(rule.spec, rule.otherwise) for rule in rules], *outputs]))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif value is not None:
-        for part in value:
-            yield from _strings(part)
 
 
 def data(swept: Sweep) -> dict[str, Any]:

@@ -68,9 +68,7 @@ def check_used(
     what: str,
 ) -> None:
     """Refuses an axis of a mesh that no rule names: its devices would repeat the same work."""
-    specs: list[Spec | None] = [spec for kind in rules for rule in kind for spec in (rule.spec, *rule.otherwise)]
-    specs += [spec for rule in activations for spec in rule.outputs]
-    used = {axis for spec in specs for axes in dims_of(spec) for axis in axes}
+    used = axes_of([rule for kind in rules for rule in kind], activations)
     for axis, size in mesh.items():
         if size > 1 and axis not in used:
             raise MeshError(
@@ -81,6 +79,13 @@ def check_used(
                 else "Write a strategy whose rules split something, or leave the axis out and plan one device",
                 axis=axis,
             )
+
+
+def axes_of(rules: Iterable[Rule], activations: Iterable[ActivationRule]) -> set[Axis]:
+    """Returns the axes of a mesh that some rules name."""
+    specs: list[Spec | None] = [spec for rule in rules for spec in (rule.spec, *rule.otherwise)]
+    specs += [spec for rule in activations for spec in rule.outputs]
+    return {axis for spec in specs for axes in dims_of(spec) for axis in axes}
 
 
 def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:

@@ -33,26 +33,21 @@ def check(
         A function to call after the network was called. It refuses a rule none of whose modules was called.
     """
     module_rules, called = rule_by_module(module, rules, place), set[str]()
+
+    def check_output(name: str, rule: ActivationRule, module: Any, inputs: Any, output: Any) -> None:
+        _check_output(name, rule, sizes, place, output)
+        called.add(name)
+
+    def check_called() -> None:
+        for number, rule in enumerate(rules, 1):
+            names = [name for name in module_rules if module_rules[name] is rule]
+            if called.isdisjoint(names) and not rule.is_shared:
+                fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{names[0]}')"
+                raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
+
     for name, rule in module_rules.items():
-        hook = functools.partial(_check_output, name, rule, sizes, place)
-        module.get_submodule(name).register_forward_hook(hook)
-        module.get_submodule(name).register_forward_hook(functools.partial(_note, called, name))
-    return functools.partial(_check_called, module_rules, rules, called, place)
-
-
-def _note(called: set[str], name: str, module: Any, inputs: Any, output: Any) -> None:
-    called.add(name)
-
-
-def _check_called(
-    module_rules: Mapping[str, ActivationRule], rules: Sequence[ActivationRule], called: set[str], place: str
-) -> None:
-    """Refuses a rule that matches only modules that were not called."""
-    for number, rule in enumerate(rules, 1):
-        names = [name for name in module_rules if module_rules[name] is rule]
-        if called.isdisjoint(names) and not rule.is_shared:
-            fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{names[0]}')"
-            raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
+        module.get_submodule(name).register_forward_hook(functools.partial(check_output, name, rule))
+    return check_called
 
 
 def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
@@ -74,7 +69,7 @@ def _constrain(
     name: str, rule: ActivationRule, mesh: jax.sharding.Mesh, place: str, module: Any, inputs: Any, output: Any
 ) -> Any:
     """Returns a module's output with every tensor where its spec puts it: a forward hook."""
-    _check_output(name, rule, dict(mesh.shape), place, module, inputs, output)
+    _check_output(name, rule, dict(mesh.shape), place, output)
     outputs = output if isinstance(output, tuple) else (output,)
     specs = [*_specs(rule, outputs), *[None] * (len(outputs) - len(rule.outputs))]
     placed = tuple(_constrain_tensor(*pair, mesh) for pair in zip(outputs, specs, strict=True))
@@ -89,10 +84,8 @@ def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
     return [spec if count >= len(dims_of(spec)) else None for spec, count in zip(rule.outputs, dims, strict=False)]
 
 
-def _check_output(
-    name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, module: Any, inputs: Any, output: Any
-) -> None:
-    """Refuses a module's output that its rule does not fit: a forward hook."""
+def _check_output(name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, output: Any) -> None:
+    """Refuses a module's output that its rule does not fit."""
     outputs = output if isinstance(output, tuple) else (output,)
     if len(outputs) < len(rule.outputs):
         raise MeshError(

@@ -513,7 +513,9 @@ class _HloReader:
         if missing:
             raise self.refusal(f"%{name} uses %{missing[0]}, which is not before it in its computation")
         arrays = tuple((dtype, sides) for dtype, sides, _ in shapes)
-        fused = self.computations[calls[0]].instructions.values() if opcode == "fusion" else ()
+        fused = [*self.computations[calls[0]].instructions.values()] if opcode == "fusion" else []
+        frame = _FRAME.search(metadata)
+        source = self.frame(int(frame[1])) if frame else None
         return Instruction(
             name,
             opcode,
@@ -522,7 +524,8 @@ class _HloReader:
             operands=operands,
             calls=calls,
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
-            source=self.source(metadata) or self.fused(opcode, calls),
+            # A fusion without a line has the last one in it.
+            source=source or next((inner.source for inner in reversed(fused) if inner.source), None),
             target=attributes.get("custom_call_target", "").strip('"'),
             groups=self.groups(attributes.get("replica_groups") or attributes.get("source_target_pairs") or ""),
             chain=chain[1] if chain else "",
@@ -560,17 +563,6 @@ class _HloReader:
         if missing:
             raise self.refusal(f"%{name} calls %{missing[0]}, which is not before it")
         return names
-
-    def fused(self, opcode: str, calls: tuple[str, ...]) -> SourceLine | None:
-        """Returns the source of the last instruction in a fusion that has one; None for another instruction."""
-        if opcode != "fusion":
-            return None
-        inside = self.computations[calls[0]].instructions.values()
-        return next((instruction.source for instruction in reversed(inside) if instruction.source), None)
-
-    def source(self, metadata: str) -> SourceLine | None:
-        frame = _FRAME.search(metadata)
-        return self.frame(int(frame[1])) if frame else None
 
     def frame(self, number: int) -> SourceLine | None:
         """Returns the innermost line of a stack of frames that is no library's, or None; see `INTERNAL`."""
