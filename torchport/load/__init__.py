@@ -64,7 +64,11 @@ def account_component(
     """
     layout = layout or layout_of(component, component.file, [])
     if is_built_here(component):
-        module = published(*(recipe or _recorded(component, folder)))
+        if recipe is None:
+            file = folder / "config.json"
+            recipe = Recipe(component.class_, checkpoint.read_json(file), str(file))
+            check_values(class_of(component.class_), file, recipe.config)
+        module = published(*recipe)
         layout.additions(module.state_dict(), account(module, folder, layout)).check()
     elif component.rename:
         fact = f"'rename' is for modules that torchport fills, and upstream loads {component.class_}"
@@ -97,11 +101,3 @@ def check_init(card: Card, folder: Path) -> None:
                 f"The card '{card.model}' has {init.get(name)!r} under 'call.init': name a checkpoint of that model"
             )
             raise CheckpointForeignError(str(file), fact, remedy, name=name)
-
-
-def _recorded(component: Component, folder: Path) -> Recipe:
-    """Returns the recipe of a component that is built from its `config.json`, whose values are checked."""
-    file = folder / "config.json"
-    config = checkpoint.read_json(file)
-    check_values(class_of(component.class_), file, config)
-    return Recipe(component.class_, config, str(file))

@@ -134,21 +134,20 @@ class _Adapter:
 
     def _foreign(self, source: _Source, name: str, why: str) -> CheckpointForeignError:
         """Returns the error for a setting of an adapter that torchport cannot merge."""
-        fact = f"{source.name} has '{name}'"
-        remedy = "torchport merges pairs of matrices alone"
+        remedy = (
+            "torchport merges pairs of matrices alone: merge this one into the checkpoint with PEFT's "
+            "merge_and_unload, or name a plain LoRA"
+        )
         if name == "init_lora_weights":
             remedy = (
                 "Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which "
                 "makes a plain LoRA of it"
             )
-        else:
-            remedy += ": merge this one into the checkpoint with PEFT's merge_and_unload, or name a plain LoRA"
-        return CheckpointForeignError(str(self._file), f"{fact}, and {why}", remedy, key=name)
+        return CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 
     def _alphas(self, source: _Source, names: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Yields the alphas in a source, with their names for errors: of the layer's pattern, or else all general."""
-        of_layer = self._by_pattern(source, "alpha_pattern", names)
-        if of_layer is not None:
+        if of_layer := self._by_pattern(source, "alpha_pattern", names):
             pattern, value = of_layer
             yield f"The alpha of '{pattern}' in {source.name}", self._number(source, pattern, value, "The alpha of ")
             return
@@ -167,7 +166,7 @@ class _Adapter:
         for name, value in known:
             if self._number(source, name, value) != rank:
                 fact = f"'{name}' in {source.name} is {value}, and '{names[0]}' has rank {rank}"
-                remedy = "Write the file again with the alpha of this rank in '{}'".format(f"{names[0]}.alpha")
+                remedy = f"Write the file again with the alpha of this rank in '{names[0]}.alpha'"
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _by_pattern(self, source: _Source, field: str, names: Sequence[str]) -> tuple[str, Any] | None:
