@@ -275,30 +275,25 @@ def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) ->
     """
     report = Report()
     for group in groups:
-        _walk(folders, group, mode, report)
-    return report
-
-
-def _walk(folders: patch.Folders, group: CheckProcess, mode: str, report: Report) -> None:
-    """Tries the patches of a group; when one raises, it is a finding, and the others are tried again without it."""
-    entries = static_check.read(folders, group.names, report)
-    mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
-    good = [entry for entry in mine if _is_sound(entry, entries, report)]
-    aids = _applied_first(folders, group, good, report)
-    if mode == "late":  # stubs come first even here: without its stub a module cannot be imported at all
-        aids, good = [*aids, *(entry for entry in good if entry.stub)], [entry for entry in good if not entry.stub]
-    while good:
-        try:
-            with patch.applied(aids, accept_drift=True):
-                _try(good, mode, report)
-            break
-        except PatchError as error:
-            culprit = str(vars(error).get("patch", ""))
-            report.add(error, "apply", culprit)
-            count = len(good) + len(aids)
-            good, aids = ([entry for entry in part if entry.id != culprit] for part in (good, aids))
-            if len(good) + len(aids) == count:  # no patch is to blame: it would raise again
+        entries = static_check.read(folders, group.names, report)
+        mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
+        good = [entry for entry in mine if _is_sound(entry, entries, report)]
+        aids = _applied_first(folders, group, good, report)
+        if mode == "late":  # stubs come first even here: without its stub a module cannot be imported at all
+            aids, good = [*aids, *(entry for entry in good if entry.stub)], [entry for entry in good if not entry.stub]
+        while good:  # when a patch raises, it is a finding, and the others are tried again without it
+            try:
+                with patch.applied(aids, accept_drift=True):
+                    _try(good, mode, report)
                 break
+            except PatchError as error:
+                culprit = str(vars(error).get("patch", ""))
+                report.add(error, "apply", culprit)
+                count = len(good) + len(aids)
+                good, aids = ([entry for entry in part if entry.id != culprit] for part in (good, aids))
+                if len(good) + len(aids) == count:  # no patch is to blame: it would raise again
+                    break
+    return report
 
 
 def _applied_first(
@@ -348,7 +343,11 @@ def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
         report.try_entry(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
-        report.findings += _unapplied(ledger.rows(), entries)
+        waiting = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
+        for row in ledger.rows():
+            if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:
+                text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
+                report.findings.append(Finding(PatchError.id, row["place"], text, row["id"], "apply"))
         patched = _identities(modules)
         with patch.applied(entries, accept_drift=True):
             pass
@@ -365,17 +364,6 @@ def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
         if [pair for pair in after[key] if pair[0] in known or pair[1] not in imported] != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
             report.findings.append(of_entry(first[key.partition(":")[0]], text, "undo"))
-
-
-def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:
-    """Returns a finding for each patch that the ledger's rows show as not applied, though its module is imported."""
-    waiting = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
-    result = []
-    for row in rows:
-        if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:
-            text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
-            result.append(Finding(PatchError.id, row["place"], text, row["id"], "apply"))
-    return result
 
 
 def _import_all(modules: Sequence[str]) -> None:

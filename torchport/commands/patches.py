@@ -90,20 +90,19 @@ def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.
 
 def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Returns a row of facts for each patch, such as its target, its promised equivalence and whether it is locked."""
-    return [_row(entry) for entry in entries_of(folders, names)]
-
-
-def _row(entry: patch.Entry) -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "kind": entry.kind,
-        "target": entry.target,
-        "equivalence": entry.equivalence.written(),
-        "plumbing": entry.plumbing,
-        "must_be_called": list(entry.must_be_called),
-        "locked": entry.target in read_lock(entry.folder),
-        "place": entry.place,
-    }
+    return [
+        {
+            "id": entry.id,
+            "kind": entry.kind,
+            "target": entry.target,
+            "equivalence": entry.equivalence.written(),
+            "plumbing": entry.plumbing,
+            "must_be_called": list(entry.must_be_called),
+            "locked": entry.target in read_lock(entry.folder),
+            "place": entry.place,
+        }
+        for entry in entries_of(folders, names)
+    ]
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:

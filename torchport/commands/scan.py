@@ -135,14 +135,13 @@ def _row(finding: ScanFinding) -> dict[str, Any]:
 
 def sarif(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings as SARIF 2.1.0: covered ones as notes, unknown ones as warnings, the others as errors."""
-    return findings.as_sarif(findings.Report([_as_finding(finding) for finding in shown(report, everything)]))
-
-
-def _as_finding(finding: ScanFinding) -> findings.Finding:
-    covered = f" Covered by {', '.join(finding.covered_by)}." if finding.covered_by else ""
-    text = f"{finding.text}. {finding.meaning.do}{covered if finding.meaning.in_code else ''}"
-    place = f"{finding.file}:{finding.line}" if finding.line else finding.file
-    return findings.Finding(finding.rule, place, text, finding.target, finding.verdict)
+    result = findings.Report()
+    for finding in shown(report, everything):
+        covered = f" Covered by {', '.join(finding.covered_by)}." if finding.covered_by else ""
+        text = f"{finding.text}. {finding.meaning.do}{covered if finding.meaning.in_code else ''}"
+        place = f"{finding.file}:{finding.line}" if finding.line else finding.file
+        result.findings.append(findings.Finding(finding.rule, place, text, finding.target, finding.verdict))
+    return findings.as_sarif(result)
 
 
 def exit_code(report: ScanReport) -> int:

@@ -57,9 +57,17 @@ def check(
     versions.installed.cache_clear()
     entries = read(folders, known_names(folders, names), report)
     with on_path(upstream_path):
-        for entry in entries:
-            if chosen is None or entry.folder.parent in chosen:
-                _check_entry(entry, entries, report)
+        for entry in (each for each in entries if chosen is None or each.folder.parent in chosen):
+            try:  # the Python file that it names is not run
+                loaded = checks.parsed(entry, entry.reference) if entry.reference else None
+                if entry.needed and "probe" in entry.needed:
+                    checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
+            except TorchportError as error:
+                report.try_entry(entry, "targets")
+                report.add(error, "targets", entry.id)
+                continue
+            if is_needed(entry, report, probe=False) is not None:
+                check_source(entry, loaded, entries, report)
     return report
 
 
@@ -72,24 +80,19 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     """Returns the names, or all upstreams if there are none; raises for a name without patches."""
     known, having = patch.upstreams(folders), with_entries(folders)
     for name in names:
-        if name.partition("/")[0] not in known:
-            fact = f"No pack has a folder patches/{name.partition('/')[0]}"
+        upstream, slash, file = name.partition("/")
+        if upstream not in known:
+            fact = f"No pack has a folder patches/{upstream}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, known))
-        if "/" in name:
-            check_file(folders, name, f"torchport check {name}")
-        elif name not in having:
+        files = {other for root in stack_of(folders) for other in _files(root, upstream)}
+        if slash and name not in files:
+            others = sorted(other.partition("/")[2] for other in files)
+            fact = f"There is no patches/{upstream}/{file}.yaml"
+            raise UnknownNameError(f"torchport check {name}", fact, nearest(file, others))
+        if not slash and name not in having:
             fact = f"There are no patches in patches/{name}"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
     return list(names) or known
-
-
-def check_file(folders: patch.Folders, name: str, place: str) -> None:
-    """Raises if the patch file `name`, as `upstream/file`, does not exist; does not read it."""
-    upstream, _, file = name.partition("/")
-    files = {other for root in stack_of(folders) for other in _files(root, upstream)}
-    if name not in files:
-        known = sorted(other.partition("/")[2] for other in files)
-        raise UnknownNameError(place, f"There is no patches/{upstream}/{file}.yaml", nearest(file, known))
 
 
 def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
@@ -123,21 +126,6 @@ def _files(root: Path, name: str) -> list[str]:
     upstream, _, chosen = name.partition("/")
     files = sorted((root / upstream).glob("*.yaml"))
     return [f"{upstream}/{file.stem}" for file in files if file.name != LOCK and (not chosen or file.stem == chosen)]
-
-
-def _check_entry(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> None:
-    """Checks an entry, and the Python file that it names without running it."""
-    try:
-        loaded = checks.parsed(entry, entry.reference) if entry.reference else None
-        if entry.needed and "probe" in entry.needed:
-            checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
-    except TorchportError as error:
-        report.try_entry(entry, "targets")
-        report.add(error, "targets", entry.id)
-        return
-    fits = is_needed(entry, report, probe=False)
-    if fits is not None:
-        check_source(entry, loaded, entries, report)
 
 
 def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
