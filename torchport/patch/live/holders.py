@@ -220,9 +220,11 @@ class Referrers:
             count = sum(1 for referent in gc.get_referents(referrer) if referent is thing)
             references += count
             skipped = id(referrer) in self._modules or id(referrer) in self._subjects or self._is_own(referrer)
-            if count and not skipped:
-                is_class = isinstance(thing, type)
-                skipped = self._belongs_to_class(referrer, thing) if is_class else _is_cell_of(thing, referrer)
+            if count and not skipped and isinstance(thing, type):
+                skipped = self._belongs_to_class(referrer, thing)
+            elif count and type(thing) is types.FunctionType:
+                # By such a cell a function knows itself. Decorators of transformers make them.
+                skipped = skipped or any(referrer is cell for cell in thing.__closure__ or ())
             if count and not skipped:
                 result += self._holders_in(referrer, thing)
         return result, references
@@ -282,11 +284,6 @@ class Referrers:
 
     def _owners_of(self, referrer: Any) -> list[Any]:
         return self._owners.get(id(referrer), [])
-
-
-def _is_cell_of(function: Any, referrer: Any) -> bool:
-    """Returns whether a referrer is a cell by which a function knows itself. Decorators of transformers make such."""
-    return type(function) is types.FunctionType and any(referrer is cell for cell in function.__closure__ or ())
 
 
 def _class_cells(cls: type) -> set[int]:

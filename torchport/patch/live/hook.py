@@ -7,7 +7,6 @@ stands in the registry.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.abc
 import sys
 import types
@@ -116,12 +115,12 @@ def arm(name: str, item: Callback | Window, when: When = "after") -> Callable[[]
     table: dict[str, list[Any]] = getattr(registry, when)
     table.setdefault(name, []).append(item)
     _place_finder()
-    return functools.partial(_remove, table, name, item)
 
+    def disarm() -> None:
+        if item in table.get(name, ()):
+            table[name].remove(item)
+        if not table.get(name):
+            table.pop(name, None)
+        _place_finder()
 
-def _remove(table: dict[str, list[Any]], key: str, item: Any) -> None:
-    if item in table.get(key, ()):
-        table[key].remove(item)
-    if not table.get(key):
-        table.pop(key, None)
-    _place_finder()
+    return disarm

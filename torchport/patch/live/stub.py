@@ -89,13 +89,17 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
     """
     assert entry.stub is not None
     undos = contextlib.ExitStack()
+    package = entry.stub.package
     for name in entry.stub.importers:
-        if name in sys.modules:
-            _check_was_served(entry, sys.modules[name])
+        if name in sys.modules:  # an earlier run may have imported it, with the stub
+            stubs = [value for value in vars(sys.modules[name]).values() if isinstance(value, Stub)]
+            if not any(value.__name__.partition(".")[0] == package for value in stubs):
+                fact = f"'{name}' was imported before its stub of {package}"
+                raise TooLateError(entry.place, fact, "Import it inside 'with patch.applied(...)'", patch=entry.id)
             calls.count += 1
         server = registry.servers.setdefault(name, _Server())
-        server.stubs[entry.stub.package] = (Stub(entry.stub.package, entry, keep), calls)
-        undos.callback(server.stubs.pop, entry.stub.package, None)
+        server.stubs[package] = (Stub(package, entry, keep), calls)
+        undos.callback(server.stubs.pop, package, None)
         prepare = functools.partial(_serve, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
@@ -111,13 +115,3 @@ def _serve(server: _Server, undos: contextlib.ExitStack, module: types.ModuleTyp
         return
     module.__dict__["__builtins__"] = {**names, "__import__": server}
     undos.callback(module.__dict__.__setitem__, "__builtins__", before)
-
-
-def _check_was_served(entry: Entry, module: types.ModuleType) -> None:
-    """Refuses a module that was imported without the stub; accepts one that an earlier run imported with it."""
-    assert entry.stub is not None
-    package = entry.stub.package
-    stubs = [value for value in module.__dict__.values() if isinstance(value, Stub)]
-    if not any(value.__name__.partition(".")[0] == package for value in stubs):
-        fact = f"'{module.__name__}' was imported before its stub of {package}"
-        raise TooLateError(entry.place, fact, "Import it inside 'with patch.applied(...)'", patch=entry.id)

@@ -73,7 +73,12 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
     for depth, name in enumerate(entry.path):
         raw, in_holder = _find(holder, name)
         if raw is _ABSENT:
-            raise _missing(entry, holder, depth)
+            walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
+            known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
+            fact, remedy = f"'{entry.id}' finds no '{name}' in {walked}", nearest(name, known)
+            if len(remedy) > 200:
+                remedy = "Look the target up in the upstream that is installed"
+            raise TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
         if depth == len(entry.path) - 1:
             return Slot(holder, name, raw, in_holder, tuple(path))
         holder = raw
@@ -115,17 +120,6 @@ def _find(holder: Any, name: str) -> tuple[Any, bool]:
         if name in vars(base):
             return vars(base)[name], False
     return _ABSENT, False
-
-
-def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
-    """Returns the error for a target of which the name at `depth` in its path does not exist."""
-    walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
-    known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
-    remedy = nearest(entry.path[depth], known)
-    if len(remedy) > 200:
-        remedy = "Look the target up in the upstream that is installed"
-    fact = f"'{entry.id}' finds no '{entry.path[depth]}' in {walked}"
-    return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def function_in(raw: Any) -> Any:
