@@ -35,7 +35,15 @@ def module_names(
         name_in_file[new] = name
     for number, rule in enumerate(rules):
         if number not in used:
-            raise _dead(rule, number, names, places[number], file)
+            covered = any(re.fullmatch(rule.match, name) for name in names)
+            fact = f"Rule {number + 1}, '{rule.match}', " + (
+                f"matches only tensors of {file} that an earlier rule has taken"
+                if covered
+                else f"matches none of {len(names)} tensors of {file}"
+            )
+            plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+            remedy = f"Remove it or mend it. {closest(plain, names)}"
+            raise DeadRuleError(places[number], fact, remedy, rule=rule.match)
     return name_in_file
 
 
@@ -46,18 +54,6 @@ def _rule_of(name: str, rules: Sequence[RenameRule]) -> int | None:
 def _renamed(name: str, rules: Sequence[RenameRule]) -> str:
     matches = ((re.fullmatch(rule.match, name), rule) for rule in rules)
     return next((match.expand(rule.to) for match, rule in matches if match), name)
-
-
-def _dead(rule: RenameRule, number: int, names: Collection[str], place: str, file: str) -> DeadRuleError:
-    """Returns the error for a rule that is the first match of no name."""
-    covered = any(re.fullmatch(rule.match, name) for name in names)
-    fact = f"Rule {number + 1}, '{rule.match}', " + (
-        f"matches only tensors of {file} that an earlier rule has taken"
-        if covered
-        else f"matches none of {len(names)} tensors of {file}"
-    )
-    plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
-    return DeadRuleError(place, fact, f"Remove it or mend it. {closest(plain, names)}", rule=rule.match)
 
 
 def closest(name: str, names: Collection[str]) -> str:

@@ -66,7 +66,12 @@ def start() -> None:
     if message.get("process") != os.getpid():  # a child of a program that has kept the variables
         return
     module, _, name = message["function"].partition(":")
-    added = _add_folder_of_program()
+    # Upstreams may lie in the folder that Python will put first on the path.
+    first = next((word for word in sys.orig_argv[1:2]), "")
+    added = os.getcwd() if first == "-m" else str(Path(first).resolve().parent)  # noqa: PTH109 - as Python does
+    if Path(first).is_dir():
+        added = str(Path(first))
+    sys.path.insert(0, added)
     try:
         getattr(importlib.import_module(module), name)(**message["arguments"])
     except TorchportError as error:
@@ -92,13 +97,3 @@ def _give_way(message: Mapping[str, Any]) -> None:
         if error.name != "sitecustomize":
             raise
         sys.modules["sitecustomize"] = ours
-
-
-def _add_folder_of_program() -> str:
-    """Puts first on the path, and returns, the folder that Python will put there: upstreams may lie in it."""
-    first = next((word for word in sys.orig_argv[1:2]), "")
-    folder = os.getcwd() if first == "-m" else str(Path(first).resolve().parent)  # noqa: PTH109 - as Python does
-    if Path(first).is_dir():
-        folder = str(Path(first))
-    sys.path.insert(0, folder)
-    return folder

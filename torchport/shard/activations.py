@@ -72,8 +72,11 @@ def _constrain(
     _check_output(name, rule, dict(mesh.shape), place, output)
     outputs = output if isinstance(output, tuple) else (output,)
     specs = [*_specs(rule, outputs), *[None] * (len(outputs) - len(rule.outputs))]
-    placed = tuple(_constrain_tensor(*pair, mesh) for pair in zip(outputs, specs, strict=True))
-    return placed if isinstance(output, tuple) else placed[0]
+    placed = []
+    for tensor, spec in zip(outputs, specs, strict=True):
+        where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
+        placed.append(tensor if spec is None else engine.call_jax(jax.lax.with_sharding_constraint, tensor, where))
+    return tuple(placed) if isinstance(output, tuple) else placed[0]
 
 
 def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
@@ -116,10 +119,3 @@ def _check_spec(
                 name=name,
                 axis=axes[0],
             )
-
-
-def _constrain_tensor(tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh) -> Any:
-    if spec is None:
-        return tensor
-    where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
-    return engine.call_jax(jax.lax.with_sharding_constraint, tensor, where)

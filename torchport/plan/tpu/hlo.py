@@ -165,11 +165,18 @@ class HloProgram:
     #: The device's peak of bfloat16 operations in a cycle. With the default, the compiler's estimates are never raised.
     flops_per_cycle: float = math.inf
 
-    def walk(self, computation: str | None = None) -> Iterator[InstructionRuns]:
+    def walk(self, computation: str | None = None, times: int = 1, beside: bool = False) -> Iterator[InstructionRuns]:
         """Yields every instruction that runs, and how many times it runs; a fusion is one instruction. A loop's
         condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
+
+        Args:
+            times: How often the computation runs.
+            beside: Whether it runs asynchronously.
         """
-        return self._walk(computation or self.entry, 1, False)
+        for instruction in self.computations[computation or self.entry].instructions.values():
+            yield InstructionRuns(instruction, times, beside, self._least(instruction))
+            for called, more in self._called(instruction):
+                yield from self.walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
     def constants(self) -> int:
         """Returns the bytes of the constants in the program, on each device."""
@@ -232,13 +239,6 @@ class HloProgram:
                 body = run.instruction.calls[1]
                 loops.append(HloLoop(body, self._trips[body], run.times, self.cycles(body)))
         return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
-
-    def _walk(self, name: str, times: int, beside: bool) -> Iterator[InstructionRuns]:
-        """Yields the instructions of a computation that runs so many `times`, and of all that it calls."""
-        for instruction in self.computations[name].instructions.values():
-            yield InstructionRuns(instruction, times, beside, self._least(instruction))
-            for called, more in self._called(instruction):
-                yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
     def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Returns the computations that one execution of an instruction runs, and how often; none for a fusion."""
