@@ -6,7 +6,7 @@ import html
 import pytest
 from fakes import plans
 
-from torchport.plan import clip, plan_report
+from torchport.plan import plan_report, planning
 from torchport.plan.figures import JobPlan, StagePlan
 from torchport.task import Request, accept
 
@@ -24,7 +24,7 @@ def planned(**changes):
 
 @pytest.fixture(scope="module")
 def found():
-    return clip.of_plans(task_of(), planned())
+    return planning.clip_of_plans(task_of(), planned())
 
 
 def test_the_parts_are_in_their_order_and_add_up(found):
@@ -51,45 +51,47 @@ def test_weights_are_those_of_all_components_and_encoders_take_two_operations_fo
 
 def test_what_is_slower_limits_the_writing(monkeypatch):
     def written():
-        return clip.of_plans(task_of(), planned()).parts[-1]
+        return planning.clip_of_plans(task_of(), planned()).parts[-1]
 
     pixels = 121 * 720 * 1280
     assert "of frames are written to the disk" in written().limit
-    monkeypatch.setattr(clip, "DISK", 1e10)
-    assert written().seconds == pytest.approx(pixels / (22 * clip.ENCODED))  # 720 rows
+    monkeypatch.setattr(planning, "DISK", 1e10)
+    assert written().seconds == pytest.approx(pixels / (22 * planning.ENCODED))  # 720 rows
     assert written().limit == "112 Mpixel of video are encoded on 22 threads"
 
 
 def test_on_the_devices_the_encoders_are_a_part_that_is_planned():
     task = task_of("encode=devices")
-    assert clip.of_plans(task, planned()) is None
-    whole = clip.of_plans(task, planned(encode=plans.stage(per_block=None, steps=1)))
+    assert planning.clip_of_plans(task, planned()) is None
+    whole = planning.clip_of_plans(task, planned(encode=plans.stage(per_block=None, steps=1)))
     assert [part.part for part in whole.parts] == ["load", "compile", "encode", "denoise", "decode", "write"]
     assert [part.seconds for part in whole.parts if part.part == "encode"] == [4.75]
 
 
 def test_without_guidance_one_prompt_is_encoded(found):
-    one = clip.of_plans(task_of("guidance_scale=1.0", "mesh={sp: 8}"), planned())
+    one = planning.clip_of_plans(task_of("guidance_scale=1.0", "mesh={sp: 8}"), planned())
     [both], [single] = ([p.seconds for p in each.parts if p.part == "encode"] for each in (found, one))
     assert both == pytest.approx(2 * single)
 
 
 def test_a_clip_is_of_all_stages_and_has_no_price_of_ours():
-    assert clip.of_plans(task_of(), {"denoise": planned()["denoise"]}) is None
+    assert planning.clip_of_plans(task_of(), {"denoise": planned()["denoise"]}) is None
     unfit = plans.stage(step=plans.stage()["step"] | {"model_s": None})
-    assert clip.of_plans(task_of(), planned(decode=unfit)) is None
-    assert clip.of_plans(task_of("price_per_chip_hour=null"), planned()).dollars is None
+    assert planning.clip_of_plans(task_of(), planned(decode=unfit)) is None
+    assert planning.clip_of_plans(task_of("price_per_chip_hour=null"), planned()).dollars is None
 
 
 def test_a_job_that_the_host_has_no_memory_for_does_not_fit():
-    small = clip.of_plans(task_of("machine=v6e:1x1", "mesh={}", "dtypes={text_encoder: float32}"), planned())
+    small = planning.clip_of_plans(task_of("machine=v6e:1x1", "mesh={}", "dtypes={text_encoder: float32}"), planned())
     assert small.host_memory_bytes == 176 * 10**9 and small.host_bytes >= 4 * 7_070_619_136 and small.fits_host
-    large = clip.of_plans(task_of("machine=v6e:1x1", "mesh={}", "height=2160", "width=3840", "frames=1001"), planned())
+    large = planning.clip_of_plans(
+        task_of("machine=v6e:1x1", "mesh={}", "height=2160", "width=3840", "frames=1001"), planned()
+    )
     assert large.host_bytes > large.host_memory_bytes and not large.fits_host
 
 
 def test_the_memory_of_a_host_that_is_not_known_refuses_nothing():
-    unknown = clip.of_plans(task_of("machine=v5e:2x4"), planned())
+    unknown = planning.clip_of_plans(task_of("machine=v5e:2x4"), planned())
     assert unknown.host_memory_bytes is None and unknown.fits_host
     job = JobPlan.model_validate(plans.plan() | {"clip": unknown.model_dump()})
     assert "GiB of a size that is not known" in "\n".join(plan_report.lines(job))
@@ -116,7 +118,7 @@ def test_upstreams_modules_are_built_with_the_patches_in_force(monkeypatch):
         yield
         inside.pop()
 
-    monkeypatch.setattr(clip, "in_force", noted)
-    monkeypatch.setattr(clip, "_encode", lambda task: [])
-    monkeypatch.setattr(clip.network, "parameters", lambda task, component: {1: 10**9}[len(inside)])
-    assert clip.of_plans(task_of(), planned()).host_bytes > 0
+    monkeypatch.setattr(planning, "in_force", noted)
+    monkeypatch.setattr(planning, "_encode_part", lambda task: [])
+    monkeypatch.setattr(planning.network, "parameters", lambda task, component: {1: 10**9}[len(inside)])
+    assert planning.clip_of_plans(task_of(), planned()).host_bytes > 0
