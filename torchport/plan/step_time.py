@@ -116,9 +116,7 @@ class ProgramTime:
         )
 
     def largest(self) -> list[Operation]:
-        """Returns the ten longest operations of a block, or of a program without blocks, but no attention or
-        collectives.
-        """
+        """Returns the ten longest operations of a block, or of a program without; no attention, no collectives."""
         computation = None if self.loop is None else self.loop.body
         kernels = [
             Operation(ms=1e3 * times * self.passes[name], opcode="kernel", source=name)

@@ -164,7 +164,16 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
     used = firsts(rules, names)
     for number, rule in enumerate(rules):
         if number not in used and not rule.is_shared:
-            raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)
+            covered = any(matches(rule, name) for name in names)
+            known = list(dict.fromkeys(names))
+            fact = "matches only tensors that an earlier rule has taken"
+            fact = fact if covered else f"matches none of {len(known)} tensors"
+            plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+            if len(known) >= 12:  # a network may have thousands
+                known = difflib.get_close_matches(plain, known, n=3, cutoff=0.3) or known[:3]
+            where = places[number] if places else place
+            remedy = f"Remove it or mend it. {nearest(plain, known)}"
+            raise DeadRuleError(where, f"Rule {number + 1}, '{rule.match}', {fact}", remedy, rule=rule.match)
 
 
 def _first(rules: Sequence[RuleT], name: str, place: str, what: str) -> RuleT:
@@ -187,18 +196,6 @@ def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axi
 
 def matches(rule: Rule, name: str) -> bool:
     return re.fullmatch(rule.match, name) is not None
-
-
-def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleError:
-    """Returns the error for a rule that is the first match of no tensor."""
-    covered = any(re.fullmatch(rule.match, name) for name in names)
-    fact = f"Rule {number}, '{rule.match}', " + (
-        "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
-    )
-    plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
-    if len(names) >= 12:  # a network may have thousands
-        names = difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
-    return DeadRuleError(place, fact, f"Remove it or mend it. {nearest(plain, names)}", rule=rule.match)
 
 
 def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
@@ -299,9 +296,17 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part. The dtype stays,
-    even if it has 64 bits: `enable_x64` keeps JAX from halving it.
+    even if it has 64 bits: `enable_x64` keeps JAX from halving it. Raises for a dtype that NumPy lacks.
     """
-    array = _to_numpy(tensor)
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        array: Any = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        try:
+            array = tensor.numpy()
+        except TypeError as error:
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise PlacementError(kind, "NumPy has no such numbers", "Cast it where that is meant") from error
     with jax.enable_x64(True):
         return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
@@ -321,18 +326,6 @@ def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
     if array.is_fully_addressable or array.is_fully_replicated:
         return numpy.asarray(array)
     return numpy.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def _to_numpy(tensor: torch.Tensor) -> Any:
-    """Returns a tensor's bits as a NumPy array, bfloat16 as that of `ml_dtypes`; refuses dtypes that NumPy lacks."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    try:
-        return tensor.numpy()
-    except TypeError as error:
-        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        raise PlacementError(kind, "NumPy has no such numbers", "Cast it where that is meant") from error
 
 
 def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:

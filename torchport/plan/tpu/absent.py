@@ -44,12 +44,6 @@ def environment(dump: Path | None = None) -> dict[str, str]:
     }
 
 
-def compiling(dump: Path) -> dict[str, str]:
-    """Returns `environment`'s variables, and flags with which the compiler dumps its scheduled programs as text."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
-    return {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **environment()}
-
-
 def installed() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 

@@ -314,8 +314,21 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     weights = numpy.ones(kernel.size, numpy.int64)
     if slot is not None:
         weights = kernel.counts[:, list(kernel.slots).index(slot)]
-    passes = dict(zip(loops, trips.loops, strict=True))
-    return _Count(_matrix_work(kernel), passes, trips.once_in, weights).weight(kernel.root, 1)
+    passes, work = dict(zip(loops, trips.loops, strict=True)), _matrix_work(kernel)
+
+    def count(region: Region, times: int) -> int:
+        """Returns the sum of the weights of a region's bundles if the code around it runs so many `times`."""
+        times *= passes.get(region, 1)
+        busy = [bool(work[part.start : part.end].any()) for part in region.inside]
+        total, at = 0, region.start
+        for part, works in zip(region.inside, busy, strict=True):
+            rare = part.kind == "predicated" and not works and any(busy)  # for the first or the last step
+            total += times * int(weights[at : part.start].sum())
+            total += count(part, times // trips.once_in if rare else times)
+            at = part.end
+        return total + times * int(weights[at : region.end].sum())
+
+    return count(kernel.root, 1)
 
 
 def _matrix_work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
@@ -337,27 +350,3 @@ def _loops(kernel: KernelBundles) -> list[Region]:
 
     visit(kernel.root)
     return loops
-
-
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    """Adds up the weights of a region's bundles, each as often as it runs; see `executed`."""
-
-    work: numpy.typing.NDArray[numpy.int64]
-    passes: dict[Region, int]
-    once_in: int
-    weights: numpy.typing.NDArray[numpy.int64]
-
-    def weight(self, region: Region, times: int) -> int:
-        """Returns the sum of a region's weights if the code around it runs so many `times`."""
-        times *= self.passes.get(region, 1)
-        busy = [bool(self.work[part.start : part.end].any()) for part in region.inside]
-        total, at = 0, region.start
-        for part, works in zip(region.inside, busy, strict=True):
-            rare = part.kind == "predicated" and not works and any(busy)  # for the first or the last step
-            total += times * self._between(at, part.start) + self.weight(part, times // self.once_in if rare else times)
-            at = part.end
-        return total + times * self._between(at, region.end)
-
-    def _between(self, start: int, end: int) -> int:
-        return int(self.weights[start:end].sum())
