@@ -58,9 +58,7 @@ class _Audit:
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
-    """Makes all that refers to an original refer to its replacement instead. Returns what was rebound, in order; raises
-    for a holder that cannot be changed, or references that are not explained.
-    """
+    """Makes all that refers to an original refer to its replacement, or raises. Returns what was rebound, in order."""
     pairs = [pair for record in records for pair in _pairs(record)]
     audits = _audits(pairs)
     # A namespace does not wait to be collected; other holders may, as a closure of an earlier call.
@@ -266,7 +264,10 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     if source is None:
         return None
     wanted = {name, original} - {None}
-    for node in _statements(source.tree):
+    # Imports first, then assignments and uses, then definitions: in this order they show best who holds it.
+    imports, uses = (ast.Import, ast.ImportFrom), (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
+    kinds: tuple[tuple[type[ast.stmt], ...], ...] = (imports, uses, (ast.FunctionDef, ast.ClassDef))
+    for node in (node for kind in kinds for node in ast.walk(source.tree) if isinstance(node, kind)):
         if wanted & set(_names_in(node)):
             return f"{source.shown}:{node.lineno}"
     return None
@@ -311,15 +312,6 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
         return source if source is None or source.tree else None
     except (OSError, ImportError, UnreadableError):
         return None  # only a message is poorer for it
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yields the statements in which a module may use a name: imports, then assignments and uses, then definitions."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-    yield from imports
-    yield from (node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)))
-    yield from (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
 
 
 def _names_in(node: ast.stmt) -> list[str]:

@@ -141,14 +141,8 @@ class Edit:
 
     text: str
     part: str  #: The statement of the file that the function is in, on its lines; those before it are blank.
-    name: str
+    name: str  #: The global name under which the function is called.
     reads: frozenset[str]  #: The names that the call passes and the function does not bind itself.
-    line: int  #: The first line that is replaced, from 1.
-
-
-def _reserved_name(entry: Entry) -> str:
-    """Returns the global name under which the function is called. Dunders are never mangled inside a class."""
-    return _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"
 
 
 def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
@@ -201,7 +195,8 @@ def edit(
     tree = ast.parse(part)
     function = find(tree)
     matches = _matches(entry, rewrite, function)
-    call = f"{_reserved_name(entry)}({', '.join(f'{name}={name}' for name in parameters)})"
+    name = _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"  # dunders are never mangled inside a class
+    call = f"{name}({', '.join(f'{name}={name}' for name in parameters)})"
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
     for run in matches:
         _check_visible(entry, function, run, parameters)
@@ -209,10 +204,9 @@ def edit(
         _replace(lines, run, statement)
     local = arguments(function) | names_bound(function.body)
     outer = frozenset(name for name in parameters if name not in local)
-    first = matches[0].statements[0].lineno
     part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
     _check_meaning(entry, tree, edits, part)
-    return Edit(b"".join(lines).decode(), part, _reserved_name(entry), outer, first)
+    return Edit(b"".join(lines).decode(), part, name, outer)
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:

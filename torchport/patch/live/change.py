@@ -110,33 +110,21 @@ def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
         raise TargetError(entry.place, fact, "Patch the function that reads it", patch=entry.id)
-    if entry.kind == "wrap":
-        return _wrap(entry, slot, original, loaded, calls)
-    if isinstance(original, type) is not isinstance(loaded, type):
-        fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
-        raise SignatureError(entry.place, fact, f"Write a {_word(original)}", patch=entry.id)
-    _check_signature(entry, slot, original, loaded)
-    if isinstance(loaded, type):
-        return Placed(slot, loaded, stop=stand_in_class(loaded, original, calls if entry.counted else None))
-    make = counting if entry.counted else uncounted
-    call, retire = make(loaded, calls, original, entry.target)
-    return Placed(slot, shaped_as(entry, slot.raw, call), retire)
-
-
-def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
-    """Returns a target's slot with the function that a wrapper makes of it, not put there yet; raises for a class."""
-    if isinstance(original, type):
+    if entry.kind == "wrap" and isinstance(original, type):
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
-    _check_signature(entry, slot, original, wrapper)
-    counter = calls if entry.counted else Calls()
-    call, retire = wrapping(wrapper, original, counter, entry.target)
-    return Placed(slot, shaped_as(entry, slot.raw, call), retire)
-
-
-def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> None:
+    if entry.kind == "replace" and isinstance(original, type) is not isinstance(loaded, type):
+        fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
+        raise SignatureError(entry.place, fact, f"Write a {_word(original)}", patch=entry.id)
     method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
     check_signature(entry, live_signature(original), loaded, method)
+    if isinstance(original, type):
+        return Placed(slot, loaded, stop=stand_in_class(loaded, original, calls if entry.counted else None))
+    if entry.kind == "wrap":
+        call, retire = wrapping(loaded, original, calls if entry.counted else Calls(), entry.target)
+    else:
+        call, retire = (counting if entry.counted else uncounted)(loaded, calls, original, entry.target)
+    return Placed(slot, shaped_as(entry, slot.raw, call), retire)
 
 
 def _word(thing: Any) -> str:

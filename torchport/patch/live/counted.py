@@ -200,16 +200,13 @@ def _disguised(stand_in: Any, original: types.FunctionType, name: str | None) ->
     for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
         if hasattr(original, attribute):
             setattr(stand_in, attribute, getattr(original, attribute))
-    if name is not None and name != f"{original.__module__}:{original.__qualname__}" and _is_found(original):
-        stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")  # its name leads to the original
+    if name is not None and name != f"{original.__module__}:{original.__qualname__}":
+        thing: Any = sys.modules.get(original.__module__)
+        for step in original.__qualname__.split("."):
+            thing = inspect.getattr_static(thing, step, None)
+        if getattr(thing, "__func__", thing) is original:
+            stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")  # its name leads to the original
     return stand_in
-
-
-def _is_found(function: types.FunctionType) -> bool:
-    thing: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
-        thing = inspect.getattr_static(thing, name, None)
-    return getattr(thing, "__func__", thing) is function
 
 
 def _register(stand_in: Any) -> Any:

@@ -223,17 +223,14 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
             ours = ours.replace(parameters=parameters[1:])
     lacking = _lacking(target, ours, method)
     if lacking:
-        fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{_untyped(target)}"
+        bare = [
+            p.replace(annotation=Parameter.empty, default=p.default if p.default is Parameter.empty else ...)
+            for p in target.parameters.values()
+        ]
+        untyped = str(Signature(bare)).replace("=Ellipsis", "=...")
+        fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{untyped}"
         remedy = "Give it the target's parameters, in its order and with defaults where it has them"
         raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
-
-
-def _untyped(signature: Signature) -> str:
-    bare = [
-        p.replace(annotation=Parameter.empty, default=p.default if p.default is Parameter.empty else ...)
-        for p in signature.parameters.values()
-    ]
-    return str(Signature(bare)).replace("=Ellipsis", "=...")
 
 
 def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
