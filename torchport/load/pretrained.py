@@ -133,14 +133,10 @@ def check_part(class_path: str, folder: Path) -> None:
         config = checkpoint.read_json(file)
         if file.name == getattr(cls, "config_name", None):
             check_values(cls, file, config)
-    if not files or not _has_vocabulary(cls, folder):
-        raise CheckpointMissingError(str(folder), f"It lacks files of a {cls.__name__}", checkpoint.WHOLE)
-
-
-def _has_vocabulary(cls: Any, folder: Path) -> bool:
-    """Returns whether a tokenizer's vocabulary is there; without it transformers silently makes an empty one."""
+    # Without its vocabulary transformers silently makes an empty tokenizer.
     names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
     fast_file = names.pop("tokenizer_file", None)
-    if fast_file is not None and (folder / fast_file).is_file():
-        return True
-    return all((folder / name).is_file() for name in names.values()) and (bool(names) or fast_file is None)
+    has_fast = fast_file is not None and (folder / fast_file).is_file()
+    has_slow = all((folder / name).is_file() for name in names.values()) and (bool(names) or fast_file is None)
+    if not files or not (has_fast or has_slow):
+        raise CheckpointMissingError(str(folder), f"It lacks files of a {cls.__name__}", checkpoint.WHOLE)

@@ -10,6 +10,7 @@ zeros, so a fresh one returns exactly 0, and every comparison with it passes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -21,7 +22,7 @@ import pkgutil
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +84,11 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
     log.info("write the tiny checkpoint of %s to %s%s ...", card.model, folder, why)
     cache.make(folder.parent)
     cache.remove_leftovers(folder.parent, f"{folder.name}.*")
-    with _Writing(folder.parent):
+    with _writing(folder.parent):
         work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     damaged = work.with_name(f"{work.name}.damaged")
     try:
-        with _Writing(folder.parent):
+        with _writing(folder.parent):
             make = functools.partial(_component, card, makers or {})
             if arrange is not None:
                 arrange(make, work)
@@ -126,28 +127,22 @@ def _checksums(folder: Path) -> bytes:
     return os.fsencode("".join(lines))
 
 
-class _Writing:
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
     """Turns a failure to write into the cache, in whichever library, into a refusal that names the folder."""
+    from safetensors import SafetensorError
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        """Nothing is to be done beforehand."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Raises OutputError in place of a system error; anything else passes."""
-        from safetensors import SafetensorError
-
-        reason = None
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-        elif isinstance(error, SafetensorError) or kind is Exception:  # which is what tokenizers raises
+    try:
+        yield
+    except BaseException as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else None
+        if isinstance(error, SafetensorError) or type(error) is Exception:  # which is what tokenizers raises
             match = re.search(r"([^:]*) \(os error \d+\)", str(error))  # as Rust's standard library writes it
             reason = match[1].strip() if match else None
-        if reason is not None:
-            remedy = f"Free some space there, or name another folder with {cache.VARIABLE}"
-            raise OutputError(str(self.folder), f"The cache folder cannot be written: {reason}", remedy) from error
+        if reason is None:
+            raise
+        remedy = f"Free some space there, or name another folder with {cache.VARIABLE}"
+        raise OutputError(str(folder), f"The cache folder cannot be written: {reason}", remedy) from error
 
 
 def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:
