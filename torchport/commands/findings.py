@@ -136,6 +136,9 @@ def as_sarif(report: Report) -> str:
     results = []
     for finding in report.findings:
         file, line = _file_and_line(finding.place)
+        # A finding's fingerprint stays the same when its lines move.
+        what = re.sub(r"(:|\bline )\d+", "", finding.text)
+        same = (finding.id, _uri(file, root), finding.patch, finding.step, what)
         location = {"artifactLocation": {"uri": _uri(file, root)}, "region": {"startLine": max(line, 1)}}
         results.append(
             {
@@ -144,7 +147,7 @@ def as_sarif(report: Report) -> str:
                 "level": _LEVELS.get(finding.step, "error"),
                 "message": {"text": printable(finding.text)},
                 "locations": [{"physicalLocation": location}],
-                "partialFingerprints": {"torchport/v1": _fingerprint(finding, root)},
+                "partialFingerprints": {"torchport/v1": hashlib.sha256(os.fsencode("\0".join(same))).hexdigest()[:32]},
             }
         )
     driver = {"name": "torchport", "version": __version__, "rules": [_rule(id) for id in ids]}
@@ -176,13 +179,6 @@ def _uri(file: str, root: Path) -> str:
     path = Path(os.path.normpath(Path.cwd() / file))
     # A name that is not UTF-8 is quoted by its bytes, as `as_uri` does.
     return urllib.parse.quote(os.fsencode(path.relative_to(root))) if path.is_relative_to(root) else path.as_uri()
-
-
-def _fingerprint(finding: Finding, root: Path) -> str:
-    """Returns a hash of a finding that stays the same when its lines move."""
-    what = re.sub(r"(:|\bline )\d+", "", finding.text)
-    parts = (finding.id, _uri(_file_and_line(finding.place)[0], root), finding.patch, finding.step, what)
-    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:32]
 
 
 def as_junit(report: Report) -> str:

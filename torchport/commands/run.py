@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,22 +127,18 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
         running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
         text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")
     if summary.seconds:
-        text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({_clip_words(summary.seconds)})")
+        clip: dict[str, float] = {}  # by the parts of a clip that `torchport plan` shows
+        for key, value in summary.seconds.items():
+            stage, verb = key.split()
+            part = {"run": stage, "save": "write", "shard": "load"}.get(verb, verb)
+            clip[part] = clip.get(part, 0.0) + value
+        shares = ", ".join(f"{part} {value:.1f}" for part, value in clip.items() if value >= 0.05)
+        text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({shares})")
     if summary.upstream is not None:
         text.append(f"{summary.upstream}")
     sheet = summary.folder / CONTACT_SHEET
     text += ["", f"{sheet}: frames of it, side by side"] if summary.video and sheet.exists() else [""]
     return [*text, place]
-
-
-def _clip_words(seconds: Mapping[str, float]) -> str:
-    """Returns in words the seconds of a run, by the parts of a clip that `torchport plan` shows."""
-    parts: dict[str, float] = {}
-    for key, value in seconds.items():
-        stage, verb = key.split()
-        part = {"run": stage, "save": "write", "shard": "load"}.get(verb, verb)
-        parts[part] = parts.get(part, 0.0) + value
-    return ", ".join(f"{part} {value:.1f}" for part, value in parts.items() if value >= 0.05)
 
 
 def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:

@@ -70,14 +70,11 @@ def meanings(model: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if kind.__module__.startswith("torchport.") and kind is not Frozen:
-            texts |= _from_docstring(kind) | _below_fields(kind)
+            section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
+            fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
+            texts |= dict(" ".join(field.split()).split(": ", 1) for field in fields)
+            texts |= _below_fields(kind)
     return texts
-
-
-def _from_docstring(kind: type) -> dict[str, str]:
-    section = (inspect.cleandoc(kind.__doc__ or "")).partition("\nAttributes:\n")[2]
-    fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
-    return dict(" ".join(field.split()).split(": ", 1) for field in fields)
 
 
 def _below_fields(kind: type) -> dict[str, str]:

@@ -159,22 +159,17 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         state = _drift(entry, entries, report)
         checks.check_source(entry, loaded)
         if state == "unlocked":
-            report.findings.append(_unlocked_finding(entry, entries))
+            text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
+            text = f"{text} (with the --path and --upstream-path that are used here)."
+            try:
+                review = drift.review(entry, entries)
+            except TargetError:  # its target cannot be read, so there is no row to review
+                review = ""
+            report.findings.append(Finding(DriftError.id, entry.place, text, entry.id, "drift", review))
     except TorchportError as error:
         report.add(error, "targets", entry.id)
         return False
     return True
-
-
-def _unlocked_finding(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
-    """Returns the finding for a patch whose target has no row in the lock, with the source to review."""
-    text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
-    text = f"{text} (with the --path and --upstream-path that are used here)."
-    try:
-        review = drift.review(entry, entries)
-    except TargetError:  # its target cannot be read, so there is no row to review
-        review = ""
-    return Finding(DriftError.id, entry.place, text, entry.id, "drift", review)
 
 
 def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> str | None:
@@ -259,8 +254,15 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
     for path, names in lists:
         for number, name in enumerate(names):
             yield from absent_patches(pack.folders, name, document.place([*path, number]), home)
-    for _, names in card.patch_sets():
-        yield from _conflicts(pack, names, home)
+    for _, names in card.patch_sets():  # two patches of one stage may change the same target
+        fitting = []
+        for entry in read(pack.folders, names, Report(), home):  # unreadable files are reported elsewhere
+            with contextlib.suppress(UnsupportedError):
+                fitting += [entry] if versions.outcome(entry, probe=False) is None else []
+        try:
+            patch_set.check_claims([], fitting)
+        except TorchportError as error:
+            yield error
     try:
         networks = _networks(pack, card, document)
         if networks is not None:
@@ -322,18 +324,6 @@ def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | N
             yield BadValueError(place, error.fact, error.remedy, name=name)
     except TorchportError:
         return
-
-
-def _conflicts(pack: Pack, names: Sequence[str], home: Path) -> Iterator[TorchportError]:
-    """Yields an error if two patches of one stage change the same target."""
-    fitting = []
-    for entry in read(pack.folders, names, Report(), home):  # unreadable files are reported elsewhere
-        with contextlib.suppress(UnsupportedError):
-            fitting += [entry] if versions.outcome(entry, probe=False) is None else []
-    try:
-        patch_set.check_claims([], fitting)
-    except TorchportError as error:
-        yield error
 
 
 def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:

@@ -40,7 +40,7 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     from torchport.porting.trace import trace
 
     report = trace(request_of(**given), patched=not without_patches)
-    terminal.Answer(data(report), lines(report, patched=not without_patches)).say(as_json)
+    terminal.Answer(dataclasses.asdict(report), lines(report, patched=not without_patches)).say(as_json)
     sys.exit(1 if report.stoppers else 0)
 
 
@@ -55,14 +55,16 @@ def request_of(model: str, config: str | None, strict: bool = False, **fields: A
     return Request(model, config, execution=Execution(strict=strict), **fields)
 
 
-def data(report: TraceReport) -> dict[str, Any]:
-    return dataclasses.asdict(report)
-
-
 def lines(report: TraceReport, patched: bool) -> list[str]:
     """Returns a trace as lines of text: stoppers, programs, operators, constants, stages left out, and a verdict."""
     text = [line for stopper in report.stoppers for line in _stopper_lines(stopper)]
-    text += _program_lines(report)
+    for program in report.programs:
+        if not program.because:
+            text.append(f"{program.stage}: one program, called {program.times} times")
+        elif program.times:
+            text.append(f"{program.stage}: another program, called {program.times} times: {program.because}")
+        else:
+            text.append(f"{program.stage}: another program {program.because}")
     text += [f"{stage}: {operators}" for stage, operators in report.operators.items()]
     if report.constants:
         total = sum(constant.bytes for constant in report.constants)
@@ -85,16 +87,6 @@ def _stopper_lines(stopper: Stopper) -> Iterator[str]:
     yield f"  ({stopper.folded} more frames of JAX, torch and torchport)"
     yield f"  assumed, to go on: {stopper.assumed}"
     yield from (f"  {line}" for line in stopper.entry.splitlines())
-
-
-def _program_lines(report: TraceReport) -> Iterator[str]:
-    for program in report.programs:
-        if not program.because:
-            yield f"{program.stage}: one program, called {program.times} times"
-        elif program.times:
-            yield f"{program.stage}: another program, called {program.times} times: {program.because}"
-        else:
-            yield f"{program.stage}: another program {program.because}"
 
 
 def _verdict_line(report: TraceReport, patched: bool) -> str:

@@ -45,7 +45,11 @@ def writing(file: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~mask)
         temporary.replace(file)
         # Without this a power cut may undo the renaming, and with it the order of two files.
-        _flush_folder(file.parent)
+        flushed = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(flushed)
+        finally:
+            os.close(flushed)
     except OSError as error:
         raise _unwritable(file, error) from error
     finally:
@@ -53,15 +57,6 @@ def writing(file: Path) -> Iterator[Path]:
             # If this fails, the writing has failed too; that error matters more.
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flushes a folder's list of names to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _unwritable(file: Path, error: OSError) -> OutputError:
@@ -117,25 +112,20 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from error
     try:
-        if _lock(folder, handle):
+        try:
+            is_locked = _flock(handle)
+        except OSError as error:
+            if error.errno in _HELD_ELSEWHERE:
+                fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
+                raise OutputError(str(folder), fact, remedy, held=True) from error
+            raise _unwritable(folder, error) from error
+        if is_locked:
             remove(*sorted(file for file in folder.glob(f"{TEMPORARY}*") if not file.is_dir()))
+        else:
+            log.warning("%s cannot be locked: do not start a second run with this --out", folder)
         yield
     finally:
         os.close(handle)
-
-
-def _lock(folder: Path, handle: int) -> bool:
-    """Returns whether the folder could be locked, False if the file system has no locks; raises if it is locked."""
-    try:
-        is_locked = _flock(handle)
-    except OSError as error:
-        if error.errno in _HELD_ELSEWHERE:
-            fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
-            raise OutputError(str(folder), fact, remedy, held=True) from error
-        raise _unwritable(folder, error) from error
-    if not is_locked:
-        log.warning("%s cannot be locked: do not start a second run with this --out", folder)
-    return is_locked
 
 
 def _flock(handle: int) -> bool:
