@@ -90,10 +90,7 @@ class PromptBlocks:
         self.embeddings = [each.name for each in results if each.name in taken or each.kwargs_type == _FIELDS]
         #: Upstream's mark of each input, by its name.
         self.marks = {each.name: each.kwargs_type for each in (*results, *self.rest.inputs)}
-        self._declare()
-
-    def _declare(self) -> None:
-        """Notes the parameters of the three methods."""
+        # The parameters of the three methods.
         specs, inputs = self.blocks.expected_components, {each.name: each.default for each in self.blocks.inputs}
         loaded = [each for each in specs if each.default_creation_method == "from_pretrained"]
         #: The constructor's: components, and plain values, whose type is that of None, as they are no components.

@@ -198,27 +198,24 @@ def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -
     """Returns a function that saves all components where a card puts them; `layouts` are by variant and component."""
 
     def arrange(make: Make, folder: Path) -> None:
-        """Makes and saves the components of all variants."""
+        """Saves the components of all variants, by `save_pretrained` or under their layouts' files and names."""
         contents = _Contents()
         for variant, layout_of in layouts.items():
             for name, layout in layout_of.items():
-                _save(contents, make(name), folder / card.folder(name, variant), layout, f"components.{name}")
+                part, place = make(name), folder / card.folder(name, variant)
+                if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
+                    part.save_pretrained(place)
+                elif hasattr(part, "state_dict") and hasattr(part, "forward"):
+                    if layout.file is None and hasattr(part, "save_config"):
+                        part.save_config(place)
+                    contents.add(part, place, layout)
+                else:
+                    fact = f"A {type(part).__name__} has no 'save_pretrained'"
+                    remedy = "Write the function 'arrange_tiny' in the family, which saves it"
+                    raise BadValueError(f"components.{name}", fact, remedy)
         contents.write()
 
     return arrange
-
-
-def _save(contents: _Contents, part: Any, folder: Path, layout: Layout, place: str) -> None:
-    """Saves a component by its `save_pretrained`, or under its layout's file and names if it has any; else raises."""
-    if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
-        part.save_pretrained(folder)
-    elif hasattr(part, "state_dict") and hasattr(part, "forward"):
-        if layout.file is None and hasattr(part, "save_config"):
-            part.save_config(folder)
-        contents.add(part, folder, layout)
-    else:
-        fact = f"A {type(part).__name__} has no 'save_pretrained'"
-        raise BadValueError(place, fact, "Write the function 'arrange_tiny' in the family, which saves it")
 
 
 class _Contents:

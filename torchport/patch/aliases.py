@@ -67,10 +67,10 @@ def repair(records: Sequence[Record]) -> list[Rebinding]:
         gc.collect()  # who is only waiting to be collected holds nothing
         audits = _audits(pairs)
     for audit in audits:
-        record, lasting = audit.pair.record, [holder for holder in audit.holders if holder.place is None]
+        record, keepers = audit.pair.record, [holder for holder in audit.holders if holder.place is None]
         assert record is not None
-        if lasting:
-            raise _refusal(record, _in_words(lasting[0], record.entry))
+        if keepers:
+            raise _refusal(record, _in_words(keepers[0], record.entry))
         if audit.unknown > 0:
             variable = _local_variable(audit.pair.old)
             raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")

@@ -60,21 +60,16 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
 
     def cost(candidate: Order) -> tuple[list[tuple[int, ...]], int]:
         there = [where[n] for n in candidate]
-        return _compactness(sizes, there), _distance(sizes, there)
+        # The worst group of each axis, the innermost first: its islands, and the sides of the box around its chips.
+        worst = [
+            max((len({spot.island for spot in group}), *sorted(_sides(group), reverse=True)) for group in groups)
+            for axis in reversed(range(len(sizes)))
+            if sizes[axis] > 1
+            for groups in [[[there[n] for n in group] for group in _groups(sizes, axis)]]
+        ]
+        return worst, _distance(sizes, there)
 
     return min(orders, key=cost)
-
-
-def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
-    """Returns the worst group of each axis that has more than one device, the innermost axis first; lower is better. A
-    group is given by its number of islands, then the sides of the box around its chips, the longest first.
-    """
-    return [
-        max((len({spot.island for spot in group}), *sorted(_sides(group), reverse=True)) for group in groups)
-        for axis in reversed(range(len(sizes)))
-        if sizes[axis] > 1
-        for groups in [[[where[n] for n in group] for group in _groups(sizes, axis)]]
-    ]
 
 
 def _distance(sizes: Sizes, where: Sequence[Spot]) -> int:

@@ -141,20 +141,15 @@ def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
     files: dict[Path, None] = {}
     for name in names:
         chosen = [file for root in reversed(roots) for file in _files_of(root, name)]
-        if not chosen and ("/" in name or not any(has_folder(root / name) for root in roots)):
-            raise _unknown(roots, name)
+        upstream, slash, file = name.partition("/")
+        place, has_upstream = ", ".join(map(as_named, roots)), any(has_folder(root / upstream) for root in roots)
+        if not chosen and not has_upstream:
+            raise UnknownNameError(place, f"No folder '{upstream}' of patches", nearest(upstream, upstreams(roots)))
+        if not chosen and slash:
+            known = sorted({path.stem for root in roots for path in _yaml_files(root / upstream)})
+            raise UnknownNameError(place, f"No patches '{name}'", nearest(file, known))
         files.update(dict.fromkeys(chosen))
     return list(files)
-
-
-def _unknown(roots: Sequence[Path], name: str) -> UnknownNameError:
-    """Returns the error for a name of patches that have no file."""
-    upstream, _, file = name.partition("/")
-    place = ", ".join(map(as_named, roots))
-    if not any(has_folder(root / upstream) for root in roots):
-        return UnknownNameError(place, f"No folder '{upstream}' of patches", nearest(upstream, upstreams(roots)))
-    known = sorted({path.stem for root in roots for path in _yaml_files(root / upstream)})
-    return UnknownNameError(place, f"No patches '{name}'", nearest(file, known))
 
 
 def _yaml_files(folder: Path) -> list[Path]:
@@ -294,12 +289,10 @@ def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]
     document = read_document(file, shown)
     if not isinstance(document.data, list):
         raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
-    targets = [_with_statements(validated(Locked, part)) for part in _items(document)]
-    return {locked.target: locked for locked in targets}
-
-
-def _with_statements(locked: Locked) -> Locked:
-    """Returns a target whose rows all have their statements: the file has them once for rows with the same tree."""
-    known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
-    rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
-    return locked.model_copy(update={"rows": rows})
+    locks: dict[str, Locked] = {}
+    for locked in (validated(Locked, part) for part in _items(document)):
+        # The file has the statements once for rows with the same tree.
+        known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
+        rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
+        locks[locked.target] = locked.model_copy(update={"rows": rows})
+    return locks

@@ -111,7 +111,12 @@ def check(entry: Entry) -> str:
         raise _refusal(entry, locked, "the source is gone")
     if any(_same(row, now) for row in locked.rows):
         return "locked"
-    row = max(locked.rows, key=lambda row: _likeness(row, now))
+
+    def likeness(row: LockRow) -> tuple[float, int]:
+        same = _hashes(row).items() & _hashes(now).items()
+        return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
+
+    row = max(locked.rows, key=likeness)
     raise _refusal(entry, locked, "; ".join(_differences(entry, row, now)))
 
 
@@ -119,11 +124,6 @@ def _same(row: LockRow, now: LockRow) -> bool:
     """Returns whether a lock row records the source as it is now; it may record callees of other patches, too."""
     relied = _hashes(now).items() <= _hashes(row).items()
     return relied and (row.signature, row.tree) == (now.signature, now.tree)
-
-
-def _likeness(row: LockRow, now: LockRow) -> tuple[float, int]:
-    same = _hashes(row).items() & _hashes(now).items()
-    return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
 
 
 def _differences(entry: Entry, row: LockRow, now: LockRow) -> list[str]:
@@ -271,7 +271,7 @@ def _says_more(now: LockRow, row: LockRow) -> bool:
 
 
 def _yaml(locked: Iterable[Locked]) -> str:
-    """Returns the text of a lock file. Rows with the same tree have their statements once: see `_with_statements`."""
+    """Returns the text of a lock file. Rows with the same tree have their statements once."""
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
     for one in sorted(locked, key=lambda one: one.target):
         out += [f"- target: {one.target}", "  rows:"]
