@@ -69,18 +69,15 @@ def command(id: str | None, everything: bool, web: bool) -> None:
     """
     if id is None and not everything:
         raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
-    text = page().rstrip() if id is None else section(id)
-    terminal.say(_address(id or "") if web else text)
-
-
-def _address(key: str) -> str:
-    """Returns the address of the page that explains an id; raises if the installed package names no site."""
-    found = importlib.metadata.distributions(name="torchport")
-    urls = [url.split(", ") for package in found for url in package.metadata.get_all("Project-URL", ())]
-    site = dict(urls).get("Documentation")
-    if site is None:
-        raise errors.UnknownNameError("--web", "The installed torchport names no site", "Install it again")
-    return f"{site}{'scan' if key.upper() in RULES else 'errors'}/#{key.lower()}"
+    text, key = page().rstrip() if id is None else section(id), id or ""
+    if web:
+        packages = importlib.metadata.distributions(name="torchport")
+        urls = [url.split(", ") for package in packages for url in package.metadata.get_all("Project-URL", ())]
+        site = dict(urls).get("Documentation")
+        if site is None:
+            raise errors.UnknownNameError("--web", "The installed torchport names no site", "Install it again")
+        text = f"{site}{'scan' if key.upper() in RULES else 'errors'}/#{key.lower()}"
+    terminal.say(text)
 
 
 def page() -> str:

@@ -97,7 +97,11 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
     if request.prompt is None:
         request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
     steps = None if flags.steps is None else _steps(flags.steps)
-    chosen = Options(steps, flags.decode, flags.floor, _capture_folder(flags.against))
+    kind, _, name = flags.against.partition(":")
+    if flags.against != "original" and (kind != "run" or not name):
+        remedy = "Write original, or run:DIR of a --capture DIR"
+        raise BadValueError(f"--against {flags.against}", "It names neither", remedy)
+    chosen = Options(steps, flags.decode, flags.floor, Path(name) if name else None)
     if flags.capture is not None:
         with _naming(f"--capture {flags.capture}"):
             atomic.make_folder(flags.capture)
@@ -168,16 +172,6 @@ def findings_of(verification: Verification) -> findings.Report:
         text = f"{cause.patch}: {words}{without}. It promises: {cause.promise}."
         found.findings.append(findings.Finding(PatchError.id, cause.place, text, cause.patch, "verify"))
     return found
-
-
-def _capture_folder(against: str) -> Path | None:
-    """Returns the folder in a value of --against, `run:DIR`; None for `original`. Raises for any other value."""
-    if against == "original":
-        return None
-    kind, _, name = against.partition(":")
-    if kind != "run" or not name:
-        raise BadValueError(f"--against {against}", "It names neither", "Write original, or run:DIR of a --capture DIR")
-    return Path(name)
 
 
 def _steps(text: str) -> tuple[int, ...]:

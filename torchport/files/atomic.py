@@ -45,11 +45,11 @@ def writing(file: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~mask)
         temporary.replace(file)
         # Without this a power cut may undo the renaming, and with it the order of two files.
-        flushed = os.open(file.parent, os.O_RDONLY)
+        handle = os.open(file.parent, os.O_RDONLY)
         try:
-            os.fsync(flushed)
+            os.fsync(handle)
         finally:
-            os.close(flushed)
+            os.close(handle)
     except OSError as error:
         raise _unwritable(file, error) from error
     finally:

@@ -338,8 +338,8 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
     atomic.make_folder(dump)
     # The compiler dumps its scheduled programs as text, but none that comes out of JAX's cache.
-    dumping = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
-    environment = {"XLA_FLAGS": dumping, "JAX_ENABLE_COMPILATION_CACHE": "false", **absent.environment()}
+    dump_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
+    environment = {"XLA_FLAGS": dump_flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **absent.environment()}
     flags = task.request.execution.xla_flags
     if flags is not None:
         chosen = xla_flags.set_of(flags, task.machine)

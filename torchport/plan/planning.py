@@ -353,7 +353,10 @@ def clip_of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     encode = [] if task.job.encode == "devices" else _encode_part(task)
     with in_force(task, task.family.STAGES):  # upstream's modules may need a stub to be imported
         load, host_bytes = _load_part(task), preflight.host_bytes(task)
-    parts = [load, _compile_part(planned), *encode, *(_device_part(planned[s.name], s) for s in stages)]
+    limit = "traced and compiled, as long as on this machine; JAX's cache keeps the programs"
+    duration = sum(stage.trace_s + stage.compile_s for stage in planned.values())
+    compilation = ClipPart(part="compile", once=True, seconds=duration, limit=limit)
+    parts = [load, compilation, *encode, *(_device_part(planned[s.name], s) for s in stages)]
     parts.append(_write_part(task))
     seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
@@ -378,12 +381,6 @@ def _load_part(task: Task) -> ClipPart:
     for name in task.card.components:
         size += task.settings.dtypes.get(name, torch.float16).itemsize * network.parameters(task, name)
     return ClipPart(part="load", once=True, seconds=size / DISK, limit=f"reads {size_text(size)} of weights")
-
-
-def _compile_part(planned: Mapping[str, StagePlan]) -> ClipPart:
-    seconds = sum(stage.trace_s + stage.compile_s for stage in planned.values())
-    limit = "traced and compiled, as long as on this machine; JAX's cache keeps the programs"
-    return ClipPart(part="compile", once=True, seconds=seconds, limit=limit)
 
 
 def _encode_part(task: Task) -> Iterator[ClipPart]:

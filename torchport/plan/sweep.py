@@ -120,11 +120,11 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy on every mesh that uses all devices of a machine, over the axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        named = axes_of(
+        axes = axes_of(
             [rule for groups in (strategy.weights, strategy.inputs) for group in groups.values() for rule in group],
             [rule for group in strategy.activations.values() for rule in group],
         )
-        used = [axis for axis in AXES if axis in named]
+        used = [axis for axis in AXES if axis in axes]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:
                 yield SweptMesh(name, {axis: size for axis, size in zip(used, sizes, strict=True) if size > 1})

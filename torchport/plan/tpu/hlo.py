@@ -167,11 +167,8 @@ class HloProgram:
 
     def walk(self, computation: str | None = None, times: int = 1, beside: bool = False) -> Iterator[InstructionRuns]:
         """Yields every instruction that runs, and how many times it runs; a fusion is one instruction. A loop's
-        condition runs once more than its body. Of a conditional, only the longest branch is taken to run.
-
-        Args:
-            times: How often the computation runs.
-            beside: Whether it runs asynchronously.
+        condition runs once more than its body. Of a conditional, only the longest branch is taken to run. The whole
+        computation runs so many `times`, and asynchronously if it runs `beside` another one.
         """
         for instruction in self.computations[computation or self.entry].instructions.values():
             yield InstructionRuns(instruction, times, beside, self._least(instruction))
