@@ -126,7 +126,10 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
         fields = (field for field in pattern._fields if field not in ("ctx", "kind", "type_comment"))
         return all(_match(getattr(pattern, f, None), getattr(node, f, None), captured) for f in fields)
     if isinstance(pattern, list):
-        return isinstance(node, list) and _match_run(pattern, node, captured, whole=True) is not None
+        if not isinstance(node, list) or any(map(_hole, pattern)):
+            return isinstance(node, list) and _match_run(pattern, node, captured, whole=True) is not None
+        # Without recursion: a list of numbers may be longer than Python's stack is deep.
+        return len(pattern) == len(node) and all(_match(p, n, captured) for p, n in zip(pattern, node, strict=True))
     if isinstance(pattern, str):
         return pattern.replace(_MANY, "$...").replace(_ONE, "$") == node  # inside strings a `$` is only a `$`
     return type(pattern) is type(node) and pattern == node
@@ -196,7 +199,7 @@ def edit(
     function = find(tree)
     matches = _matches(entry, rewrite, function)
     name = _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"  # dunders are never mangled inside a class
-    call = f"{name}({', '.join(f'{name}={name}' for name in parameters)})"
+    call = f"{name}({', '.join(f'{each}={each}' for each in parameters)})"
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
     for run in matches:
         _check_visible(entry, function, run, parameters)
