@@ -33,25 +33,17 @@ _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 class Act(enum.IntEnum):
     CALL = enum.auto()
-    CHAIN = enum.auto()
-    """A name, or names with points between them, that are read and not called."""
-    TEST = enum.auto()
-    """A condition of `if`, `while`, `assert`, `a if b else c`, or of a comprehension."""
-    INDEX = enum.auto()
-    """A subscript that is read."""
-    WRITE = enum.auto()
-    """A subscript that is assigned to; its value is the second node."""
-    ASSIGN = enum.auto()
-    """A target, and the value as the second node; of a loop, the iterable."""
-    OPERATOR = enum.auto()
-    """A binary operator or comparison."""
-    TEXT = enum.auto()
-    """A string that names CUDA."""
+    CHAIN = enum.auto()  #: A name, or names with points between them, that are read and not called.
+    TEST = enum.auto()  #: A condition of `if`, `while`, `assert`, `a if b else c`, or of a comprehension.
+    INDEX = enum.auto()  #: A subscript that is read.
+    WRITE = enum.auto()  #: A subscript that is assigned to; its value is the second node.
+    ASSIGN = enum.auto()  #: A target, and the value as the second node; of a loop, the iterable.
+    OPERATOR = enum.auto()  #: A binary operator or comparison.
+    TEXT = enum.auto()  #: A string that names CUDA.
     IMPORT = enum.auto()
     WITH = enum.auto()
     DECORATOR = enum.auto()
-    ENTER = enum.auto()
-    """A nested function begins."""
+    ENTER = enum.auto()  #: A nested function begins.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -84,59 +76,9 @@ class Body:
 
 def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
     """Returns the functions of a module, `<module>` first, and its classes by qualified name."""
-    reader = _Reader()
-    whole = Body(MODULE, tree)
-    reader.bodies.append(whole)
-    reader.read_block(tree.body, whole, "", "", ())
-    return reader.bodies, reader.classes
-
-
-class _Reader:
-    """Collects the functions and classes of a module."""
-
-    def __init__(self) -> None:
-        self.bodies: list[Body] = []
-        self.classes: dict[str, ast.ClassDef] = {}
-
-    def read_block(self, block: list[ast.stmt], body: Body, prefix: str, owner: str, guards: Guards) -> None:
-        """Reads what runs at import into `body`, and each definition into a body of its own."""
-        for statement in block:
-            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                unit = Body(prefix + statement.name, statement, owner)
-                self.bodies.append(unit)
-                self._read_function(statement, unit, body, guards)
-            elif isinstance(statement, ast.ClassDef):
-                self._read_class(statement, body, prefix, guards)
-            elif isinstance(statement, (ast.If, ast.Try, ast.With)):
-                walk = _Walk(body.events)
-                walk.guards = guards
-                for inner, conditions in walk.head(statement):
-                    self.read_block(inner, body, prefix, owner, conditions)
-            else:
-                walk = _Walk(body.events)
-                walk.guards = guards
-                walk.statement(statement)
-            guards += _after(statement)
-
-    def _read_function(self, node: Function, unit: Body, body: Body, guards: Guards) -> None:
-        """Reads a function. The calls in its defaults and decorators run where it is defined."""
-        walk = _Walk(unit.events)
-        walk.head_of_function(node)
-        called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
-        at_import = [event for event in unit.events if event.act is Act.CALL and event.node not in node.decorator_list]
-        unit.events[:] = [event for event in unit.events if event not in at_import]
-        body.events += [Event(Act.CALL, event.node, guards, False) for event in at_import]
-        body.events += [Event(Act.CHAIN, decorator, guards, False) for decorator in called]
-        walk.block(node.body)
-
-    def _read_class(self, node: ast.ClassDef, body: Body, prefix: str, guards: Guards) -> None:
-        name = prefix + node.name
-        self.classes[name] = node
-        if node.decorator_list:
-            unit = Body(name, node, name)
-            self.bodies.append(unit)
-            _Walk(unit.events).decorators(node)
-        self.read_block(node.body, body, f"{name}.", name, guards)
+    walk = _WalkAtImport(Body(MODULE, tree))
+    walk.block(tree.body)
+    return walk.bodies, walk.classes
 
 
 def _after(statement: ast.stmt) -> Guards:
@@ -162,12 +104,12 @@ class _Walk:
     """Lists what statements and expressions do as events, each with the conditions around it (`guards`)."""
 
     def __init__(self, events: list[Event]) -> None:
-        self._events = events
+        self.events = events
         self.guards: Guards = ()
-        self._loop = False
+        self.loop = False
 
     def _note(self, act: Act, node: ast.AST, value: ast.expr | None = None, loops_over: bool = False) -> None:
-        self._events.append(Event(act, node, self.guards, self._loop, value, loops_over))
+        self.events.append(Event(act, node, self.guards, self.loop, value, loops_over))
 
     def decorators(self, node: Function | ast.ClassDef) -> None:
         for decorator in node.decorator_list:
@@ -186,43 +128,27 @@ class _Walk:
             self.guards += _after(statement)
         self.guards = before
 
-    def head(self, node: ast.stmt) -> list[tuple[list[ast.stmt], Guards]]:
-        """Notes what a compound statement itself computes; returns its blocks, each with its conditions."""
-        outer = self.guards
-        if isinstance(node, ast.If):
-            self.test(node.test)
-            return [(node.body, (*outer, _Guard(node.test, True))), (node.orelse, (*outer, _Guard(node.test, False)))]
-        if isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                self._note(Act.WITH, item.context_expr)
-                self.expression(item.context_expr)
-                if item.optional_vars:
-                    self._target(item.optional_vars, item.context_expr)
-            return [(node.body, outer)]
-        if isinstance(node, (ast.Try, ast.TryStar)):
-            parts = [node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody]
-            tried = (*outer, TRIED) if node.handlers and not _jumps(node.handlers[-1].body) else outer
-            return [(part, outer if number else tried) for number, part in enumerate(parts)]
-        return []
-
     def statement(self, node: ast.stmt) -> None:
         """Notes what a statement does, in the order in which Python runs its expressions and blocks."""
-        if isinstance(node, (ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar)):
-            outer = self.guards
-            for block, conditions in self.head(node):
-                self.guards = conditions
+        if isinstance(node, ast.If):
+            self._if_else(node)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            self._with(node)
+        elif isinstance(node, (ast.Try, ast.TryStar)):
+            goes_on = bool(node.handlers) and not _jumps(node.handlers[-1].body)
+            self._under(node.body, *([TRIED] if goes_on else []))
+            for block in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
                 self.block(block)
-            self.guards = outer
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self._loop_statement(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             self._assignment(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            outer, loop, self._loop = self.guards, self._loop, False
+            outer, loop, self.loop = self.guards, self.loop, False
             self._note(Act.ENTER, node)
             self.head_of_function(node)
             self.block(node.body)
-            self.guards, self._loop = outer, loop
+            self.guards, self.loop = outer, loop
         elif isinstance(node, ast.ClassDef):
             self.block(node.body)
         elif isinstance(node, ast.Assert):
@@ -239,16 +165,24 @@ class _Walk:
             for child in ast.iter_child_nodes(node):
                 self.expression(child)
 
+    def _with(self, node: ast.With | ast.AsyncWith) -> None:
+        for item in node.items:
+            self._note(Act.WITH, item.context_expr)
+            self.expression(item.context_expr)
+            if item.optional_vars:
+                self._target(item.optional_vars, item.context_expr)
+        self.block(node.body)
+
     def _loop_statement(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
-        outer = self._loop
+        outer = self.loop
         if isinstance(node, ast.While):
             self.test(node.test)
         else:
             self.expression(node.iter)
             self._target(node.target, node.iter, loops_over=True)
-        self._loop = True
+        self.loop = True
         self.block(node.body)
-        self._loop = outer
+        self.loop = outer
         self.block(node.orelse)
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
@@ -319,10 +253,19 @@ class _Walk:
         if isinstance(node.ctx, ast.Load):
             self._note(Act.INDEX, node)
 
-    def _if_else(self, node: ast.IfExp) -> None:
+    def _if_else(self, node: ast.If | ast.IfExp) -> None:
         self.test(node.test)
         self._under(node.body, _Guard(node.test, True))
         self._under(node.orelse, _Guard(node.test, False))
+
+    def _under(self, part: ast.expr | list[ast.stmt], *guards: _Guard) -> None:
+        outer = self.guards
+        self.guards += guards
+        if isinstance(part, list):
+            self.block(part)
+        else:
+            self.expression(part)
+        self.guards = outer
 
     def _and_or(self, node: ast.BoolOp) -> None:
         """Walks `a and b` or `a or b`: b is computed under the condition that a is true, or false."""
@@ -336,12 +279,6 @@ class _Walk:
         if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._each_part(node)
-
-    def _under(self, node: ast.expr, guard: _Guard) -> None:
-        outer = self.guards
-        self.guards += (guard,)
-        self.expression(node)
-        self.guards = outer
 
     def _call(self, node: ast.Call) -> None:
         self._start(node.func)
@@ -360,6 +297,47 @@ class _Walk:
                 self.test(condition)
         for value in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self.expression(value)
+
+
+class _WalkAtImport(_Walk):
+    """Lists what runs when a module is imported, and gives each function and class that it meets a body of its own."""
+
+    def __init__(self, whole: Body) -> None:
+        super().__init__(whole.events)
+        self.bodies = [whole]
+        self.classes: dict[str, ast.ClassDef] = {}
+        self._owner = ""
+
+    def statement(self, node: ast.stmt) -> None:
+        if isinstance(node, Function) and not self.loop:
+            self._function(node)
+        elif isinstance(node, ast.ClassDef) and not self.loop:
+            self._class(node)
+        else:
+            super().statement(node)
+
+    def _function(self, node: Function) -> None:
+        """Reads a function. The calls in its defaults and decorators run where it is defined."""
+        unit = Body(f"{self._owner}.{node.name}" if self._owner else node.name, node, self._owner)
+        self.bodies.append(unit)
+        walk = _Walk(unit.events)
+        walk.head_of_function(node)
+        called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
+        at_import = [event for event in unit.events if event.act is Act.CALL and event.node not in node.decorator_list]
+        unit.events[:] = [event for event in unit.events if event not in at_import]
+        self.events += [Event(Act.CALL, event.node, self.guards, False) for event in at_import]
+        self.events += [Event(Act.CHAIN, decorator, self.guards, False) for decorator in called]
+        walk.block(node.body)
+
+    def _class(self, node: ast.ClassDef) -> None:
+        outer, self._owner = self._owner, f"{self._owner}.{node.name}" if self._owner else node.name
+        self.classes[self._owner] = node
+        if node.decorator_list:
+            unit = Body(self._owner, node, self._owner)
+            self.bodies.append(unit)
+            _Walk(unit.events).decorators(node)
+        self.block(node.body)
+        self._owner = outer
 
 
 _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
