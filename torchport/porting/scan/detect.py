@@ -110,10 +110,6 @@ _FACTORIES = {
     "randperm", "normal", "Tensor", "FloatTensor", "LongTensor", "tril_indices", "triu_indices", "hann_window",
     "range",
 }  # fmt: skip
-_AUTOCAST = {
-    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast",
-    "torch.cuda.amp.custom_fwd", "torch.amp.custom_fwd", "torch.cuda.amp.autocast_mode.autocast",
-}  # fmt: skip
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
 _BACKENDS = {"torch.nn.attention.sdpa_kernel", "torch.backends.cuda.sdp_kernel"}
@@ -176,21 +172,29 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
             yield context.site("kernel", event, name, sure=TRIED not in event.guards and not name.startswith(_FLEX))
 
 
+def is_autocast(name: str) -> bool:
+    return name.startswith("torch.") and name.rpartition(".")[2] in ("autocast", "custom_fwd")
+
+
 def is_kernel(name: str) -> bool:
     return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
+
+
+def _kind_of_name(context: FunctionContext, name: str) -> str:
+    """Returns the kind of finding that a name in full is, read or called; empty for none."""
+    if is_kernel(name):
+        return "" if context.at_import else "kernel"
+    if name in _FLOAT64:
+        return "float64"
+    return "complex" if name in _COMPLEX or name.startswith("torch.fft.") else ""
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields names that are read: of a kernel package, float64 or complex numbers."""
     name = context.full(event.node)
-    if not name:
-        return
-    if is_kernel(name) and not context.at_import:
-        yield context.site("kernel", event, name)
-    elif name in _FLOAT64:
-        yield context.site("float64", event, name)
-    elif name in _COMPLEX or name.startswith("torch.fft."):
-        yield context.site("complex", event, name)
+    kind = _kind_of_name(context, name)
+    if kind:
+        yield context.site(kind, event, name)
 
 
 def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
@@ -199,7 +203,9 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
         return
     node, name = event.node, context.full(event.node.func)
     if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
-        yield from _known_calls(context, event, name)
+        kind = _kind_of_call(context, node, name)
+        if kind:
+            yield context.site(kind, event, name)
         yield from _host_tensors(context, event, node, name)
     if isinstance(node.func, ast.Attribute):
         yield from _method_calls(context, event, node, node.func)
@@ -209,40 +215,26 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield context.site("branch" if called == "bool" else "item", event)
 
 
-def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[Site]:
-    """Yields a call whose full name shows that it will not port, such as `torch.cuda.synchronize`."""
+def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
+    """Returns the kind of finding that a call is by its full name, as `torch.cuda.synchronize`; empty for none."""
     last = name.rpartition(".")[2]
-    if is_kernel(name):
-        if not context.at_import:
-            yield context.site("kernel", event, name)
-    elif name in _AUTOCAST:
-        return  # as a context or decorator
-    elif name.startswith("torch.cuda.") and name.split(".")[2] not in _ANSWERED:
-        yield context.site("cuda-import" if context.at_import else "cuda-call", event, name)
-    elif name.startswith(_WRAPPERS) and last not in _WITHOUT_GROUP and "._checkpoint." not in name:
-        yield context.site("cuda-import" if context.at_import else "process-group", event, name)
-    elif name in _COMPILES:
-        yield context.site("compile", event, name)
-    elif name in _COMPLEX or name.startswith("torch.fft."):
-        yield context.site("complex", event, name)
-    elif name in _FLOAT64:
-        yield context.site("float64", event, name)
-    elif name in BY_VALUES or (
-        name == "torch.where" and isinstance(event.node, ast.Call) and len(event.node.args) == 1
-    ):
-        yield context.site("mask-index", event, name)
-    elif name in DIFFERING:
-        yield context.site("operator", event, name)
+    if is_autocast(name):
+        return ""  # as a context or decorator
+    if name.startswith("torch.cuda.") and name.split(".")[2] not in _ANSWERED:
+        return "cuda-import" if context.at_import else "cuda-call"
+    if name.startswith(_WRAPPERS) and last not in _WITHOUT_GROUP and "._checkpoint." not in name:
+        return "cuda-import" if context.at_import else "process-group"
+    if name in _COMPILES:
+        return "compile"
+    if name in BY_VALUES or (name == "torch.where" and len(node.args) == 1):
+        return "mask-index"
+    return "operator" if name in DIFFERING else _kind_of_name(context, name)
 
 
 def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     """Yields a call such as `torch.zeros(4)` without a device, outside of constructors: a tensor of the host."""
-    if (
-        name.rpartition(".")[0] != "torch"
-        or name.rpartition(".")[2] not in _FACTORIES
-        or context.builds
-        or context.at_import
-    ):
+    module, _, last = name.rpartition(".")
+    if module != "torch" or last not in _FACTORIES or context.builds or context.at_import:
         return
     device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
     if device is None and any(keyword.arg is None for keyword in node.keywords):
@@ -320,19 +312,13 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a `with` that sets autocast or the kernels of attention."""
+    """Yields a `with` or decorator of autocast, of the kernels of attention, of a compiler, or of a kernel package."""
     name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
-    if name in _AUTOCAST:
+    if is_autocast(name):
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
         yield context.site("attention-backend", event, name)
-
-
-def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a decorator that sets autocast, compiles, or comes from a package of kernels."""
-    yield from _contexts(context, event)
-    name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
-    if name in _COMPILES:
+    elif name in _COMPILES:
         yield context.site("compile", event, name)
     elif is_kernel(name):
         yield context.site("kernel", event, name)
@@ -421,7 +407,7 @@ _BY_ACT: dict[Act, tuple[Detector, ...]] = {
     Act.INDEX: (_indices,),
     Act.WRITE: (_writes,),
     Act.WITH: (_contexts,),
-    Act.DECORATOR: (_decorators,),
+    Act.DECORATOR: (_contexts,),
     Act.TEXT: (_cuda_strings,),
 }
 _WITHOUT_TORCH: dict[Act, tuple[Detector, ...]] = {Act.IMPORT: (_imports,), Act.CHAIN: (_names,), Act.CALL: (_calls,)}

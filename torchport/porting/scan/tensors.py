@@ -246,13 +246,8 @@ class Tensors:
                 return Kind.PLAIN
             if method == "cpu" or kind is Kind.HOST:
                 return Kind.HOST
-            if method in _MASK_METHODS or (method in ("any", "all", "view", "flatten", "to") and kind is Kind.MASK):
-                return Kind.MASK
-            return (
-                Kind.MASK
-                if kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
-                else Kind.TENSOR
-            )
+            stays = kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
+            return Kind.MASK if stays or method in _MASK_METHODS else Kind.TENSOR
         given = [self.kind(argument) for argument in node.args]
         on_self = isinstance(func.value, ast.Name) and func.value.id == self._self
         if on_self and any(name in ON_DEVICE for name in given):  # a submodule over a tensor
