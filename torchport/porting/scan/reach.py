@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit
+from torchport.porting.scan.detect import Site
 from torchport.porting.scan.facts import Called, Conditions, Facts, Imported, Read, Term, Terms
 from torchport.porting.scan.syntax import MODULE, NEVER, Act, Body, Event, chain_of, names_in
 from torchport.source.bindings import STARRED, Function, parameters
@@ -88,14 +89,16 @@ class Reached:
             if unit not in self._closed.units:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
-    def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int, if_none: str = "") -> bool:
-        """Returns whether a line of a function may run, under its conditions and with `if_none` being None."""
-        if unit not in self._arguments or self._closed.has(unit, line):
+    def shows(self, site: Site) -> bool:
+        """Returns whether the place of a finding may run, as one: a parameter of it may have to be None."""
+        if site.if_none and self._values(site.unit).names.get(site.if_none, _UNKNOWN) is not None:
             return False
-        values = self._values(unit)
-        if if_none and values.names.get(if_none, _UNKNOWN) is not None:
-            return False
-        return values.open(conditions)
+        return self.leads_to(site.unit, site.conditions, site.line)
+
+    def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int) -> bool:
+        """Returns whether a line of a function may run under its conditions."""
+        is_reached = unit in self._arguments and not self._closed.has(unit, line)
+        return is_reached and self._values(unit).open(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
         """Returns what is known of a function's parameters: a constant that all calls pass, or that it is not None."""

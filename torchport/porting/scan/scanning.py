@@ -111,7 +111,7 @@ def _read(codebase: Codebase) -> list[Site]:
     for number, module in enumerate(track(codebase.read(), "scan", "file", len(codebase.sources)), 1):
         for unit in module.units.values():
             body = codebase.written(unit)
-            context = FunctionContext(codebase, unit, body, _tensor_attributes(codebase, unit))
+            context = FunctionContext(codebase, unit, body)
             found[unit] = list(sites(context, body))
             unit.facts = gathered(codebase, unit, body, context.terms)
         module.drop_syntax()
@@ -144,14 +144,12 @@ def _runs_under(site: Site, reach: Reach, without: dict[Only, Reached], asking: 
         return ""
     if site.kind == "parallel-state" and asking is not None and site.uses not in asking:
         return "process-group"
-    places = (site.unit, site.conditions, site.line, site.if_none)
-    return next((only for only, reached in without.items() if not reached.leads_to(*places)), "")
+    return next((only for only, reached in without.items() if not reached.shows(site)), "")
 
 
 def _callers_without_group(sites: Iterable[Site], alone: Reached) -> set[str]:
     """Returns the full names of functions that lead to a call of torch.distributed without a process group."""
-    direct = (site for site in sites if site.kind == "process-group")
-    pending = [site.unit for site in direct if alone.leads_to(site.unit, site.conditions, site.line)]
+    pending = [site.unit for site in sites if site.kind == "process-group" and alone.shows(site)]
     seen = set(pending)
     while pending:
         more = {caller for caller, _ in alone.callers.get(pending.pop(), ())} - seen
@@ -272,13 +270,6 @@ def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
                     yield Site(top, "alias", line, name, step.conditions, f"{unit.module.name}.{unit.name}")
 
 
-def _tensor_attributes(codebase: Codebase, unit: CodeUnit) -> frozenset[str]:
-    if unit.owner is None or not unit.module.uses_torch:
-        return frozenset()
-    init = codebase.method(unit.owner, "__init__")
-    return init.tensors if init is not None else frozenset()
-
-
 def _package_of(path: Path) -> str:
     """Returns the dotted name of the package that a folder is, or that a file lies in; empty outside of packages."""
     names: list[str] = []
@@ -321,8 +312,7 @@ def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
 
 def _similar_modules(name: str, names: Iterable[str]) -> str:
     """Returns a remedy that names the modules with the same last name; a codebase has too many to list."""
-    last = name.rpartition(".")[2]
-    close = sorted(name for name in names if name.rpartition(".")[2] == last)
+    close = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
     return nearest(name, close) if close else "Name a module of the folder that is scanned, as package.module:Class"
 
 
@@ -333,9 +323,9 @@ def _trains(unit: CodeUnit) -> bool:
 
 
 def _reach(site: Site, unpatched: Reached, training: Reached, chosen: bool) -> Reach:
-    if unpatched.leads_to(site.unit, site.conditions, site.line, site.if_none):
+    if unpatched.shows(site):
         return "path" if chosen else "unknown"
-    return "training" if training.leads_to(site.unit, site.conditions, site.line, site.if_none) else "off"
+    return "training" if training.shows(site) else "off"
 
 
 def _covered(known: Sequence[tuple[Site, Reach]], cover: _Coverage) -> Iterator[tuple[str, ...]]:
@@ -443,9 +433,7 @@ class _Coverage:
         """Returns the patches that together keep every process group from being made; none if one is still made."""
         ids: dict[str, None] = {}
         for site in sites:
-            if site.uses.rpartition(".")[2] not in MAKES_GROUP or not self._unpatched.leads_to(
-                site.unit, site.conditions, site.line
-            ):
+            if site.uses.rpartition(".")[2] not in MAKES_GROUP or not self._unpatched.shows(site):
                 continue
             closing = self.of_place(site)
             if not closing:
@@ -461,9 +449,9 @@ class _Coverage:
         direct = self._patches.at(site.unit, site.line)
         if direct:
             return tuple(dict.fromkeys(direct))
-        if not self._unpatched.leads_to(site.unit, site.conditions, site.line, site.if_none):
+        if not self._unpatched.shows(site):
             return ()
-        if self._patched.leads_to(site.unit, site.conditions, site.line, site.if_none):
+        if self._patched.shows(site):
             return self._of_calls(site)
         return tuple(dict.fromkeys(self._closing(site.unit)))
 
