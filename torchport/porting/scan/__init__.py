@@ -11,6 +11,7 @@ finding means, and the report, with all that a draft needs.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -128,22 +129,11 @@ class ScanReport:
 
     def count(self) -> str:
         """Returns a sentence that counts what is on the inference path; without an entry, what is outside training."""
-        chosen = [finding for finding in self.findings if finding.reach == "path" and finding.meaning.in_code]
-        where = "on the inference path"
-        if not self.entries:
-            chosen = [finding for finding in self.findings if finding.reach != "training" and finding.meaning.in_code]
-            where = "outside training"
-        numbers = {
-            verdict: sum(finding.verdict == verdict and not finding.only for finding in chosen)
-            for verdict in ("covered", "rewrite", "unknown")
-        }
-        guarded = [
-            f", {number} {words}"
-            for only, words in GUARDS.items()
-            if (number := sum(finding.only == only for finding in chosen))
-        ]
+        reaches = ["path"] if self.entries else ["path", "off", "unknown"]
+        chosen = [finding for finding in self.findings if finding.reach in reaches and finding.meaning.in_code]
+        where = "on the inference path" if self.entries else "outside training"
+        numbers: Counter[str] = Counter(finding.only or finding.verdict for finding in chosen)
         needs = "needs" if numbers["rewrite"] == 1 else "need"
-        return (
-            f"{len(chosen)} {where}: {numbers['covered']} covered, {numbers['rewrite']} {needs} a rewrite, "
-            f"{numbers['unknown']} unknown{''.join(guarded)}"
-        )
+        text = f"{len(chosen)} {where}: {numbers['covered']} covered, {numbers['rewrite']} {needs} a rewrite"
+        guarded = [f", {numbers[only]} {words}" for only, words in GUARDS.items() if numbers[only]]
+        return f"{text}, {numbers['unknown']} unknown{''.join(guarded)}"

@@ -23,7 +23,7 @@ from torchport.porting.scan import BY_KIND
 from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
-from torchport.source.bindings import STARRED, parameters, taken
+from torchport.source.bindings import STARRED, Function, parameters, taken
 from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
@@ -127,18 +127,11 @@ class Module:
     def heads(self) -> frozenset[str]:
         return frozenset((*self.units, *self.classes, *self.bound))
 
-    @property
-    def is_package(self) -> bool:
-        return PurePosixPath(self.source.path).name == "__init__.py"
-
     @functools.cached_property
     def uses_torch(self) -> bool:
         """Whether some import in it is of torch; without one, no tensor is made in it."""
-        everything = [
-            *self.bound.values(),
-            *(imported for unit in self.units.values() for imported in unit.imports.values()),
-        ]
-        return any(name.partition(".")[0] == "torch" for name in everything) or bool(self.stars)
+        tables = [self.bound, *(unit.imports for unit in self.units.values())]
+        return bool(self.stars) or any(name.partition(".")[0] == "torch" for some in tables for name in some.values())
 
 
 class Codebase:
@@ -216,7 +209,7 @@ class Codebase:
         if not chain:
             return ""
         head = local.get(chain[0]) or module.bound.get(chain[0])
-        if head is None and (chain[0] in module.units or chain[0] in module.classes):
+        if head is None and chain[0] in module.heads:
             head = f"{module.name}.{chain[0]}"
         if head is None:
             for star in module.stars:
@@ -273,49 +266,46 @@ class Codebase:
         if place is None or not place[1]:
             return None
         module, rest = place
-        name = ".".join(rest)
-        if name in module.classes:
-            return module.classes[name]
-        if name in module.units:
-            return module.units[name]
-        above = module.classes.get(".".join(rest[:-1]))
-        return None if above is None else self.method(above, rest[-1])
+        name, above = ".".join(rest), module.classes.get(".".join(rest[:-1]))
+        known = module.classes.get(name) or module.units.get(name)
+        return self.method(above, rest[-1]) if known is None and above is not None else known
 
     @functools.cache  # noqa: B019
     def bases(self, kind: Class) -> tuple[str, ...]:
         return tuple(self.canonical(self.full(kind.module, base, {})) for base in kind.above)
 
     @functools.cache  # noqa: B019
-    def ancestry(self, kind: Class) -> frozenset[Class]:
-        return frozenset(self._lineage(kind))
-
-    def _lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
-        """Yields a class and the classes above it, as far as the codebase has them."""
-        yield kind
-        for base in self.bases(kind):
-            above = self.definition(base)
-            if isinstance(above, Class) and above.dotted not in seen:
-                yield from self._lineage(above, seen | {kind.dotted})
+    def lineage(self, kind: Class) -> tuple[Class, ...]:
+        """Returns a class and the classes above it, as far as the codebase has them."""
+        result: dict[Class, None] = {}
+        pending = [kind]
+        while pending:
+            current = pending.pop()
+            if current not in result:
+                result[current] = None
+                above = map(self.definition, reversed(self.bases(current)))
+                pending += [known for known in above if isinstance(known, Class)]
+        return tuple(result)
 
     def method(self, kind: Class, name: str, inherited: bool = False) -> CodeUnit | None:
         """Returns the first method of a name in a class or above it; only above it if it is inherited."""
         if not inherited:
             return self.methods(kind).get(name)
-        above = list(self._lineage(kind))[1:]
-        return next((unit for base in above if (unit := self.methods(base).get(name)) is not None), None)
+        above = self.lineage(kind)[1:]
+        return next((self.methods(base)[name] for base in above if name in self.methods(base)), None)
 
     @functools.cache  # noqa: B019
     def methods(self, kind: Class) -> dict[str, CodeUnit]:
         """Returns all methods of a class by name, the inherited ones included."""
         result: dict[str, CodeUnit] = {}
-        for above in self._lineage(kind):
+        for above in self.lineage(kind):
             for unit in above.module.methods.get(above.name, ()):
                 result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
     def is_network(self, kind: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
-        bases = [base for above in self._lineage(kind) for base in self.bases(above)]
+        bases = [base for above in self.lineage(kind) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
     @functools.cached_property
@@ -408,20 +398,19 @@ def _names_set(statement: ast.stmt) -> Iterator[str]:
 def _unit(module: Module, body: Body) -> CodeUnit:
     """Returns a function, the decorators of a class, or a module's own code as a unit."""
     node = body.node
-    if isinstance(node, ast.Module):
-        return CodeUnit(module, body.name, body, is_class=False, class_name="")
-    marks = frozenset(last for decorator in node.decorator_list for last in chain_of(decorator)[-1:])
-    if isinstance(node, ast.ClassDef):
-        return CodeUnit(module, body.name, body, is_class=True, class_name=body.owner, decorators=marks)
-    written = parameters(node)
-    names = tuple(parameter.name for parameter in written if parameter.kind not in STARRED)
-    defaults: dict[str, Term] = {
-        parameter.name: ("const", parameter.default.value) if isinstance(parameter.default, ast.Constant) else None
-        for parameter in written
-        if parameter.default is not None
-    }
-    tensors = frozenset(_registered_tensors(body)) if node.name == "__init__" else frozenset()
-    return CodeUnit(module, body.name, body, False, body.owner, names, defaults, marks, node.returns, tensors)
+    unit = CodeUnit(module, body.name, body, isinstance(node, ast.ClassDef), body.owner)
+    if not isinstance(node, ast.Module):
+        unit.decorators = frozenset(last for decorator in node.decorator_list for last in chain_of(decorator)[-1:])
+    if isinstance(node, Function):
+        written = [parameter for parameter in parameters(node) if parameter.kind not in STARRED]
+        unit.parameters = tuple(parameter.name for parameter in written)
+        unit.returns = node.returns
+        for parameter in written:
+            value = parameter.default
+            if value is not None:
+                unit.defaults[parameter.name] = ("const", value.value) if isinstance(value, ast.Constant) else None
+        unit.tensors = frozenset(_registered_tensors(body)) if node.name == "__init__" else frozenset()
+    return unit
 
 
 def _registered_tensors(init: Body) -> Iterator[str]:
@@ -453,7 +442,7 @@ def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
         for alias in node.names:
             bound[taken(alias)] = alias.name if alias.asname else taken(alias)
     elif isinstance(node, ast.ImportFrom):
-        home = imported_from(node, module.name, module.is_package)
+        home = imported_from(node, module.name, module.source.file.name == "__init__.py")
         for alias in node.names:
             if alias.name == "*":
                 module.stars.append(home)
@@ -519,13 +508,8 @@ def _below(root: Path, path: Path) -> str:
 
 
 def _is_loop(path: Path) -> bool:
-    """Returns whether a path is a link that leads back to itself."""
-    if not path.is_symlink():
-        return False
     try:
         path.stat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return path.is_symlink() and not isinstance(error, FileNotFoundError)
     return False

@@ -144,19 +144,18 @@ class Reached:
 
     def _create(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
         """Notes that an object of a class is made: its constructor runs, and its methods may be called."""
+        methods = self._codebase.methods(kind)
         for name in ("__init__", "__post_init__", "__new__"):
-            unit = self._codebase.method(kind, name)
-            if unit is not None:
-                self._reach(unit, caller, call)
+            if name in methods:
+                self._reach(methods[name], caller, call)
         if kind in self._made:
             return
         self._made[kind] = None
         names = (*_DUNDERS, "forward") if self._codebase.is_network(kind) else _DUNDERS
         for name in names:
-            unit = self._codebase.method(kind, name)
-            if unit is not None:
-                self._reach(unit, caller, None)
-        for name, unit in self._codebase.methods(kind).items():
+            if name in methods:
+                self._reach(methods[name], caller, None)
+        for name, unit in methods.items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
                 for asker, call_of_it in list(self._open_calls[name].values()) if name in self._open_calls else ():
@@ -237,7 +236,7 @@ class Reached:
         if method is not None:
             self._reach(method, unit, call)
             for other in list(self._live_methods.get(name, ())):
-                if other is not method and other.owner is not None and owner in self._codebase.ancestry(other.owner):
+                if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
                     self._reach(other, unit, call)
 
     def _mention(self, unit: CodeUnit, read: Read) -> None:
@@ -331,14 +330,9 @@ class _Values:
 
 def _compared(op: str, left: Any, right: Any) -> Any:
     """Returns whether a comparison holds; `_UNKNOWN` if what is known of its sides does not decide it."""
-    if left is _UNKNOWN or right is _UNKNOWN:
-        return _UNKNOWN
-    if op in ("is", "is not"):
-        if right is None and left is _NOT_NONE:
-            return op == "is not"
-        unsure = left is _NOT_NONE or right is _NOT_NONE
-        return _UNKNOWN if unsure else (left is right) == (op == "is")
-    if left is _NOT_NONE or right is _NOT_NONE:
+    if left is _NOT_NONE and right is None and op in ("is", "is not"):
+        return op == "is not"
+    if any(side is _UNKNOWN or side is _NOT_NONE for side in (left, right)):
         return _UNKNOWN
     try:
         return _ORDER[op](left, right)
@@ -347,7 +341,8 @@ def _compared(op: str, left: Any, right: Any) -> Any:
 
 
 _ORDER: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "is": operator.is_, "is not": operator.is_not, "==": operator.eq, "!=": operator.ne, "<": operator.lt,
+    "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 
 

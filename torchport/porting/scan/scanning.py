@@ -57,11 +57,8 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         found = _read(codebase)
         with waiting("scan: what runs"):
             report = _scan(path, codebase, entries, folders, found)
-    left_out = [
-        ScanFinding(file.rule, _named(path, file.path), file.line, "", file.why, reach="unknown")
-        for file in codebase.unread
-    ]
-    return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left_out], key=_PLACE)))
+    left = [ScanFinding(file.rule, _named(path, file.path), file.line, "", file.why) for file in codebase.unread]
+    return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left], key=_PLACE)))
 
 
 @contextlib.contextmanager
@@ -159,9 +156,8 @@ def _callers_without_group(sites: Iterable[Site], alone: Reached) -> set[str]:
 
 
 def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...], only: Only) -> ScanFinding:
-    file = _named(path, site.unit.module.source.path)
-    rule, target = BY_KIND[site.kind], site.unit.target
-    return ScanFinding(rule, file, site.line, target, site.text, site.uses, reach, ids, sure=site.sure, only=only)
+    file, rule = _named(path, site.unit.module.source.path), BY_KIND[site.kind]
+    return ScanFinding(rule, file, site.line, site.unit.target, site.text, site.uses, reach, ids, site.sure, only)
 
 
 def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
@@ -296,9 +292,8 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
         return roots(codebase, known)
     if isinstance(known, CodeUnit):
         return [known], []
-    raise UnknownNameError(
-        place, f"'{module_name}' has no '{name}'", nearest(name, module.classes or module.units), name=name
-    )
+    remedy = nearest(name, module.classes or module.units)
+    raise UnknownNameError(place, f"'{module_name}' has no '{name}'", remedy, name=name)
 
 
 def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
@@ -367,9 +362,8 @@ class Patches:
         return Closed(frozenset(self.by_unit), lines, frozenset(self.given))
 
     def at(self, unit: CodeUnit, line: int) -> list[str]:
-        return self.by_unit.get(unit, []) + [
-            id for first, last, id in self.by_lines.get(unit, ()) if first <= line <= last
-        ]
+        rewrites = [id for first, last, id in self.by_lines.get(unit, ()) if first <= line <= last]
+        return self.by_unit.get(unit, []) + rewrites
 
 
 def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
@@ -468,9 +462,8 @@ class _Coverage:
         seen, pending, found = {unit}, [unit], False
         while pending:
             callee = pending.pop()
-            for caller, line in sorted(
-                self._unpatched.callers.get(callee, ()), key=lambda call: (call[0].target, call[1])
-            ):
+            callers = self._unpatched.callers.get(callee, ())
+            for caller, line in sorted(callers, key=lambda call: (call[0].target, call[1])):
                 ids = self._patches.at(caller, line)
                 found = found or bool(ids)
                 yield from ids
@@ -497,10 +490,8 @@ class _Coverage:
         if site.kind == "kernel":
             stubs = self._patches.stubs.get(site.uses.partition(".")[0], [])
             return tuple(id for id, importers in stubs if site.unit.module.name in importers)
-        used = site.uses
-        return tuple(
-            id
-            for name, ids in self._patches.by_name.items()
-            if name == used or (used == AUTOCAST and name.startswith(f"{AUTOCAST}."))
-            for id in ids
-        )
+        whole = site.uses == AUTOCAST
+        names = [
+            name for name in self._patches.by_name if name == site.uses or (whole and name.startswith(f"{AUTOCAST}."))
+        ]
+        return tuple(id for name in names for id in self._patches.by_name[name])
