@@ -47,18 +47,12 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     root = _search_folder(path, report)
     outcome = Outcome()
     with on_path(root):
-        home = home_of(report, path, out)
-        drawn = list(_patches_to_draft(report.unpatched(), outcome))
-        for drawing in drawn:
-            _write(drawing, home, outcome)
+        packages = {finding.target.partition(":")[0].partition(".")[0] for finding in report.findings} - {""}
+        upstreams = [found for package in sorted(packages) if (found := folder_of(package)) is not None]
+        pack = home.home(out, [path, *upstreams], "--emit")
+        for drawing in list(_patches_to_draft(report.unpatched(), outcome)):
+            _write(drawing, pack, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
-
-
-def home_of(report: ScanReport, path: Path, out: Path) -> Home:
-    modules = {finding.target.partition(":")[0] for finding in report.findings if finding.target}
-    packages = {name.partition(".")[0] for name in modules}
-    found = [folder_of(name) for name in sorted(packages)]
-    return home.home(out, [path, *(reason for reason in found if reason is not None)], "--emit")
 
 
 def _search_folder(path: Path, report: ScanReport) -> Path:
@@ -106,24 +100,17 @@ def _patches_to_draft(findings: Sequence[ScanFinding], outcome: Outcome) -> Iter
 def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
     """Yields drafts: a function to replace with its findings, or a statement to rewrite in a function that stays."""
     helpers = {target.replace(":", "."): target for target in functions}
-    home = {
-        statement: statement.target if statement.target in functions else helpers.get(statement.uses)
-        for statement in statements
-    }
+    helpers |= {target: target for target in functions}
+    home = {statement: helpers.get(statement.target) or helpers.get(statement.uses) for statement in statements}
     inner = [statement for statement in statements if home[statement] is None]
     names = _Names([*functions, *(finding.target for finding in inner)])
     for target, some in functions.items():
-        wish = PatchDraftRequest(
-            target, "replace", names.file(target), why=some[0].meaning.why, in_full=names.is_double(target)
-        )
+        file, double, why = names.file(target), names.is_double(target), some[0].meaning.why
+        wish = PatchDraftRequest(target, "replace", file, why=why, in_full=double)
         yield Drawn(wish, [*some, *(statement for statement in statements if home[statement] == target)])
     for finding in inner:
-        yield Drawn(
-            PatchDraftRequest(
-                finding.target, "rewrite", names.file(finding.target), finding.line, why=finding.meaning.why
-            ),
-            [finding],
-        )
+        file, why = names.file(finding.target), finding.meaning.why
+        yield Drawn(PatchDraftRequest(finding.target, "rewrite", file, finding.line, why=why), [finding])
 
 
 def _stub(findings: Sequence[ScanFinding]) -> Drawn:
@@ -157,9 +144,8 @@ def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
     try:
         outcome.written.append(draft.write_draft(drawn.wish, home))
     except (TakenNameError, ConflictError) as error:
-        ids = [
-            entry.id for entry in draft.drafted_entries(home, drawn.wish.package) if _is_for(entry, drawn.wish, error)
-        ]
+        entries = draft.drafted_entries(home, drawn.wish.package)
+        ids = [entry.id for entry in entries if _is_for(entry, drawn.wish, error)]
         new = {entry.id for entry in outcome.written}
         if ids and not set(ids) <= new:
             outcome.there += [id for id in ids if id not in outcome.there]
@@ -189,12 +175,9 @@ def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: S
     if outcome.there:
         names = ", ".join(outcome.there)
         yield f"there       {_count(len(outcome.there), 'patch', 'patches')} already, left as they are: {names}"
-    functions = [
-        f"patches/{drafted.names.partition('/')[0]}/{drafted.function}"
-        for drafted in outcome.written
-        if drafted.function
-    ]
-    if functions:
+    written = [drafted for drafted in outcome.written if drafted.function]
+    if written:
+        functions = [f"patches/{drafted.names.partition('/')[0]}/{drafted.function}" for drafted in written]
         yield f"fill in     {', '.join(functions)}"
         yield "            and why, equivalence and must_be_called of their entries, and the arguments in their tests"
     for remaining, reason in outcome.left[:SHOWN]:

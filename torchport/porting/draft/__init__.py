@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,10 @@ class Trial:
     id: str
     names: str
     name: str
-    file: str
+
+    @property
+    def file(self) -> str:
+        return f"tests/test_{self.names.partition('/')[0]}_{self.name}.py"
 
     def text(self, title: str, **values: object) -> str:
         """Returns the test, by `test.jinja`: it calls an `operator`, imports without a `package`, or compares."""
@@ -100,15 +103,8 @@ class Trial:
 def draft(wish: PatchDraftRequest) -> Draft:
     """Returns the draft of a patch; upstream must be on the search path. Nothing of it is imported."""
     _check(wish)
-    makers: dict[str, Callable[[PatchDraftRequest], Draft]] = {
-        "replace": _replaced_or_wrapped,
-        "wrap": _replaced_or_wrapped,
-        "value": _replaced_or_wrapped,
-        "rewrite": _rewritten,
-        "op": _lowered,
-        "stub": _stubbed,
-    }
-    return makers[wish.kind](wish)
+    makers = {"rewrite": _rewritten, "op": _lowered, "stub": _stubbed}
+    return makers.get(wish.kind, _replaced_or_wrapped)(wish)
 
 
 def _check(wish: PatchDraftRequest) -> None:
@@ -122,10 +118,6 @@ def _check(wish: PatchDraftRequest) -> None:
             raise BadValueError(wish.place, f"{flag.partition(' ')[0]} is for --kind {kind}", "Leave it out")
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.files, re.ASCII):
         raise BadValueError(f"--file {wish.file}", "It is no name of a file of patches", "Write letters and digits")
-
-
-def _trial(wish: PatchDraftRequest, key: str, name: str) -> Trial:
-    return Trial(key, wish.names, name, f"tests/test_{wish.package}_{name}.py")
 
 
 def _entry_id(wish: PatchDraftRequest, path: str) -> str:
@@ -159,13 +151,13 @@ def _left(wish: PatchDraftRequest, name: str, file: str, test: str, *more: str) 
 
 
 def _replaced_or_wrapped(wish: PatchDraftRequest) -> Draft:
+    """Returns the draft of a `replace` or `wrap` for a function, method or class of upstream."""
     target = find(wish.target, wish.place)
     with parsing.nesting(target.source.shown, target.node.lineno):
         return _function_draft(wish, target)
 
 
 def _function_draft(wish: PatchDraftRequest, target: Target) -> Draft:
-    """Returns the draft of a `replace` or `wrap` for a function, method or class of upstream."""
     if wish.kind == "value":
         fact = f"{wish.target} is a {target.kind}, and no value"
         raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
@@ -174,21 +166,13 @@ def _function_draft(wish: PatchDraftRequest, target: Target) -> Draft:
     name = target.path[-1] if target.kind == "class" else name
     make = replacement if wish.kind == "replace" else wrapper
     short = name_of(target.path)
-    trial = _trial(wish, _entry_id(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
+    trial = Trial(_entry_id(wish, path), wish.names, f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common_fields(wish, path), wish.kind: f"{wish.files}.py:{name}"}
-    more = _extra_work(target, wish.kind)
+    more = [f"The decorators of {path}: {', '.join(target.decorators)}"] if target.decorators else []
+    if target.kind == "class":
+        more.append("The bases of the class, and whatever tests isinstance with it")
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file, *more)
     return Draft(fields, make(target, name), _agreement_test(trial, target), trial, left)
-
-
-def _extra_work(target: Target, kind: str) -> list[str]:
-    """Returns lines on what else a person has to take care of: decorators, and the bases of a class."""
-    more = []
-    if target.decorators:
-        more.append(f"The decorators of {'.'.join(target.path)}: {', '.join(target.decorators)}")
-    if target.kind == "class" and isinstance(target.node, ast.ClassDef) and kind == "replace":
-        more.append("The bases of the class, and whatever tests isinstance with it")
-    return more
 
 
 def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
@@ -225,7 +209,7 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
         raise TargetError(wish.place, fact, "Name an outer statement, or write --kind replace", target=wish.target)
     change = statement.fields["rewrite"]
     name = change["put"].partition(":")[2]
-    test = _trial(wish, statement.fields["id"], f"{wish.files}_{name}")
+    test = Trial(statement.fields["id"], wish.names, f"{wish.files}_{name}")
     text = rewriting(name, statement.parameters, statement.gives, f"{what}, line {line}")
     fields = {**_common_fields(wish, what), **statement.fields}
     left = _left(wish, name, f"patches/{wish.names}.py", test.file)
@@ -240,7 +224,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
         raise TargetError(wish.place, fact, "Name torch.ops.aten:name.overload, or write --kind replace")
     given = _parameters_of_overload(wish) if module.startswith("torch.ops") else _parameters_of_torch_function(wish)
     name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
-    trial = _trial(wish, _entry_id(wish, name), name)
+    trial = Trial(_entry_id(wish, name), wish.names, name)
     fields = {**_common_fields(wish, name), "op": f"{wish.files}.py:{name}"}
     text = lowering(name, given, wish.target)
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file)
@@ -285,9 +269,8 @@ def _argument_text(argument: Any) -> str:
     if not argument.has_default_value():
         return str(argument.name)
     value = argument.default_value
-    return (
-        f"{argument.name}={value!r}" if isinstance(value, int | float | str | bool | None) else f"{argument.name}=None"
-    )
+    is_plain = isinstance(value, int | float | str | bool | None)
+    return f"{argument.name}={value!r}" if is_plain else f"{argument.name}=None"
 
 
 def _stubbed(wish: PatchDraftRequest) -> Draft:
@@ -300,7 +283,7 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
         if not is_there(module):
             remedy = below_src(module) or "Name a module of upstream; --upstream-path says where its checkout is"
             raise TargetError(f"--importer {module}", f"There is no module {module}", remedy)
-    trial = _trial(wish, _entry_id(wish, package), f"without_{package}")
+    trial = Trial(_entry_id(wish, package), wish.names, f"without_{package}")
     fields = {
         **_common_fields(wish, package),
         "stub": {"package": package, "importers": list(wish.importers)},
@@ -411,12 +394,11 @@ def upstreams(wish: PatchDraftRequest, checkout: Path | None) -> list[Path]:
     return [*([checkout] if checkout else []), *(version for version in found if version is not None)]
 
 
-FUTURE = "from __future__ import annotations\n"
 ORIGINAL = "original"
 
 
 def head(names: str) -> str:
-    return f'"""Functions of the patches in {names}.yaml."""\n\n{FUTURE}\n\n'
+    return f'"""Functions of the patches in {names}.yaml."""\n\nfrom __future__ import annotations\n\n\n'
 
 
 def name_of(path: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from torchport.source.names import Classes, definition
 from torchport.source.names import Home as SourceHome
 from torchport.source.parsing import SourceFile
 
-FAMILY = Path(__file__).with_name("family.jinja")
+CARD, FAMILY = (Path(__file__).with_name(f"{name}.jinja") for name in ("card", "family"))
 UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
@@ -82,26 +82,19 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
         checkpoint.check_name(wish.checkpoint)
     result: list[Part] = []
     for number, entry in enumerate(wish.entries):
+        place = f"--entry {entry}"
         name, equals, path = entry.rpartition("=")
         if equals and not name:
-            raise BadValueError(f"--entry {entry}", "No component stands before '='", "Write NAME=MODULE:CLASS")
-        target = find(path, f"--entry {entry}")
+            raise BadValueError(place, "No component stands before '='", "Write NAME=MODULE:CLASS")
+        target = find(path, place)
         name = name or ("network" if number == 0 else name_of(target.path))
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {argument.name for argument in result}:
-            raise BadValueError(
-                f"--entry {entry}", f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS"
-            )
-        result.append(_part(name, target, f"--entry {entry}"))
-        if number == 0:
-            _check_network(target, f"--entry {entry}")
+            raise BadValueError(place, f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS")
+        result.append(_part(name, target, place))
+        if number == 0 and isinstance(target.node, ast.ClassDef) and _derives_from_nothing(target.source, target.node):
+            fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
+            raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
     return result
-
-
-def _check_network(target: Target, place: str) -> None:
-    assert isinstance(target.node, ast.ClassDef)
-    if _derives_from_nothing(target.source, target.node):
-        fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
-        raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
 
 
 def _part(name: str, target: Target, place: str) -> Part:
@@ -246,35 +239,15 @@ def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list
 
 def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | None) -> str:
     """Returns the text of a model card to fill in."""
-    network = components[0]
-    package = network.target.module.partition(".")[0]
-    lines = [f"model: {wish.name}", f"title: {flow(f'{network.target.path[-1]}, from {package}')}"]
-    lines += [f"family: {_family_name(wish, components)}", f"artefacts: {wish.name}"]
-    if checkout is None:
-        lines.append(f"upstream: {flow(proposal.fits(package))}")
-    else:
-        has = Path(network.target.source.file).resolve().relative_to(checkout).as_posix()
-        lines += ["upstream: {}", f"checkout: {flow({'package': package, 'has': has, 'url': _url(checkout)})}"]
-    lines += [f"checkpoint: {wish.checkpoint}", f"demo: configs/{wish.name}_demo.yaml"]
-    lines += ["patches: {encode: [], denoise: [], decode: []}", "components:"]
-    for place in components:
-        lines.append(f"  {place.name}: {flow({'class': place.target.name, 'dtype': 'float32'})}")
-    frames = "{multiple_of: 1, plus: 0}" if _is_of_images(network.target) else "{multiple_of: 4, plus: 1}"
-    lines += [f"frames: {frames}", "size_multiple_of: 16", "strategies:", "  replicated:"]
-    lines += ["    mesh: {tp: 1}", f"    weights: {{{network.name}: [{{match: '.*', spec: replicate}}]}}"]
-    lines.append(f"    inputs: {{{network.name}: [{{match: '.*', spec: replicate}}]}}")
-    return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny_lines(components)]) + "\n"
-
-
-def _tiny_lines(components: Sequence[Part]) -> list[str]:
-    """Returns the YAML lines of a card's `tiny.components`: small arguments for each component."""
-    lines = []
-    for place in components:
-        lines.append(f"    # The arguments of {place.target.name} ({place.target.place}); others keep their defaults.")
-        lines.append(f"    {place.name}:" if place.tiny else f"    {place.name}: {{}}")
-        lines += [f"      {key}: {flow(value)}" for key, value in place.tiny.items()]
-        lines += [f"      # {name}: it has no default" for name in place.lacking]
-    return lines
+    target = components[0].target
+    package = target.module.partition(".")[0]
+    values: dict[str, Any] = {"upstream": proposal.fits(package)}
+    if checkout is not None:
+        has = Path(target.source.file).resolve().relative_to(checkout).as_posix()
+        values = {"upstream": {}, "checkout": {"package": package, "has": has, "url": _url(checkout)}}
+    values |= {"name": wish.name, "title": f"{target.path[-1]}, from {package}", "checkpoint": wish.checkpoint}
+    values |= {"family": _family_name(wish, components), "of_images": _is_of_images(target), "flow": flow}
+    return page.rendered(CARD, components=components, **values)
 
 
 def _is_of_images(target: Target) -> bool:
@@ -334,7 +307,7 @@ class Argument:
 def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
     """Returns the arguments of a class's constructor; None where its source, and that of its bases, shows none."""
     for _, base in _lineage(source, node):
-        init = next((each for each in base.body if isinstance(each, Function) and each.name == "__init__"), None)
+        init = _method_of(base, "__init__")
         if init is not None:
             return list(_args_of(init))
         fields = [each for each in base.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
@@ -356,6 +329,10 @@ def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | No
     return next((arguments(*place) for place in annotated), given)
 
 
+def _method_of(node: ast.ClassDef, name: str) -> Function | None:
+    return next((part for part in node.body if isinstance(part, Function) and part.name == name), None)
+
+
 def _args_of(init: Function) -> Iterator[Argument]:
     for parameter in parameters(init)[1:]:
         if parameter.kind not in STARRED:
@@ -365,9 +342,8 @@ def _args_of(init: Function) -> Iterator[Argument]:
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
     """Returns what the source says about an argument: its default if it is a literal, and its annotation."""
     value = ast.literal_eval(default) if default is not None and is_literal(default) else None
-    words = (
-        {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()
-    )
+    nodes = ast.walk(annotation) if annotation is not None else ()
+    words = {node.id for node in nodes if isinstance(node, ast.Name)}
     written = ast.unparse(annotation) if annotation is not None else ""
     return Argument(name, value, default is None, written, words <= _PLAIN)
 
@@ -406,7 +382,7 @@ def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
 def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
     """Returns the arguments of a class's `forward`; none where its source does not show it."""
     for _, base in _lineage(source, node):
-        found = next((each for each in base.body if isinstance(each, Function) and each.name == "forward"), None)
+        found = _method_of(base, "forward")
         if found is not None:
             return list(_args_of(found))
     return []

@@ -12,7 +12,7 @@ from typing import Literal
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
-from torchport.source.bindings import POSITIONAL, Function, definitions
+from torchport.source.bindings import POSITIONAL, Function, definitions, in_scope
 from torchport.source.bindings import parameters as written
 from torchport.source.parsing import SourceFile, is_there, package_folder, read_source
 
@@ -48,7 +48,8 @@ class Target:
     @property
     def is_generator(self) -> bool:
         """Whether it is a generator function, or an asynchronous one."""
-        return not isinstance(self.node, ast.ClassDef) and _yields(self.node)
+        body = [] if isinstance(self.node, ast.ClassDef) else self.node.body
+        return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in in_scope(body))
 
     @property
     def decorators(self) -> list[str]:
@@ -179,18 +180,6 @@ def _constant_error(target: str, source: SourceFile, parts: tuple[str, ...], nod
     return TargetError(place, fact, f"Replace, wrap or rewrite a function that reads it{several}", target=target)
 
 
-def _yields(node: Function) -> bool:
-    """Returns whether a function is a generator function: a `yield` of its own, in no function inside it."""
-    pending: list[ast.AST] = list(node.body)
-    while pending:
-        statement = pending.pop()
-        if isinstance(statement, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            pending += ast.iter_child_nodes(statement)
-    return False
-
-
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     #: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
@@ -217,11 +206,8 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
     for parameter in found:
         default = Parameter.empty if parameter.default is None else _Default(parameter.default)
         result.append(Parameter(parameter.name, parameter.kind, default=default))
-    unknown = [
-        f"{parameter.name}={ast.unparse(parameter.default)}"
-        for parameter in found
-        if parameter.default and not is_literal(parameter.default)
-    ]
+    defaults = [(parameter.name, parameter.default) for parameter in found if parameter.default is not None]
+    unknown = [f"{name}={ast.unparse(default)}" for name, default in defaults if not is_literal(default)]
     names = [f"{_STARS.get(parameter.kind, '')}{parameter.name}" for parameter in found]
     return Parameters(str(Signature(result))[1:-1], names, unknown)
 
