@@ -122,12 +122,8 @@ def _bound_by(statement: ast.stmt) -> set[str]:
 
 def _is_accessor(statement: ast.stmt, name: str) -> bool:
     """Returns whether a statement is a setter, deleter or getter that is added to a property."""
-    decorators = getattr(statement, "decorator_list", ())
-    return any(
-        isinstance(d, ast.Attribute) and d.attr in ("setter", "deleter", "getter")
-        and isinstance(d.value, ast.Name) and d.value.id == name
-        for d in decorators
-    )  # fmt: skip
+    marks = [mark for mark in getattr(statement, "decorator_list", ()) if isinstance(mark, ast.Attribute)]
+    return any(mark.attr in ("setter", "deleter", "getter") and ast.unparse(mark.value) == name for mark in marks)
 
 
 _DYNAMIC = {"globals", "vars", "setattr", "exec", "locals", "__getattr__"}
@@ -187,11 +183,9 @@ def binds(node: ast.AST) -> set[str]:
     """Returns the names that one node binds, without the nodes inside it."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Load) else {node.id}
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return set(map(taken, node.names))
-    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+    if isinstance(node, (*DEFINITIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
         return {node.name} if node.name else set()
     if isinstance(node, ast.MatchMapping):
         return {node.rest} if node.rest else set()
@@ -258,9 +252,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
         names = names_bound(statement.items)
         inside, written = exposed(statement.body)
         return first | (inside - names), names | written
-    if isinstance(statement, ast.Delete):
-        return reads(statement), set()
-    if inner_blocks(statement) and not isinstance(statement, _SCOPES):
+    if isinstance(statement, ast.Delete) or (inner_blocks(statement) and not isinstance(statement, _SCOPES)):
         return reads(statement), set()
     return reads(statement), names_bound([statement])
 

@@ -127,7 +127,8 @@ def _reads(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict
         first = _first_argument(node) if len(path) > 1 else None
         with parsing.nesting(source.shown, node.lineno):
             chains |= set(_chains(node if isinstance(node, DEFINITIONS) else _head(node), first))
-            local |= {name: local.get(name, []) + imports for name, imports in _bound_inside(node).items()}
+            bound = _bound_inside(node) if isinstance(node, _FUNCTIONS) else {}
+            local |= {name: local.get(name, []) + imports for name, imports in bound.items()}
     return sorted(chains), local
 
 
@@ -152,10 +153,10 @@ def _head(node: ast.stmt) -> ast.AST:
     return ast.Module(flat, []) if hasattr(node, "body") else node
 
 
-def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
-    """Returns the names that a function binds, each with the imports inside it that bind it."""
-    local: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
-    for inner in _nodes_in(node) if local or isinstance(node, _FUNCTIONS) else ():
+def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:
+    """Returns the names that a function or comprehension binds, each with the imports inside it that bind it."""
+    local: dict[str, list[Imports]] = {name: [] for name in _local(scope)}
+    for inner in _nodes_in(scope):
         if isinstance(inner, (ast.Import, ast.ImportFrom)):
             for alias in inner.names:
                 local.setdefault(taken(alias), []).append(inner)
@@ -222,16 +223,11 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
 
 def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
     """Yields what the parts of a node read. A scope's own names are not read from outside it."""
-    hidden = _local(node) - {self_name} if isinstance(node, _SCOPES) else set()
+    bound = _bound_inside(node) if isinstance(node, _SCOPES) else {}
+    hidden = {name for name, imports in bound.items() if not imports and name != self_name}
     for child in _children(node):
         outside = isinstance(child, ast.arguments) or child in getattr(node, "decorator_list", ())
-        names = set() if outside or not hidden else hidden - _import_names(node)
-        yield from (chain for chain in _chains(child, self_name) if chain[0] not in names)
-
-
-def _import_names(scope: ast.AST) -> set[str]:
-    imports = (inner for inner in _nodes_in(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
-    return {taken(alias) for inner in imports for alias in inner.names}
+        yield from (chain for chain in _chains(child, self_name) if outside or chain[0] not in hidden)
 
 
 class _Lookup:

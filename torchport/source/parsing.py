@@ -12,15 +12,13 @@ import dataclasses
 import functools
 import importlib.util
 import os
-import pkgutil
 import re
 import stat
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
 
 from torchport.errors import UnreadableError
 from torchport.files.folder import as_named
@@ -77,8 +75,6 @@ def decoded(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise _unreadable(name, 0, f"It cannot be opened: {error.strerror}", "unreadable") from error
-    except ImportError as error:  # a loader's word for the same
-        raise _unreadable(name, 0, "It cannot be opened", "unreadable") from error
     except (SyntaxError, LookupError, UnicodeError) as error:  # an encoding that is none, or is not the file's
         fact = f"Its bytes are no text: {' '.join(str(error).split())}"
         raise _unreadable(name, 0, fact, "encoding") from error
@@ -157,31 +153,23 @@ class SourceFile:
 
 
 def read_source(module: str) -> SourceFile | None:
-    """Returns a module's source, or None if it has no source.
+    """Returns a module's source, or None if it has no source in a file.
 
     Raises:
         ModuleNotFoundError: No such module.
         UnreadableError: It is too large, or its bytes are no text.
     """
     file = _spec_of(module).origin
-    if file is None or not file.endswith(".py"):
+    if file is None or not file.endswith(".py") or not Path(file).is_file():
         return None
-    try:
-        stat = Path(file).stat()
-    except OSError:  # a file in an archive
-        return _source_file(module, file, 0, 0)
-    return _source_file(module, file, stat.st_mtime_ns, stat.st_size)
+    status = Path(file).stat()
+    return _source_file(module, file, status.st_mtime_ns, status.st_size)
 
 
 @functools.cache
-def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile | None:
+def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile:
     """Returns a module's source, read once for each version of its file."""
-    if Path(file).is_file():
-        return SourceFile(module, file, text_of(Path(file), shown(file)))
-    loader: Any = _spec_of(module).loader
-    with decoded(shown(file)):
-        text = loader.get_source(module) if hasattr(loader, "get_source") else None
-    return None if text is None else SourceFile(module, file, text)
+    return SourceFile(module, file, text_of(Path(file), shown(file)))
 
 
 def _spec_of(module: str) -> ModuleSpec:
@@ -192,7 +180,10 @@ def _spec_of(module: str) -> ModuleSpec:
         name, parent = ".".join(parts[:depth]), ".".join(parts[: depth - 1])
         live = vars(sys.modules[parent]).get("__path__") if parent in sys.modules else None
         paths = live if live is not None else spec.submodule_search_locations
-        spec = _spec_in(name, list(paths or ()))
+        found = PathFinder.find_spec(parts[depth - 1], list(paths or ()))  # as if on a path of its own: no parent runs
+        if found is None:
+            raise ModuleNotFoundError(f"no '{name}'")
+        spec = found
     return spec
 
 
@@ -233,22 +224,6 @@ def _top_spec(name: str) -> ModuleSpec:
         if isinstance(spec, ModuleSpec):
             return spec
     raise ModuleNotFoundError(f"no '{name}' on the search path")
-
-
-def _spec_in(name: str, paths: Sequence[str]) -> ModuleSpec:
-    """Returns the spec of a submodule in its package's folders, with all of them for a namespace package, or raises."""
-    portions: list[str] = []
-    for path in paths:
-        finder = pkgutil.get_importer(path)
-        spec = finder.find_spec(name) if finder is not None else None
-        if spec is not None and spec.loader is not None:
-            return spec
-        portions += (spec.submodule_search_locations or []) if spec is not None else []
-    if not portions:
-        raise ModuleNotFoundError(f"no '{name}'")
-    namespace = ModuleSpec(name, None, is_package=True)
-    namespace.submodule_search_locations = portions
-    return namespace
 
 
 def shown(file: str) -> str:
