@@ -202,11 +202,11 @@ def _others(task: Task) -> list[tuple[str, Task]]:
     current = task.settings
     scale = 1.0 if current.guidance_scale > 1.0 else 5.0
     word = "without guidance" if scale == 1.0 else "with guidance"
-    others = [
-        (f"{word} (guidance_scale {scale})", dataclasses.replace(current, guidance_scale=scale)),
-        (f"with {current.steps + 1} steps", dataclasses.replace(current, steps=current.steps + 1)),
-    ]
-    return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others]
+    others = {
+        f"{word} (guidance_scale {scale})": dataclasses.replace(current, guidance_scale=scale),
+        f"with {current.steps + 1} steps": dataclasses.replace(current, steps=current.steps + 1),
+    }
+    return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others.items()]
 
 
 def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
@@ -220,9 +220,6 @@ def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str
         elif old.dtype != new.dtype:
             words.append(f"'{name}' is {new.dtype}, not {old.dtype}".replace("torch.", ""))
     was, statics = dict(first.static), dict(other.static)
-    words += [
-        f"'{key}' is {statics.get(key)!r}, not {was.get(key)!r}"
-        for key in sorted(was | statics)
-        if was.get(key) != statics.get(key)
-    ]
+    changed = [key for key in sorted(was | statics) if was.get(key) != statics.get(key)]
+    words += [f"'{key}' is {statics.get(key)!r}, not {was.get(key)!r}" for key in changed]
     return "; ".join(words)

@@ -146,14 +146,14 @@ class GoingOn(TorchFunctionMode):
         hosts = [leaf for leaf in tensors if constants.is_host(leaf)]
         made = next((self.made[leaf] for leaf in hosts if leaf in self.made), None)
         if not any(map(is_networks, tensors)):  # numbers that are drawn: their shape alone counts
-            self.notes.record_made(error, "the numbers are drawn once", made)
+            self.notes.record(error, "the numbers are drawn once", made)
             with torch._C.DisableTorchFunction():
                 return torch.zeros(tuple(function(*args, **kwargs).shape))
         template = next(leaf for leaf in tensors if is_networks(leaf))
         if "writes" in str(error):
-            self.notes.record_made(error, "nothing is written", made)
+            self.notes.record(error, "nothing is written", made)
             return args[0]
-        self.notes.record_made(error, "the host's tensor is zeros of the network", made)
+        self.notes.record(error, "the host's tensor is zeros of the network", made)
         args, kwargs = _replaced(args, kwargs, hosts, template)
         return function(*args, **kwargs)
 
@@ -249,17 +249,11 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _is_needed(self, name: str) -> bool:
         """Returns whether upstream's own code makes the import that runs now, and without a `try` around it."""
-        stack = [
-            frame for frame in live(self.notes.owners) if not frame.module.startswith((PACKAGE, "torchport.patch.live"))
-        ]
+        ours = (PACKAGE, "torchport.patch.live", "importlib")
+        stack = [frame for frame in live(self.notes.owners) if not frame.module.startswith(ours)]
+        importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
         # An import that torch makes is torch's own to do without.
-        plain = (
-            frame for frame in reversed(stack) if not frame.file.startswith("<") and "importlib" not in frame.module
-        )
-        importer = next(plain, None)
-        if importer is None or importer.owner != "upstream":
-            return False
-        return is_needed(importer.file, importer.line)
+        return importer is not None and importer.owner == "upstream" and is_needed(importer.file, importer.line)
 
 
 @functools.cache
@@ -285,28 +279,17 @@ _PROPERTIES = types.SimpleNamespace(name="assumed", total_memory=_MEMORY, major=
 _ANSWERS: dict[str, dict[str, Any]] = {
     "torch.cuda": {
         "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
         "get_device_capability": (9, 0),
         "get_device_name": "assumed",
         "get_device_properties": _PROPERTIES,
         "mem_get_info": (_MEMORY, _MEMORY),
-        "current_stream": None,
-        "reset_peak_memory_stats": None,
-        "manual_seed": None,
+        **dict.fromkeys(["current_stream", "manual_seed", "reset_peak_memory_stats", "set_device", "synchronize"]),
     },
     "torch.distributed": {
-        "init_process_group": None,
         "get_rank": 0,
         "get_world_size": 1,
-        "new_group": None,
-        "barrier": None,
-        "broadcast": None,
-        "all_reduce": None,
-        "all_gather": None,
-        "all_gather_into_tensor": None,
-        "all_to_all": None,
-        "all_to_all_single": None,
+        **dict.fromkeys(["all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"]),
+        **dict.fromkeys(["barrier", "broadcast", "init_process_group", "new_group"]),
     },
     "torch.distributed.device_mesh": {"init_device_mesh": Anything},
 }

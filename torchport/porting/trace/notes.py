@@ -51,8 +51,10 @@ class Notes:
         self.stoppers: dict[tuple[str, str], Stopper] = {}
         self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
 
-    def record(self, error: BaseException, assumed: str) -> None:
-        """Notes an exception that was raised in the code under trace, and what the trace goes on with."""
+    def record(self, error: BaseException, assumed: str, made: str | None = None) -> None:
+        """Notes an exception that was raised in the code under trace, and what the trace goes on with; of a tensor of
+        the host also the line that `made` it.
+        """
         stack = [other for other in live(self.owners) if not other.module.startswith(PACKAGE)]
         stack += [other for other in frames([error], self.owners) if not other.module.startswith(PACKAGE)]
         frame = culprit(error, [other for other in stack if other.owner != "torchport"])
@@ -69,18 +71,12 @@ class Notes:
             fact, remedy, entry = error.fact, error.remedy, None
         else:
             fact, remedy, entry = CURES[kind](failure)
+        if made is not None and made not in fact:
+            fact += f" (the tensor is made at {made})"
         listed = [other.text().strip() for other in to_list(stack, frame)]
         text = "" if entry is None else entry.text
         folded = len(stack) - len(listed)
         self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, listed, folded, text, assumed)
-
-    def record_made(self, error: BaseException, assumed: str, made: str | None) -> None:
-        """Notes a tensor of the host that stops the trace, with the line that made it."""
-        before = set(self.stoppers)
-        self.record(error, assumed)
-        for key in set(self.stoppers) - before:
-            if made is not None and made not in self.stoppers[key].fact:
-                self.stoppers[key].fact += f" (the tensor is made at {made})"
 
     @contextlib.contextmanager
     def of_another_job(self) -> Iterator[None]:
