@@ -30,8 +30,7 @@ class Binding:
     #: does not say (a star import, an inherited name, a name made at run time).
     node: ast.stmt | None
     depth: int
-    #: Whether the name may come from somewhere that the source does not show.
-    open: bool
+    open: bool  #: Whether the name may come from somewhere that the source does not show.
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:

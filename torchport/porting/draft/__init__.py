@@ -40,8 +40,7 @@ class PatchDraftRequest:
     kind: str
     #: The name of its files in `patches/<package>/`, without their endings; by default its module's.
     file: str | None = None
-    #: Of a rewrite, the line of the statement in upstream's file.
-    line: int | None = None
+    line: int | None = None  #: Of a rewrite, the line of the statement in upstream's file.
     importers: Sequence[str] = ()
     why: str = WHY
     #: Whether its id and its test have the file's name, too: two modules have functions of this name.
@@ -73,8 +72,7 @@ class PatchDraftRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    #: The entry's; those that every entry has may be missing.
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  #: The entry's; those that every entry has may be missing.
     python: str  #: Its function's text.
     test: str  #: Its test's text.
     trial: Trial

@@ -22,14 +22,12 @@ class Piece:
     file: str
     text: str  #: What is written; where the file is there, what is added at its end.
     head: str = ""
-    #: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
-    mode: str = "append"
+    mode: str = "append"  #: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
 
 
 @dataclasses.dataclass(frozen=True)
 class Home:
     root: Path
-    place: str
 
     def text(self, file: str) -> str:
         """Returns the text of a file of the pack, empty if it does not exist; raises if it cannot be read."""
@@ -103,7 +101,7 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
         raise OutputError(place, f"{as_named(above)} is no folder", "Name a folder of your own")
     if not os.access(above, os.W_OK | os.X_OK):
         raise OutputError(place, f"You may not write in {as_named(above)}", "Name a folder that can be written")
-    return Home(root, place)
+    return Home(root)
 
 
 def check_command(out: Path, upstream_path: Path | str | None, *names: str) -> str:

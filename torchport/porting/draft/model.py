@@ -53,8 +53,7 @@ _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner
 @dataclasses.dataclass(frozen=True)
 class ModelDraftRequest:
     name: str
-    #: The classes, as `[component=]package.module:Class`; the first one is the network.
-    entries: Sequence[str]
+    entries: Sequence[str]  #: The classes, as `[component=]package.module:Class`; the first one is the network.
     checkpoint: str = UNKNOWN_CHECKPOINT
 
     @property
@@ -194,13 +193,9 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
     # Our own text: a mistake in it would be ours, and is seen here.
     validated(Card, parse_document(card_text, f"configs/models/{wish.name}.yaml"))
     validated(Job, parse_document(job_text, f"configs/{wish.name}_demo.yaml"))
-    lines = home.write(
-        [
-            Piece(f"configs/models/{wish.name}.yaml", card_text, mode="new"),
-            Piece(f"configs/{wish.name}_demo.yaml", job_text, mode="new"),
-            Piece(f"patches/{_family_name(wish, components)}.py", family(wish, components), mode="new"),
-        ]
-    )
+    texts = {f"configs/models/{wish.name}.yaml": card_text, f"configs/{wish.name}_demo.yaml": job_text}
+    texts[f"patches/{_family_name(wish, components)}.py"] = family(wish, components)
+    lines = home.write([Piece(file, text, mode="new") for file, text in texts.items()])
     return [*lines, *(f"fill in     {each}." for each in left(wish, components, card_text))]
 
 
@@ -230,11 +225,9 @@ def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list
     if wish.checkpoint == UNKNOWN_CHECKPOINT:
         result.append("checkpoint: the published weights, and 'published' where their configuration is not the class's")
     result += ["checkout.url: where the repository is cloned from"] if UNKNOWN_URL in text else []
-    return [
-        *result,
-        "frames and size_multiple_of: what the VAE divides time and space by",
-        f"The stages in patches/{_family_name(wish, components)}.py: encode, like, denoise, decode (docs/families.md)",
-    ]
+    result.append("frames and size_multiple_of: what the VAE divides time and space by")
+    stages = f"patches/{_family_name(wish, components)}.py"
+    return [*result, f"The stages in {stages}: encode, like, denoise, decode (docs/families.md)"]
 
 
 def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | None) -> str:

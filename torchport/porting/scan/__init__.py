@@ -34,10 +34,8 @@ class ScanRule:
     wrong: str  #: An example that is found.
     right: str  #: The same, ported.
     draft: Draft = ""
-    #: Whether it stops a port for certain; else it may be harmless, and a trace shows it.
-    stops: bool = False
-    #: Whether it is in code that was read; else it is about a file that could not be.
-    in_code: bool = True
+    stops: bool = False  #: Whether it stops a port for certain; else it may be harmless, and a trace shows it.
+    in_code: bool = True  #: Whether it is in code that was read; else it is about a file that could not be.
 
 
 FILE = Path(__file__).with_name("rules.yaml")
@@ -66,11 +64,9 @@ class ScanFinding:
     rule: str  #: The id that `torchport explain` knows, such as PS401.
     file: str  #: Its file, as it can be opened from the current folder.
     line: int
-    #: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
-    target: str
+    target: str  #: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
     text: str
-    #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
-    uses: str = ""
+    uses: str = ""  #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
     reach: Reach = "unknown"
     covered_by: tuple[str, ...] = ()
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
@@ -107,12 +103,10 @@ class Absent:
 
 @dataclasses.dataclass(frozen=True)
 class ScanReport:
-    #: By file and line; files that could not be read are among them.
-    findings: tuple[ScanFinding, ...]
+    findings: tuple[ScanFinding, ...]  #: By file and line; files that could not be read are among them.
     files: int
     lines: int
-    #: The entries, as `pkg.mod:Class`; none if none was named.
-    entries: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()  #: The entries, as `pkg.mod:Class`; none if none was named.
     #: The packages that are imported without condition, are not installed here, and that no stub stands for. Packages
     #: of kernels are findings.
     absent: tuple[Absent, ...] = ()

@@ -277,11 +277,7 @@ def _branches(context: FunctionContext, event: Event) -> Iterator[Site]:
             pending += node.values
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             pending.append(node.operand)
-        elif (
-            isinstance(node, ast.expr)
-            and context.tensors.kind(node) in ON_DEVICE
-            and not context.tensors.is_container(node)
-        ):
+        elif isinstance(node, ast.expr) and context.tensors.is_tensor(node):
             yield context.site("branch", event)
             return
 
@@ -305,7 +301,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
-    if event.loop and context.tensors.kind(base) in ON_DEVICE and not context.tensors.is_container(base):
+    if event.loop and context.tensors.is_tensor(base):
         yield context.site("inplace-loop", event)
     if event.value is not None and not isinstance(event.value, ast.Constant):
         yield from (site for site in _indices(context, event) if site.kind == "mask-index")
@@ -453,8 +449,7 @@ _PLAIN_FUNCTIONS = {
 }  # fmt: skip
 _NUMBERS = re.compile(
     r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
-    r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|"
-    r"train|training)(_|$)"
+    r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
 _PLAIN_MODULES = (
@@ -541,9 +536,9 @@ class Tensors:
             return returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
         return []
 
-    def is_container(self, node: ast.expr) -> bool:
-        """Returns whether a name is a list or dictionary of tensors, and no tensor itself."""
-        return isinstance(node, ast.Name) and node.id in self._containers
+    def is_tensor(self, node: ast.expr) -> bool:
+        """Returns whether an expression is a tensor of the device, and no list or dictionary of tensors."""
+        return self.kind(node) in ON_DEVICE and not (isinstance(node, ast.Name) and node.id in self._containers)
 
     def kind(self, node: ast.expr) -> Kind:
         """Returns the kind of an expression's value, such as a tensor; a list of tensors counts as what is in it."""

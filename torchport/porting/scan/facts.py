@@ -35,10 +35,8 @@ _MANY = r"(cp|sp|usp|tp|pp|ulysses|ring|fsdp|dist|distributed|world|(sequence|co
 _WORDS = (
     (re.compile(rf"(^|_)({_MANY}|parallel)_(\w+_)?(size|degree)$|^(nproc|num_ranks)$"), ("process-group", 1)),
     (re.compile(rf"(^|_)({_MANY}|local|global)_rank$"), ("process-group", 0)),
-    (
-        re.compile(rf"(^|_)({_MANY}|parallel|process)_(\w+_)?(group|mesh|config)$|^device_mesh$"),
-        ("process-group", None),
-    ),
+    (re.compile(rf"(^|_)({_MANY}|parallel|process)_(\w+_)?(group|mesh|config)$"), ("process-group", None)),
+    (re.compile(r"^device_mesh$"), ("process-group", None)),
     (re.compile(rf"^(is|use|using|enable|has)_(\w+_)?({_MANY}|parallel)$"), ("process-group", False)),
     (re.compile(rf"(^|_){_MANY}_(active|enabled?|initialized)$"), ("process-group", False)),
     (re.compile(r"^is_cuda$"), ("cuda", False)),
@@ -81,8 +79,7 @@ class Imported:
     conditions: Conditions
     modules: tuple[str, ...]
     packages: tuple[str, ...]
-    #: Of `from m import name`: the name, what it is in full, the line.
-    aliases: tuple[tuple[str, str, int], ...]
+    aliases: tuple[tuple[str, str, int], ...]  #: Of `from m import name`: the name, what it is in full, the line.
     always: bool  #: Without conditions.
 
 

@@ -453,12 +453,8 @@ def _tested(body: Body) -> frozenset[str]:
 def _returned_alone(body: Body, terms: Terms) -> Term:
     """Returns the term that a function returns, if it does nothing else; else None."""
     block = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
-    does = [
-        statement
-        for statement in block
-        if not isinstance(statement, (ast.Global, ast.Expr))
-        or (isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant))
-    ]
+    docs = [node for node in block if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    does = [node for node in block if node not in docs and not isinstance(node, ast.Global)]
     return terms.term(does[0].value) if len(does) == 1 and isinstance(does[0], ast.Return) else None
 
 

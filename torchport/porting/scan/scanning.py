@@ -171,16 +171,10 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
     for module in {unit.module for unit in direct}:
         known |= _group_helpers(codebase, module, direct)
     there = {(site.unit, site.kind) for site in found}
-    found += [
-        site
-        for site in _calls_of_helpers(codebase, known)
-        if (site.unit, site.kind) not in there or site.kind == "parallel-state"
-    ]
-    wanted = {
-        f"{unit.module.name}.{unit.name}": unit
-        for unit in (*known, *(site.unit for site in found))
-        if unit.owner is None and unit.name != MODULE
-    }
+    calls = _calls_of_helpers(codebase, known)
+    found += [site for site in calls if (site.unit, site.kind) not in there or site.kind == "parallel-state"]
+    units = [unit for unit in (*known, *(site.unit for site in found)) if unit.owner is None and unit.name != MODULE]
+    wanted = {f"{unit.module.name}.{unit.name}": unit for unit in units}
     return found + list(_aliases(codebase, wanted))
 
 
@@ -490,8 +484,7 @@ class _Coverage:
         if site.kind == "kernel":
             stubs = self._patches.stubs.get(site.uses.partition(".")[0], [])
             return tuple(id for id, importers in stubs if site.unit.module.name in importers)
-        whole = site.uses == AUTOCAST
-        names = [
-            name for name in self._patches.by_name if name == site.uses or (whole and name.startswith(f"{AUTOCAST}."))
-        ]
+        names = [name for name in self._patches.by_name if name == site.uses]
+        if site.uses == AUTOCAST:
+            names += [name for name in self._patches.by_name if name.startswith(f"{AUTOCAST}.")]
         return tuple(id for name in names for id in self._patches.by_name[name])

@@ -52,8 +52,7 @@ class Event:
     node: ast.AST
     guards: Guards
     loop: bool  #: Whether it is in a loop.
-    #: A second node: of an assignment its value, of a loop what it runs over.
-    value: ast.expr | None = None
+    value: ast.expr | None = None  #: A second node: of an assignment its value, of a loop what it runs over.
     loops_over: bool = False  #: Whether `value` is run over and not assigned.
 
 
@@ -95,9 +94,8 @@ def _after(statement: ast.stmt) -> Guards:
 
 def _jumps(block: list[ast.stmt]) -> bool:
     last = block[-1]
-    return isinstance(last, _JUMPS) or (
-        isinstance(last, ast.If) and bool(last.orelse) and all(map(_jumps, (last.body, last.orelse)))
-    )
+    both = isinstance(last, ast.If) and bool(last.orelse) and _jumps(last.body) and _jumps(last.orelse)
+    return both or isinstance(last, _JUMPS)
 
 
 class _Walk:

@@ -42,8 +42,7 @@ class TraceReport:
 class Program:
     stage: str
     times: int  #: How often the stage calls it in this job; 0 for one of another job.
-    #: What makes it another program than the stage's first; empty of that.
-    because: str
+    because: str  #: What makes it another program than the stage's first; empty of that.
 
 
 def trace(request: Request, patched: bool = True) -> TraceReport:

@@ -21,8 +21,7 @@ class Stopper:
     place: str  #: `file:line`.
     fact: str
     remedy: str
-    #: The foreign frames that lead there, as lines, upstream's own last.
-    frames: list[str]
+    frames: list[str]  #: The foreign frames that lead there, as lines, upstream's own last.
     folded: int  #: How many frames are left out: JAX's, torch's, torchport's.
     entry: str  #: Empty for none.
     assumed: str  #: What is assumed then.
