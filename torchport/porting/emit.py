@@ -25,12 +25,8 @@ SHOWN = 20
 """Findings that are left to a person and listed one by one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """A patch to draft, with the findings that it is for."""
-
-    wish: PatchDraftRequest
-    findings: Sequence[ScanFinding]
+Drawn = tuple[PatchDraftRequest, Sequence[ScanFinding]]
+"""A patch to draft, with the findings that it is for."""
 
 
 @dataclasses.dataclass
@@ -50,15 +46,13 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
         packages = {finding.target.partition(":")[0].partition(".")[0] for finding in report.findings} - {""}
         upstreams = [found for package in sorted(packages) if (found := folder_of(package)) is not None]
         pack = home.home(out, [path, *upstreams], "--emit")
-        for drawing in list(_patches_to_draft(report.unpatched(), outcome)):
-            _write(drawing, pack, outcome)
+        for wish, findings in list(_patches_to_draft(report.unpatched(), outcome)):
+            _write(wish, findings, pack, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
 
 
 def _search_folder(path: Path, report: ScanReport) -> Path:
-    """Returns the folder that must be on `sys.path` so that the codebase's packages can be imported. It is the one that
-    most findings are imported from: `src/` where the packages lie in it.
-    """
+    """Returns the folder that most findings are imported from, such as `src/`: it has to be on `sys.path`."""
     wanted = [finding for finding in report.findings if finding.reach == report.wanted]
     starts = Counter(start for finding in wanted if (start := _import_folder(finding)) is not None)
     if starts:
@@ -107,17 +101,17 @@ def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequen
     for target, some in functions.items():
         file, double, why = names.file(target), names.is_double(target), some[0].meaning.why
         wish = PatchDraftRequest(target, "replace", file, why=why, in_full=double)
-        yield Drawn(wish, [*some, *(statement for statement in statements if home[statement] == target)])
+        yield wish, [*some, *(statement for statement in statements if home[statement] == target)]
     for finding in inner:
         file, why = names.file(finding.target), finding.meaning.why
-        yield Drawn(PatchDraftRequest(finding.target, "rewrite", file, finding.line, why=why), [finding])
+        yield PatchDraftRequest(finding.target, "rewrite", file, finding.line, why=why), [finding]
 
 
 def _stub(findings: Sequence[ScanFinding]) -> Drawn:
     package, _, rest = findings[0].uses.partition(".")
     importers = list(dict.fromkeys(finding.target.partition(":")[0] for finding in findings))
     why = f"{package} is a package of GPU kernels, which is imported and not installed."
-    return Drawn(PatchDraftRequest(f"{package}:{rest or package}", "stub", importers=importers, why=why), findings)
+    return PatchDraftRequest(f"{package}:{rest or package}", "stub", importers=importers, why=why), findings
 
 
 class _Names:
@@ -139,20 +133,20 @@ class _Names:
         return self._paths[target.partition(".")[0], target.partition(":")[2]] > 1
 
 
-def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
+def _write(wish: PatchDraftRequest, findings: Sequence[ScanFinding], home: Home, outcome: Outcome) -> None:
     """Writes a draft into the pack; if that fails, notes the entry that is there, or the findings that are left."""
     try:
-        outcome.written.append(draft.write_draft(drawn.wish, home))
+        outcome.written.append(draft.write_draft(wish, home))
     except (TakenNameError, ConflictError) as error:
-        entries = draft.drafted_entries(home, drawn.wish.package)
-        ids = [entry.id for entry in entries if _is_for(entry, drawn.wish, error)]
+        entries = draft.drafted_entries(home, wish.package)
+        ids = [entry.id for entry in entries if _is_for(entry, wish, error)]
         new = {entry.id for entry in outcome.written}
         if ids and not set(ids) <= new:
             outcome.there += [id for id in ids if id not in outcome.there]
         elif not ids:
-            outcome.left += [(finding, error.fact) for finding in drawn.findings]
+            outcome.left += [(finding, error.fact) for finding in findings]
     except (PatchError, ConfigError) as error:
-        outcome.left += [(finding, error.fact) for finding in drawn.findings]
+        outcome.left += [(finding, error.fact) for finding in findings]
 
 
 def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:

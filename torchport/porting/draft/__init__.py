@@ -160,17 +160,17 @@ def _function_draft(wish: PatchDraftRequest, target: Target) -> Draft:
         fact = f"{wish.target} is a {target.kind}, and no value"
         raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
     _check_callable(wish, target)
-    name, path = name_of(target.path), ".".join(target.path)
-    name = target.path[-1] if target.kind == "class" else name
-    make = replacement if wish.kind == "replace" else wrapper
-    short = name_of(target.path)
+    short, path = name_of(target.path), ".".join(target.path)
+    name = target.path[-1] if target.kind == "class" else short
+    is_class = isinstance(target.node, ast.ClassDef)
+    text = _class_text(target, name) if is_class else _function_text(target, name, wish.kind == "wrap")
     trial = Trial(_entry_id(wish, path), wish.names, f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common_fields(wish, path), wish.kind: f"{wish.files}.py:{name}"}
     more = [f"The decorators of {path}: {', '.join(target.decorators)}"] if target.decorators else []
     if target.kind == "class":
         more.append("The bases of the class, and whatever tests isinstance with it")
     left = _left(wish, name, f"patches/{wish.names}.py", trial.file, *more)
-    return Draft(fields, make(target, name), _agreement_test(trial, target), trial, left)
+    return Draft(fields, text, _agreement_test(trial, target), trial, left)
 
 
 def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
@@ -405,26 +405,18 @@ def name_of(path: Sequence[str]) -> str:
     return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
 
 
-def replacement(target: Target, name: str) -> str:
-    if isinstance(target.node, ast.ClassDef):
-        return _class_text(target, target.node, name)
-    return _function_text(target, target.node, name, None)
-
-
-def wrapper(target: Target, name: str) -> str:
-    """Returns the text of a function that gets the target as its first argument; for generators it is a plain one."""
-    assert not isinstance(target.node, ast.ClassDef)
-    taken = {name.strip("*") for name in parameters(target.node).names}
-    return _function_text(target, target.node, name, ORIGINAL if ORIGINAL not in taken else f"{ORIGINAL}_function")
-
-
-def _function_text(target: Target, node: Function, name: str, original: str | None) -> str:
-    """Returns the text of a function to fill in; a wrapper has `original` as its first parameter."""
+def _function_text(target: Target, name: str, wraps: bool) -> str:
+    """Returns the text of a function to fill in; one that wraps gets the target as its first argument."""
+    node = target.node
+    assert not isinstance(node, ast.ClassDef)
+    names = parameters(node).names
+    taken = ORIGINAL in {name.strip("*") for name in names}
+    original = (f"{ORIGINAL}_function" if taken else ORIGINAL) if wraps else None
     given = parameters(node, original)
     what = ".".join(target.path)
     lines = [f'"""Fill in: does what {what} does ({target.place}).']
     if original is not None:
-        passed = ", ".join(parameters(node).names)
+        passed = ", ".join(names)
         call = "await " if target.is_async else ""
         lines = [f'"""Fill in: takes the place of {what} ({target.place}), which is `{call}{original}({passed})`.']
     if given.unknown:
@@ -452,8 +444,10 @@ def lowering(name: str, given: str, operator: str) -> str:
     return f'def {name}({given}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
 
 
-def _class_text(target: Target, node: ast.ClassDef, name: str) -> str:
+def _class_text(target: Target, name: str) -> str:
     """Returns the text of a class to fill in, with the public methods of the target."""
+    node = target.node
+    assert isinstance(node, ast.ClassDef)
     bases = ", ".join(map(ast.unparse, node.bases))
     is_module = any(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in node.bases)
     above = f", which derives from {bases}" if bases else ""

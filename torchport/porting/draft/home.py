@@ -89,11 +89,11 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
             fact = f"It lies in the upstream at {as_named(upstream)}, which is never written to"
             raise OutputError(place, fact, "Name a folder of your own")
     installed = [Path(os.path.realpath(sysconfig.get_paths()[key])) for key in ("purelib", "platlib", "stdlib")]
-    for path in paths:
-        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if is_installed or any(path.is_relative_to(folder) for folder in installed):
-            fact = "It lies among installed packages, where nothing is written"
-            raise OutputError(place, fact, "Name a folder of your own")
+    names = {name for path in paths for name in path.parts}
+    is_inside = any(path.is_relative_to(known) for path in paths for known in installed)
+    if is_inside or names & {"site-packages", "dist-packages"}:
+        fact = "It lies among installed packages, where nothing is written"
+        raise OutputError(place, fact, "Name a folder of your own")
     if root.exists() and not root.is_dir():
         raise OutputError(place, "It is a file, not a folder", "Name a folder of your own")
     above = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))

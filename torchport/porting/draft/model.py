@@ -102,9 +102,7 @@ def _part(name: str, target: Target, place: str) -> Part:
         fact = f"{target.name} ({target.place}) is a {target.kind}"
         raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
     with parsing.nesting(target.source.shown, target.node.lineno):
-        arguments = configuration(target.source, target.node)
-    if arguments is None:
-        return Part(name, target, {}, [], [])
+        arguments = configuration(target.source, target.node) or []
     plain = [argument for argument in arguments if argument.plain]
     small, lacking = tiny_arguments(plain)
     objects = [argument.name for argument in arguments if argument.required and not argument.plain]
@@ -374,8 +372,5 @@ def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
 
 def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
     """Returns the arguments of a class's `forward`; none where its source does not show it."""
-    for _, base in _lineage(source, node):
-        found = _method_of(base, "forward")
-        if found is not None:
-            return list(_args_of(found))
-    return []
+    found = (_method_of(base, "forward") for _, base in _lineage(source, node))
+    return next((list(_args_of(method)) for method in found if method is not None), [])
