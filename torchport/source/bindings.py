@@ -160,9 +160,8 @@ def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
     """Returns the blocks directly in a statement: its body, `else`, `finally`, handlers and cases."""
     candidates = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
     result = [block for block in candidates if isinstance(block, list) and block]
-    for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-        result.append(part.body)
-    return result
+    parts = (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+    return [*result, *(part.body for part in parts)]
 
 
 def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -138,12 +138,9 @@ def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
     if len(path) == 1:
         return touching
     name = ".".join(path)
-    assigned = [
-        statement
-        for statement in touching
-        if isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets)
-    ]
-    return [*([] if node is None else [node]), *assigned]
+    assigned = [statement for statement in touching if isinstance(statement, ast.Assign)]
+    outside = [statement for statement in assigned if name in map(ast.unparse, statement.targets)]
+    return [*([] if node is None else [node]), *outside]
 
 
 def _head(node: ast.stmt) -> ast.AST:

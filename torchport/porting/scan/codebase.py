@@ -253,11 +253,13 @@ class Codebase:
         return None
 
     @functools.cache  # noqa: B019
-    def table(self, dotted: str) -> tuple[Module, list[tuple[str, ...]]] | None:
-        place = self._place(dotted)
-        if place is None or len(place[1]) != 1 or place[1][0] not in place[0].tables:
-            return None
-        return place[0], place[0].tables[place[1][0]]
+    def table(self, dotted: str) -> list[str]:
+        """Returns what stands in a list or dictionary with a full name: the full names of functions and classes."""
+        module, rest = self._place(dotted) or (None, ())
+        if module is None:
+            return []
+        names = [self.full(module, chain, {}) for chain in module.tables.get(".".join(rest), ())]
+        return [self.canonical(name) for name in names if name]
 
     @functools.cache  # noqa: B019
     def definition(self, dotted: str) -> CodeUnit | Class | None:
@@ -308,15 +310,6 @@ class Codebase:
         bases = [base for above in self.lineage(kind) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
-    @functools.cached_property
-    def subclasses(self) -> dict[str, list[Class]]:
-        result: dict[str, list[Class]] = defaultdict(list)
-        for module in self.modules.values():
-            for kind in module.classes.values():
-                for base in self.bases(kind):
-                    result[base].append(kind)
-        return result
-
 
 def module_names(sources: list[Source], root: str) -> dict[str, str]:
     """Returns, by its path, the module name of each file in the codebase's imports: below `src/` without `src.`"""
@@ -363,7 +356,6 @@ def _as_shallow() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def recursion(limit: int) -> Iterator[None]:
-    """Sets how deep Python may call itself."""
     was = sys.getrecursionlimit()
     sys.setrecursionlimit(limit)
     try:
@@ -461,8 +453,6 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """A file or folder that was not read."""
-
     path: str
     line: int  #: The line of a mistake in it; 0 for none.
     rule: str

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchport.errors import UnreadableError
@@ -162,7 +162,6 @@ def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
 
 
 def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields imports of packages of GPU kernels."""
     node = event.node
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -190,7 +189,6 @@ def _kind_of_name(context: FunctionContext, name: str) -> str:
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields names that are read: of a kernel package, float64 or complex numbers."""
     name = context.full(event.node)
     kind = _kind_of_name(context, name)
     if kind:
@@ -472,9 +470,12 @@ class Tensors:
         self.kinds: dict[str, Kind] = {}
         self.made_from: dict[str, ast.expr] = {}
         self._containers: set[str] = set()
-        self._used_as_tensors = {name for event in body.by_act[Act.CALL] for name in _used_as_tensor(event)}
-        read = (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])
-        self._dictionaries = {name for event in read for name in _used_as_dictionary(event)}
+        calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
+        owners = [call.func.value for call in calls if getattr(call.func, "attr", "") in _ONLY_TENSORS]
+        self._used_as_tensors = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+        indexed: list[Any] = [event.node for event in (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])]
+        holders = [node.value for node in indexed if isinstance(getattr(node.slice, "value", None), str)]
+        self._dictionaries = {holder.id for holder in holders if isinstance(holder, ast.Name)}
         in_forward = unit.name.endswith(".forward") and unit.owner is not None
         if isinstance(body.node, Function):
             self._enter(body.node, in_forward)
@@ -682,17 +683,3 @@ def _is_collection(annotation: ast.expr) -> bool:
     if isinstance(annotation, ast.BinOp):
         return _is_collection(annotation.left) or _is_collection(annotation.right)
     return False
-
-
-def _used_as_dictionary(event: Event) -> Iterable[str]:
-    if isinstance(event.node, ast.Subscript) and isinstance(event.node.value, ast.Name):
-        index = event.node.slice
-        if isinstance(index, ast.Constant) and isinstance(index.value, str):
-            yield event.node.value.id
-
-
-def _used_as_tensor(event: Event) -> Iterable[str]:
-    if isinstance(event.node, ast.Call):
-        func = event.node.func
-        if isinstance(func, ast.Attribute) and func.attr in _ONLY_TENSORS and isinstance(func.value, ast.Name):
-            yield func.value.id

@@ -28,12 +28,9 @@ _DEPTH = 4
 _NETWORK = ("forward", "encode", "decode", "__call__")
 
 
-class _Unknown:
-    """A value that the source does not show."""
-
-
-_UNKNOWN: Any = _Unknown()
-_NOT_NONE: Any = _Unknown()
+_UNKNOWN: Any = object()
+"""A value that the source does not show."""
+_NOT_NONE: Any = object()
 """Some value, and not None."""
 
 
@@ -259,10 +256,8 @@ class Reached:
             self._reach(known, unit, None)
 
     def _mention_table(self, unit: CodeUnit, name: str) -> None:
-        home, chains = self._codebase.table(name) or (unit.module, [])
-        for chain in chains:
-            inner = self._codebase.full(home, chain, {})
-            self._hand_on(unit, self._codebase.definition(self._codebase.canonical(inner)) if inner else None)
+        for inner in self._codebase.table(name):
+            self._hand_on(unit, self._codebase.definition(inner))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,15 +377,15 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
     makers = [unit for unit in mine if "classmethod" in unit.decorators]
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
     classes, init = [kind], codebase.method(kind, "__init__")
+    others = [other for module in codebase.modules.values() for other in module.classes.values()]
     for name in _annotated_names(codebase, init) if init is not None else ():
         known = codebase.definition(name)
         if isinstance(known, Class):
-            classes += [known, *codebase.subclasses[known.dotted]]
+            classes += [known, *(other for other in others if known.dotted in codebase.bases(other))]
     return methods, classes
 
 
 def _annotated_names(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
-    """Yields the full names in the annotations of a function's parameters."""
     node = codebase.written(unit).node
     for parameter in parameters(node) if isinstance(node, Function) else ():
         annotation = parameter.argument.annotation if parameter.kind not in STARRED else None

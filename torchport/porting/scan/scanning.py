@@ -210,11 +210,10 @@ def _constructor_leads_to(codebase: Codebase, kind: Class, direct: set[CodeUnit]
         unit = pending.pop()
         if unit in direct:
             return True
-        for chain in (call.chain for call in unit.facts.calls):
-            called = codebase.method(kind, chain[1]) if len(chain) == 2 and chain[0] == unit.first else None
-            if called is not None and called not in seen:
-                seen.add(called)
-                pending.append(called)
+        chains = [call.chain for call in unit.facts.calls if len(call.chain) == 2 and call.chain[0] == unit.first]
+        more = {method for _, name in chains if (method := codebase.method(kind, name)) is not None} - seen
+        seen |= more
+        pending += more
     return False
 
 
@@ -291,7 +290,6 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
 
 
 def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
-    """Refuses an entry in a file that could not be read."""
     names = "/".join(entry.partition(":")[0].split("."))
     for file in unread:
         if f"/{file.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
