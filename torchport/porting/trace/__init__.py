@@ -119,10 +119,9 @@ def _trace_one(task: Task, stage: Stage, notes: Notes, calls: Calls | None, oper
     """
     patches = task.patches([stage])
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
-    going = functools.partial(_going_on, notes, stage.call or _plain_call, False)
-    lowering = functools.partial(_going_on, notes, stage.call or _plain_call, True)
     # `loud` is for lowering, where constants are noted; `quiet` is called on shapes alone.
-    quiet, loud = (dataclasses.replace(stage, call=call, prepare=_guarded(stage, notes)) for call in (going, lowering))
+    calling = (functools.partial(_going_on, notes, stage.call or _plain_call, counts) for counts in (False, True))
+    quiet, loud = (dataclasses.replace(stage, call=call, prepare=_guarded(stage, notes)) for call in calling)
     with assumed(notes), modules_go_on(notes):
         with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
             network.check_classes(task)

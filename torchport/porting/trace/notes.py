@@ -51,9 +51,7 @@ class Notes:
         self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
 
     def record(self, error: BaseException, assumed: str, made: str | None = None) -> None:
-        """Notes an exception that was raised in the code under trace, and what the trace goes on with; of a tensor of
-        the host also the line that `made` it.
-        """
+        """Notes an exception of the code under trace, what the trace goes on with, and what made a host's tensor."""
         stack = [other for other in live(self.owners) if not other.module.startswith(PACKAGE)]
         stack += [other for other in frames([error], self.owners) if not other.module.startswith(PACKAGE)]
         frame = culprit(error, [other for other in stack if other.owner != "torchport"])
