@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -465,7 +466,7 @@ class Tensors:
         unit = context.unit
         init = context.codebase.method(unit.owner, "__init__") if unit.owner and unit.module.uses_torch else None
         self._attributes = init.tensors if init is not None else frozenset()
-        self._context = context
+        self._context: FunctionContext = weakref.proxy(context)  # a circle would keep the syntax: nothing is collected
         self._self = unit.first
         self.kinds: dict[str, Kind] = {}
         self.made_from: dict[str, ast.expr] = {}
