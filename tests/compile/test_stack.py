@@ -390,3 +390,128 @@ def test_a_loop_that_does_more_than_to_call_the_stacked_blocks_in_order_is_refus
     text = refusal(lambda: program(**inputs()))
     assert words in text and "--set stacked=false" in text
     assert words in refusal(lambda: program(**inputs()))  # again: nothing is left of the first call
+
+
+class Written(Network):
+    """It changes what it has called its blocks with, before the last of them is called."""
+
+    def __init__(self, blocks, change):
+        super().__init__(blocks)
+        self.change = change
+
+    def forward(self, x, y, factor):
+        table, options = factor * 1.0, {"flag": True}
+        for number, block in enumerate(self.blocks):
+            if self.change == "dict":
+                options["flag"] = number != 1
+            x, y = block(x, x if self.change == "other" else y, table, **options)
+            if self.change == "tensor":
+                table += 1
+            if self.change == "view":
+                table[:1].add_(1)
+        return (y,) if self.change == "kept" and number else (x + y,)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("dict", ""),
+        ("tensor", "The network writes to an argument of 'blocks.0' after that call"),
+        ("view", "The network writes to an argument of 'blocks.0' after that call"),
+        ("other", "Block 1 of 'blocks' gets a 'y' that is not what the block before returned"),
+    ],
+)
+def test_what_changes_between_the_calls_of_blocks_is_as_it_was_or_refused(change, words):
+    module = Written([Block() for _ in range(3)], change).eval()
+    with torch.no_grad():
+        wanted = module(**inputs())[0]
+    program = compiled(module, {"blocks": CARRIES})
+    if words:
+        assert words in refusal(lambda: program(**inputs()))
+    else:
+        assert float((program(**inputs()) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+class Kept(Network):
+    """It returns what its first block returned."""
+
+    def forward(self, x, y, factor):
+        kept = []
+        for block in self.blocks:
+            x, y = block(x, y, factor)
+            kept.append(x)
+        return (kept[0],)
+
+
+class Asking(Network):
+    """It asks each block for something before it calls it."""
+
+    def __init__(self, blocks, ask):
+        super().__init__(blocks)
+        self.ask = ask
+
+    def forward(self, x, y, factor):
+        for block in self.blocks:
+            factor = factor * (self.ask(block) or 1)
+            x, y = block(x, y, factor)
+        return (x + y,)
+
+
+def test_blocks_may_be_asked_for_what_they_agree_in_and_for_nothing_else():
+    def made(ask):
+        torch.manual_seed(3)
+        blocks = [Block() for _ in range(3)]
+        for block in blocks:
+            block.scale = 0.5
+        return Asking(blocks, ask).eval()
+
+    for ask in (lambda block: block.scale, lambda block: 3 if isinstance(block, Block) else 5):
+        with torch.no_grad():
+            wanted = made(ask)(**inputs())[0]
+        found = compiled(made(ask), {"blocks": CARRIES})(**inputs())
+        assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    for ask, words in (
+        (lambda block: block.mix.weight.mean(), "The network takes 'mix' of a block of 'blocks'"),
+        (lambda block: setattr(block, "scale", 2), "The network sets 'scale' of a block of 'blocks'"),
+    ):
+        assert words in refusal(lambda ask=ask: compiled(made(ask), {"blocks": CARRIES})(**inputs()))
+    kept = Kept([Block() for _ in range(3)]).eval()
+    assert "computes with what a block" in refusal(lambda: compiled(kept, {"blocks": CARRIES})(**inputs()))
+
+
+class Aliased(torch.nn.Module):
+    """A block that writes to its carry, and returns a tuple of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Linear(6, 6)
+
+    def forward(self, x, before=None):
+        x += self.mix(x) if before is None else before
+        return (x,)
+
+
+class AliasedNetwork(Network):
+    def forward(self, x, y, factor):
+        first = x = x * 1.0
+        for block in self.blocks:
+            out = block(x, first) if len(self.blocks) > 1 else block(x)
+            x = out[0] if isinstance(out, tuple) else out
+        return (x,)
+
+
+def test_a_carry_that_is_another_arguments_memory_and_other_outputs_are_refused():
+    network = AliasedNetwork([Aliased() for _ in range(3)]).eval()
+    text = refusal(lambda: compiled(network, {"blocks": Stack(carries=["x"])})(**inputs()))
+    assert "A block of 'blocks' writes to 'x', another argument's memory" in text
+    single = AliasedNetwork([Aliased()]).eval()
+    with torch.no_grad():
+        wanted = single(**inputs())[0]
+    found = compiled(single, {"blocks": Stack(carries=["x"])})(**inputs())
+    assert float((found - wanted).abs().max()) < 1e-6  # the tuple of one is upstream's
+    network = Network([Block() for _ in range(2)])
+    network.blocks[1].norm.forward = lambda x: {"x": x}
+    assert "differs from the first block's" in refusal(lambda: stack.stack(network, {"blocks": CARRIES}, str))
+    hooked = Network([Block() for _ in range(2)])
+    hooked.blocks[1].register_forward_hook(lambda *_: None)
+    assert "'forward hooks', 0 there and 1 here" in refusal(lambda: stack.stack(hooked, {"blocks": CARRIES}, str))

@@ -112,6 +112,31 @@ class TwoCopies(Sounding):
     copies = 2
 
 
+class CopyFirst(Sounding):
+    """Its loop steps with the copy first."""
+
+    def __call__(self, **arguments):
+        self.scheduler, other = copy.deepcopy(self.scheduler), self.scheduler
+        self.scheduler.set_timesteps(4)
+        self.scheduler.step(torch.zeros(1, 2), self.scheduler.timesteps[0], torch.zeros(1, 2))
+        other.set_timesteps(4)
+        other.step(torch.zeros(1, 2), other.timesteps[0], torch.zeros(1, 2))
+
+
+class Silenced(Sounding):
+    """It steps the video alone."""
+
+    copies = 0
+
+
+class Again(Sounding):
+    """It calls its connector in the loop, too."""
+
+    def __call__(self, prompt, prompt_embeds, **arguments):
+        self.connector(prompt_embeds)
+        return super().__call__(prompt, prompt_embeds, **arguments)
+
+
 @pytest.fixture
 def stages():
     def of(name="Sounding", **changes):
@@ -210,6 +235,13 @@ def test_an_artefact_without_what_the_sound_needs_is_refused(stages, parts, stag
 
 def test_what_a_card_cannot_say_is_refused(stages, parts, monkeypatch):
     encoded = stages()["encode"].run(parts, None, SET, Steps())
+    for name, words in (
+        ("CopyFirst", "steps with a copy of its scheduler before the scheduler itself"),
+        ("Silenced", "'Silenced' steps with 1 of its 2 latents"),
+        ("Again", "'connector' is called in the loop, too, and the card has it under 'before'"),
+    ):
+        with pytest.raises(BadValueError, match=words):
+            stages(name)["denoise"].run(without_values(parts, "speaker"), Network(), SET, Steps(), **encoded)
     with pytest.raises(BadValueError, match=r"steps with 3 copies of its scheduler\. Write a family"):
         stages("TwoCopies")["denoise"].run(without_values(parts, "speaker"), Network(), SET, Steps(), **encoded)
     denoised = stages()["denoise"].run(without_values(parts, "speaker"), Network(), SET, Steps(), **encoded)

@@ -307,6 +307,7 @@ class Compiled:
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
             for blocks in stacks:
                 blocks.check_done()
+            engine.check_read(output)
             # `functional_call` puts into `parameters` what the network has assigned anew.
             rebound = [name.removeprefix("module.") for name in before if parameters[name] is not before[name]]
             if rebound:

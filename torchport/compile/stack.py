@@ -12,9 +12,10 @@ is refused by name.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from torchport.stages.constants import Constants, converted
 BLOCK = "block"
 """The attribute under which the stacked block keeps its template: a part of every stacked weight's name."""
 
+PLAIN = (bool, int, float, str, torch.dtype, tuple, type(None))
+"""Types of attributes that are the same in all blocks: others than these are weights, modules and what changes."""
 UNSTACKED = "Leave these blocks unstacked: take the stack out of the card, or run with --set stacked=false"
 
 After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
@@ -80,9 +83,24 @@ class Stacked(torch.nn.Module):
         #: Called in place of the blocks, with their inputs and with the function that runs them.
         self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
         #: What upstream's loop called the blocks with, one after the other.
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[_Call] = []
+        #: Whether a block returns a tuple, by its trace.
+        self.returns_tuple = False
         #: What the last of these calls returned.
         self.pending: tuple[torch.Tensor, ...] = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The blocks' class: upstream may ask for it, and for attributes in which all blocks agree."""
+        return type(self.__dict__["_modules"]["block"]) if self.__dict__.get("_modules") else Stacked
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "block" not in self._modules:
+                raise
+            return _plain_attribute(self, name)
 
     def begin(self) -> None:
         """Forgets what a call of the network that ended with an error has left."""
@@ -94,7 +112,7 @@ class Stacked(torch.nn.Module):
             fact = f"The network calls block {self.first + number} of '{self.name}' out of order"
             raise StackError(self.place, fact, UNSTACKED, name=self.name)
         self._note(args, kwargs)
-        carry = tuple(self.calls[-1][name] for name in self.carries)
+        carry = self.calls[-1].carry
         self.pending = engine.call_jax(lambda *arrays: arrays, *converted(carry, engine.constant))
         fact = f"The network computes with what a block of '{self.name}' returned, and stacked blocks run at the last"
         remedy = f"Name all that a block returns under 'carries'. Else {UNSTACKED[0].lower()}{UNSTACKED[1:]}"
@@ -117,12 +135,19 @@ class Stacked(torch.nn.Module):
                 nearest(missing[0], given),
                 name=self.name,
             )
-        for name, pending in zip(self.carries, self.pending, strict=False):
-            if given[name] is not pending:
-                number = self.first + len(self.calls)
+        carry, number = tuple(given.pop(name) for name in self.carries), self.first + len(self.calls)
+        for name, tensor in zip(self.carries, carry, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                fact = f"The carry '{name}' of '{self.name}' is no tensor, but of the type {type(tensor).__name__}"
+                raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
+        for name, tensor, pending in zip(self.carries, carry, self.pending, strict=False):
+            if tensor is not pending:
                 fact = f"Block {number} of '{self.name}' gets a '{name}' that is not what the block before returned"
                 raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
-        self.calls.append(given)
+        leaves, form = tree.tree_flatten(given)  # a copy: upstream may change a list or dict for the next block
+        engine.check_read([*leaves, *(() if self.pending else carry)])
+        tensors = [leaf for leaf in (*leaves, *carry) if isinstance(leaf, torch.Tensor)]
+        self.calls.append(_Call(carry, leaves, form, [(tensor, engine.stamp(tensor)) for tensor in tensors]))
 
     def check_done(self) -> None:
         """Refuses a network that called some of the blocks, and not all."""
@@ -137,7 +162,11 @@ class Stacked(torch.nn.Module):
             self.check_done()
         calls = self.calls
         self.begin()
-        before_blocks, spans = tuple(calls[0][name] for name in self.carries), self._spans(calls)
+        for number, call in enumerate(calls):
+            if any(_is_written(*pair) for pair in call.stamps):
+                fact = f"The network writes to an argument of '{self.name}.{self.first + number}' after that call"
+                raise StackError(self.place, fact, UNSTACKED, name=self.name)
+        before_blocks, spans = calls[0].carry, _spans(calls)
         written: set[int] = set()
 
         def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -149,17 +178,16 @@ class Stacked(torch.nn.Module):
         outputs = self.around(before_blocks, run)
         self._check_state(state, _attributes(self.block))
         for number in written:
+            others = [leaf for call in calls for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
+            others += [*before_blocks[:number], *before_blocks[number + 1 :]]
+            if any(engine.share_memory(before_blocks[number], other) for other in others):
+                fact = f"A block of '{self.name}' writes to '{self.carries[number]}', another argument's memory"
+                raise StackError(self.place, fact, UNSTACKED, name=self.name)
             engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
-        return outputs if len(self.carries) > 1 else outputs[0]
-
-    def _spans(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-        """Returns the blocks that one scan can run: those whose calls differ in the values of tensors alone."""
-        forms = [tree.tree_flatten({k: v for k, v in call.items() if k not in self.carries}) for call in calls]
-        starts = [n for n in range(len(calls)) if n == 0 or not _is_alike(forms[n], forms[n - 1])]
-        return list(zip(starts, [*starts[1:], len(calls)], strict=True))
+        return outputs if len(self.carries) > 1 or self.returns_tuple else outputs[0]
 
     def _scanned(
-        self, carry: tuple[torch.Tensor, ...], calls: Sequence[Mapping[str, Any]], blocks: range, written: set[int]
+        self, carry: tuple[torch.Tensor, ...], calls: Sequence[_Call], blocks: range, written: set[int]
     ) -> tuple[torch.Tensor, ...]:
         """Returns what the last of some blocks returns, by one scan.
 
@@ -168,10 +196,10 @@ class Stacked(torch.nn.Module):
             written: The numbers of the carries that a block wrote to are added.
         """
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        forms = [tree.tree_flatten({k: v for k, v in call.items() if k not in self.carries}) for call in calls]
-        leaves, form = forms[0]
+        leaves, form = calls[0].leaves, calls[0].form
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        own = {n: [each[n] for each, _ in forms] for n in tensors if any(each[n] is not leaves[n] for each, _ in forms)}
+        by_call = {number: [call.leaves[number] for call in calls] for number in tensors}
+        own = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
         shared = {number: leaf for number, leaf in tensors.items() if number not in own}
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, given: Mapping[int, torch.Tensor]) -> Any:
@@ -185,7 +213,12 @@ class Stacked(torch.nn.Module):
                 outputs = torch.func.functional_call(self.block, whole, (), arguments)
             self._check_state(unchanged, whole)  # `functional_call` puts there what is assigned anew
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
+            self.returns_tuple = isinstance(outputs, tuple)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if not all(isinstance(output, torch.Tensor) for output in outputs):
+                kinds = ", ".join(type(output).__name__ for output in outputs)
+                fact = f"A block of '{self.name}' returns {kinds}, and no tensors"
+                raise StackError(self.place, fact, UNSTACKED, name=self.name)
             if self.after is not None:
                 outputs = self.after(index, outputs)
             return self._next_carry(carry, outputs)
@@ -243,6 +276,37 @@ class Stacked(torch.nn.Module):
             )
 
 
+class _Block:
+    """Takes the place of a stacked block before the last: it can be called, and asked what all blocks agree in."""
+
+    def __init__(self, stacked: Stacked, number: int) -> None:
+        vars(self).update(stacked=stacked, number=number)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(vars(self)["stacked"].block)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["stacked"].noted(vars(self)["number"], *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return _plain_attribute(vars(self)["stacked"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        stacked = vars(self)["stacked"]
+        fact = f"The network sets '{name}' of a block of '{stacked.name}'"
+        raise StackError(stacked.place, fact, UNSTACKED, name=stacked.name)
+
+
+def _plain_attribute(stacked: Stacked, name: str) -> Any:
+    """Returns an attribute of the blocks that is the same in all; refuses a weight, a module or a method of theirs."""
+    value = getattr(stacked.block, name)
+    if isinstance(value, PLAIN):
+        return value
+    fact = f"The network takes '{name}' of a block of '{stacked.name}'"
+    raise StackError(stacked.place, fact, UNSTACKED, name=stacked.name)
+
+
 class _StackedList(torch.nn.ModuleList):
     """A `ModuleList` of which one item runs all stacked blocks, and gives a function for each block before the last."""
 
@@ -251,7 +315,7 @@ class _StackedList(torch.nn.ModuleList):
         items: list[Any] = []
         for item in self._modules.values():
             if isinstance(item, Stacked):
-                items += [functools.partial(item.noted, number) for number in range(item.count - 1)]
+                items += [_Block(item, number) for number in range(item.count - 1)]
             items.append(item)
         return items
 
@@ -370,9 +434,15 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
     """Returns a module's attributes of plain types, such as numbers, and the methods that the instance overrides."""
-    plain = (bool, int, float, str, torch.dtype, tuple, type(None))
     attributes = vars(module)
-    settings = {key: value for key, value in attributes.items() if isinstance(value, plain)}
+    settings: dict[str, Any] = {key: value for key, value in attributes.items() if isinstance(value, PLAIN)}
+    # Functions, such as an activation, and lists of plain values.
+    functions = {key: value for key, value in attributes.items() if isinstance(value, types.FunctionType)}
+    settings |= {key: value.__code__ for key, value in functions.items()}
+    settings |= {key: value for key, value in attributes.items() if isinstance(value, types.BuiltinFunctionType)}
+    settings |= {"forward hooks": len(module._forward_hooks) + len(module._forward_pre_hooks)}
+    lists = {key: value for key, value in attributes.items() if isinstance(value, list) and key[0] != "_"}
+    settings |= {key: value for key, value in lists.items() if all(isinstance(each, PLAIN) for each in value)}
     methods = {key: value for key, value in attributes.items() if callable(value) and hasattr(type(module), key)}
     return settings | methods
 
@@ -387,10 +457,29 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _is_alike(call: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
-    """Returns whether the flattened arguments of two calls differ in the values of tensors alone."""
-    (leaves, form), (others, other_form) = call, other
-    return form == other_form and all(map(_is_alike_leaf, leaves, others))
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a block by upstream's loop."""
+
+    carry: tuple[torch.Tensor, ...]
+    leaves: list[Any]  #: Of all other arguments.
+    form: Any  #: The tree that they are the leaves of.
+    stamps: list[tuple[torch.Tensor, tuple[Any, int]]]  #: All tensors, and what changes when one is written to.
+
+    def is_alike(self, other: _Call) -> bool:
+        """Whether the arguments of two calls differ in the values of tensors alone."""
+        return self.form == other.form and all(map(_is_alike_leaf, self.leaves, other.leaves))
+
+
+def _is_written(tensor: torch.Tensor, before: tuple[Any, int]) -> bool:
+    value, count = engine.stamp(tensor)
+    return value is not before[0] or count != before[1]
+
+
+def _spans(calls: Sequence[_Call]) -> list[tuple[int, int]]:
+    """Returns the blocks that one scan can run: those whose calls are alike."""
+    starts = [number for number in range(len(calls)) if number == 0 or not calls[number].is_alike(calls[number - 1])]
+    return list(zip(starts, [*starts[1:], len(calls)], strict=True))
 
 
 def _is_alike_leaf(one: Any, other: Any) -> bool:

@@ -226,7 +226,8 @@ Shape = Annotated[list[pydantic.PositiveInt | Size], pydantic.Field(min_length=1
 
 
 class Sound(Frozen):
-    """How a pipeline makes sound: its network returns two outputs, and its loop steps a second latents with each."""
+    """How a pipeline makes sound: its network returns two outputs. Its loop steps the video's latents with the first
+    and the scheduler, then the sound's with the second and a deep copy of the scheduler."""
 
     parts: Annotated[list[Word], pydantic.Field(min_length=1)]
     """The components that make it of the second latents, after the last step. They are on the host."""
@@ -264,7 +265,8 @@ class PipelineCall(Frozen):
     dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
     """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
     before: list[Word] = []
-    """The components that its loop's function calls before the first step and not later. They run in `encode`, and
+    """The components that its loop's function calls before the first step; one that it calls later, too, is refused
+    then. They run in `encode`, and
     return tensors in tuples, lists and dicts. `vae` is among them if it encodes something, and there is no `image`."""
     settings: dict[str, Literal["height", "width", "area", "frames", "frame_rate", "steps", "guidance_scale"]]
     """By argument of the pipeline, the field of the config that it gets; `area` is height times width, and `frame_rate`

@@ -17,7 +17,19 @@ from typing import Any
 from torchport.engine import conformance, tracked
 from torchport.engine.aliasing import extent, lies_in
 from torchport.engine.conformance import DiffersError, Operators, watching
-from torchport.engine.tracked import alive, freeze, laid, narrow, on_host, spoil, views, was_written
+from torchport.engine.tracked import (
+    alive,
+    check_read,
+    freeze,
+    laid,
+    narrow,
+    on_host,
+    share_memory,
+    spoil,
+    stamp,
+    views,
+    was_written,
+)
 
 __all__ = [
     "DiffersError",
@@ -28,6 +40,7 @@ __all__ = [
     "call_jax",
     "call_kernel",
     "call_torch",
+    "check_read",
     "constant",
     "difference",
     "extent",
@@ -41,7 +54,9 @@ __all__ = [
     "narrow",
     "on_host",
     "operators",
+    "share_memory",
     "spoil",
+    "stamp",
     "table_versions",
     "views",
     "was_written",

@@ -743,6 +743,30 @@ def spoil(tensor: Any, why: str | Exception) -> None:
     tensor._env.dispatch._memory(tensor).stale = why
 
 
+def check_read(values: Any) -> None:
+    """Refuses tensors of a tree whose value is not PyTorch's; see `spoil`."""
+    for tensor in pytree.tree_leaves(values):
+        memory = tensor.__dict__.get("_memory") if isinstance(tensor, torch.Tensor) else None
+        if memory is not None and memory.stale:
+            raise memory.stale if isinstance(memory.stale, Exception) else DiffersError("a tensor", memory.stale)
+
+
+def stamp(tensor: Any) -> tuple[Any, int]:
+    """Returns an object and a number, of which one is another after a write to a tensor, also through a view of it."""
+    if not hasattr(tensor, "_env"):
+        return None, tensor._version
+    memory = tensor._env.dispatch._memory(tensor)
+    return memory.value, memory.written
+
+
+def share_memory(tensor: Any, other: Any) -> bool:
+    """Returns whether two traced tensors lie in one memory, as views of each other do."""
+    if not hasattr(tensor, "_env") or not hasattr(other, "_env"):
+        return False
+    dispatch = tensor._env.dispatch
+    return dispatch._memory(tensor) is dispatch._memory(other)
+
+
 def was_written(tensor: Any) -> bool:
     """Returns whether something was written to a tensor's memory."""
     memory = tensor.__dict__.get("_memory")

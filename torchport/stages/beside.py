@@ -58,9 +58,11 @@ class GivenBack(ComponentStandIn):
     """
 
     def __init__(
-        self, component: torch.nn.Module, dtype: torch.dtype, name: str, tensors: Mapping[str, torch.Tensor]
+        self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(component, dtype, None, None)
+        self.name = name
+        self.place = place
         names = {key.removeprefix(f"{KEPT}."): tensor for key, tensor in tensors.items()}
         if tree.STRUCTURE not in names:
             remedy = "Run --stage encode with this model"
@@ -68,7 +70,11 @@ class GivenBack(ComponentStandIn):
         self.returned = iter(tree.unpacked(names)[name])
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return next(self.returned)
+        returned = next(self.returned, None)
+        if returned is None:
+            fact = f"'{self.name}' is called in the loop, too, and the card has it under 'before'"
+            raise BadValueError(self.place, fact, OTHER_LOOP)
+        return outputs.moved(returned, torch.clone)
 
 
 class Silent(VaeStandIn):

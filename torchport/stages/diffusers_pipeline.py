@@ -29,7 +29,7 @@ from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
-from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
+from torchport.stages.upstream_pipeline import UpstreamPipeline
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
@@ -162,7 +162,7 @@ class _Stages(UpstreamPipeline):
         wanted = self._embeddings(settings)
         if self.card.negative_apart:
             negative = dataclasses.replace(settings, prompt=settings.negative_prompt)
-            values += self.encoded(encoders, negative) if is_guided(settings) else [None] * len(values)
+            values += self.encoded(encoders, negative) if self.is_guided(settings) else [None] * len(values)
         outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
         outputs = {name: value[0] if name in self.card.lists else value for name, value in outputs.items()}
         for name, value in outputs.items():
@@ -242,7 +242,7 @@ class _Stages(UpstreamPipeline):
         return vae.moments
 
     def _embeddings(self, settings: Settings) -> list[str]:
-        guided = is_guided(settings)
+        guided = self.is_guided(settings)
         taken = [name for name, shape in self.card.shapes.items() if shape is not None]
         return [name for name in taken if guided or not name.startswith("negative_")]
 

@@ -63,6 +63,9 @@ class Loop:
             if len(self.tracks) == self.count:
                 fact = f"The pipeline steps with {self.count + 1} copies of its scheduler"
                 raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
+            if self.tracks and self.tracks[0].scheduler is not self.scheduler:
+                fact = "The pipeline's loop steps with a copy of its scheduler before the scheduler itself"
+                raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
             self.tracks.append(step)
         track, takes = self.tracks.index(step), inspect.signature(step.real).parameters
         if self.number == 0:

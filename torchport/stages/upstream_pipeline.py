@@ -58,6 +58,10 @@ class UpstreamPipeline:
         """Whether it is a modular pipeline, by its name: upstream may not be imported yet."""
         return self.class_path.endswith("ModularPipeline")
 
+    def is_guided(self, settings: Settings) -> bool:
+        """Returns whether there are negative embeddings. Sound may be guided where the video is not."""
+        return settings.guidance_scale != 1.0 or (self.card.sound is not None and self.card.takes_negative)
+
     def encoded(self, encoders: Mapping[str, Any], settings: Settings) -> tuple[Any, ...]:
         """Returns what `encode_prompt` returns.
 
@@ -69,7 +73,7 @@ class UpstreamPipeline:
         arguments = {
             "prompt": settings.prompt,
             "negative_prompt": settings.negative_prompt,
-            "do_classifier_free_guidance": is_guided(settings),
+            "do_classifier_free_guidance": self.is_guided(settings),
             "device": torch.device("cpu"),
             "dtype": settings.dtypes[self.card.networks[0]],
         }
@@ -137,13 +141,20 @@ class UpstreamPipeline:
         every = {**texts, **values, **constants, **given, "generator": replay.generator, **arguments}
         self._check_takes("__call__", pipe.__call__, every)
         results = list(pipe(**every, return_dict=False))[: self.latents]
-        if replay.number != settings.steps:
-            fact = f"'{self.name}' calls its scheduler's 'step' {replay.number} times in {settings.steps} steps"
-            raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
+        self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._unlike("latent", results[0], "a tensor")
         replay.finish()
         return results
+
+    def _check_loop(self, replay: Loop, settings: Settings) -> None:
+        """Refuses a loop with another number of steps than the job's, or of latents than the card's."""
+        if replay.number != settings.steps:
+            fact = f"'{self.name}' calls its scheduler's 'step' {replay.number} times in {settings.steps} steps"
+            raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
+        if self.latents > 1 and len(replay.tracks) != self.latents:
+            fact = f"'{self.name}' steps with {len(replay.tracks)} of its {self.latents} latents"
+            raise BadValueError(self.place, fact, f"Each needs the scheduler or a deep copy of it. {OTHER_LOOP}")
 
     def others(
         self, parts: Mapping[str, Any], settings: Settings, tensors: Mapping[str, torch.Tensor] | None = None
@@ -158,7 +169,7 @@ class UpstreamPipeline:
             others[name] = (
                 CalledBefore(parts[name], dtypes[name], name, self.place)
                 if tensors is None
-                else GivenBack(parts[name], dtypes[name], name, tensors)
+                else GivenBack(parts[name], dtypes[name], name, self.place, tensors)
             )
         if self.card.guider:
             others["guider"] = guiding.guider(parts["guider"], settings)
@@ -174,7 +185,7 @@ class UpstreamPipeline:
         self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
     ) -> Conditions | None:
         """Returns what makes one batch of a network's two calls; None where it is called once."""
-        if not self.card.conditions or not is_guided(settings):
+        if not self.card.conditions or not self.is_guided(settings):
             return None
         by_input = {name: (embeddings[one], embeddings[other]) for name, (one, other) in self.card.conditions.items()}
         return Conditions(by_input, network, self.place)
@@ -228,8 +239,3 @@ class UpstreamPipeline:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
-
-
-def is_guided(settings: Settings) -> bool:
-    """Returns whether there are negative embeddings."""
-    return settings.guidance_scale != 1.0
