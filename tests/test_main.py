@@ -109,6 +109,7 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
 )
 def test_bad_input_is_refused_in_one_line(refused, kind, changed, text, monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: 2**50)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: types.SimpleNamespace(free=2**50))
     assert text in refused(kind, *RUN, *SMALL, *changed)
 
 

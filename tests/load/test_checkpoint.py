@@ -83,15 +83,20 @@ def test_a_missing_folder_is_refused(tmp_path, card, no_network):
     )
 
 
+@pytest.fixture
+def large_disk(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**50))
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@some-branch"])
-def test_a_repository_that_cannot_be_reached_is_refused(name, card):
+def test_a_repository_that_cannot_be_reached_is_refused(name, card, large_disk):
     text = refusal(CheckpointMissingError, lambda: checkpoint.locate(name, card))
     assert text.startswith(f"--checkpoint {name}: It is neither in the cache nor to be had: ")
     assert text.endswith(". Check the name and the network, or pass --checkpoint DIR with a copy of it.")
 
 
 @pytest.mark.parametrize("name", ["nobody/no thing", "nobody/no..thing", "nobody/-x@main"])
-def test_a_name_that_no_repository_can_have_is_refused(name, card):
+def test_a_name_that_no_repository_can_have_is_refused(name, card, large_disk):
     assert refusal(CheckpointMissingError, lambda: checkpoint.locate(name, card)).startswith(f"--checkpoint {name}: ")
 
 
