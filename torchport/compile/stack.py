@@ -2,9 +2,9 @@
 
 The compiler then sees one block instead of dozens: it takes a fraction of the time, and its temporaries are those of
 one. Upstream's own loop stays. Each of its calls of a stacked block is noted, and the last one runs them all: what a
-call before it returned may only go to the next block. Other tensors may be another in each call. Where anything else
-is another, as in a block that guidance leaves out, another scan begins. The blocks that are not stacked stay before and
-after.
+call before it returned may only go to the next block. The tensors beside the carries may differ from call to call.
+Where anything else differs, as for a block that guidance skips, another scan begins. The blocks that are not stacked
+stay before and after.
 
 Blocks may be stacked if they differ in their weights alone. A block that knows its index, or keeps state between calls,
 is refused by name.
@@ -84,10 +84,10 @@ class Stacked(torch.nn.Module):
         self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
         #: What upstream's loop called the blocks with, one after the other.
         self.calls: list[_Call] = []
+        #: What the last of these calls returned: tensors without values.
+        self.pending: tuple[torch.Tensor, ...] = ()
         #: Whether a block returns a tuple, by its trace.
         self.returns_tuple = False
-        #: What the last of these calls returned.
-        self.pending: tuple[torch.Tensor, ...] = ()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
