@@ -57,22 +57,27 @@ PIPELINES = [
     "ChromaPipeline",
     "CogVideoXImageToVideoPipeline",
     "CogVideoXPipeline",
+    "CogView3PlusPipeline",
     "CogView4Pipeline",
+    "DreamLitePipeline",
     "EasyAnimatePipeline",
     "ErnieImageModularPipeline",
     "ErnieImagePipeline",
     "Flux2KleinBaseModularPipeline",
     "Flux2KleinModularPipeline",
     "Flux2KleinPipeline",
+    "Flux2Pipeline",
     "FluxControlPipeline",
     "FluxKontextPipeline",
     "FluxModularPipeline",
     "FluxPipeline",
     "HunyuanImagePipeline",
     "HunyuanSkyreelsImageToVideoPipeline",
+    "HunyuanVideo15ImageToVideoPipeline",
     "HunyuanVideo15ModularPipeline",
     "HunyuanVideo15Pipeline",
     "HunyuanVideoPipeline",
+    "Kandinsky5T2VPipeline",
     "Krea2ModularPipeline",
     "Krea2Pipeline",
     "Krea2TurboModularPipeline",
@@ -82,6 +87,8 @@ PIPELINES = [
     "LTXImageToVideoPipeline",
     "LTXModularPipeline",
     "LTXPipeline",
+    "LongCatImagePipeline",
+    "LucyEditPipeline",
     "Lumina2Pipeline",
     "LuminaPipeline",
     "MochiPipeline",
@@ -90,6 +97,7 @@ PIPELINES = [
     "PRXPipeline",
     "PixArtAlphaPipeline",
     "PixArtSigmaPipeline",
+    "QwenImageEditPipeline",
     "QwenImageModularPipeline",
     "QwenImagePipeline",
     "SanaImageToVideoPipeline",
@@ -132,7 +140,7 @@ def row(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
     card, _ = pack.card(model)
     found["derived"] = round(time.monotonic() - began, 1)
     found["patches"] = sorted({file for names in card.patches.values() for file in names})
-    picture = None if card.call.image is None else _picture(pack.job(card.demo)[0])
+    picture = None if card.call.image is None else _picture(pack.job(card.demo)[0], card.call.edits)
     theirs = _upstream(pack, card, picture)
     request = Request(model, card.demo, PROMPT, NEGATIVE if _takes_negative(card) else "", seed=SEED, image=picture)
     for strategy in strategies:
@@ -178,13 +186,21 @@ def _takes_negative(card: Any) -> bool:
     return "negative_prompt" in takes and bool(card.call.takes_negative)
 
 
-def _picture(job: Any) -> Path:
-    """Returns a file with a picture of a job's size, of two colours that run into one another."""
+def _picture(job: Any, is_video: bool) -> Path:
+    """Returns a file with a picture of a job's size, of two colours that run into one another; or a video of them."""
     import numpy
+    import torch
     from PIL import Image
+
+    from torchport.save import video
 
     down, across = numpy.mgrid[0 : job.height, 0 : job.width]
     pixels = numpy.stack([down * 255 // job.height, across * 255 // job.width, 0 * down + 90], axis=-1)
+    if is_video:
+        frames = [numpy.roll(pixels, number, axis=1).transpose(2, 0, 1) for number in range(job.frames)]
+        file = Path(tempfile.mkdtemp()) / "video.mp4"
+        file.write_bytes(video.encoded(torch.tensor(numpy.stack(frames)).to(torch.uint8), job.fps, iter))
+        return file
     file = Path(tempfile.mkdtemp()) / "picture.png"
     Image.fromarray(pixels.astype("uint8")).save(file)
     return file
@@ -201,6 +217,7 @@ class Original:
 
 def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
     """Returns what upstream's own pipeline object makes."""
+    import av
     import torch
     from PIL import Image
 
@@ -223,8 +240,11 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
     values |= {"prompt": PROMPT, **card.call.constants}
     if _takes_negative(card):
         values["negative_prompt"] = NEGATIVE
-    if card.call.image is not None:
+    if card.call.image is not None and not card.call.edits:
         values[card.call.image] = Image.open(picture)
+    elif card.call.edits:
+        with av.open(str(picture)) as opened:
+            values[card.call.image] = [frame.to_image() for frame in opened.decode(video=0)]
     last: list[Any] = []
     scheduler = type(pipe.scheduler)  # a loop with sound steps with a copy, too
     step = scheduler.step

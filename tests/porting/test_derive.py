@@ -7,6 +7,7 @@ import types
 import pipelines
 import pytest
 import torch
+import transformers
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -14,6 +15,7 @@ from torchport.config import parse_document, validated
 from torchport.config.card import Card
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, UnknownNameError
+from torchport.load import tiny
 from torchport.porting import derive
 from torchport.porting.derive import parts, writing
 from torchport.porting.derive import trial as trials
@@ -323,6 +325,55 @@ def test_a_pipeline_says_what_it_takes_and_what_may_be_none():
     assert not absent.keys() & {part.name for part in parts.parts_of(classes["StableDiffusion"], "here")}
     assert derive.image_argument(classes["FluxControl"]) == "control_image"
     assert trials.embedding_names(parts.pipeline_class("diffusers:ErnieImagePipeline")) == ["prompt_embeds"]
+    assert trials.embedding_names(Renames) == ["embeds_of_one", "pooled"]
+    assert derive.image_argument(parts.pipeline_class("diffusers:LucyEditPipeline")) == "video"
+
+
+class Renames:
+    """A pipeline whose call has other names for what `encode_prompt` returns."""
+
+    def encode_prompt(self, prompt):
+        first, second = prompt
+        return first, second
+
+    def __call__(self, prompt, embeds_of_one=None, pooled=None):
+        embeds_of_one, pooled = self.encode_prompt(prompt)
+        return embeds_of_one + pooled
+
+
+class Answers:
+    """A pipeline that takes no embeddings: its call calls `encode_prompt`."""
+
+    scheduler, times = FlowMatchEulerDiscreteScheduler(), 1
+
+    def set_progress_bar_config(self, disable): ...
+
+    def encode_prompt(self, prompt):
+        return torch.full((1, 3, 2, 2), float(len(prompt)))
+
+    def __call__(self, prompt, return_dict=True):
+        return (sum(self.encode_prompt(prompt) for _ in range(self.times)),)
+
+
+def test_a_pipeline_that_takes_no_embeddings_gets_them_where_it_calls_encode_prompt(monkeypatch):
+    trial = PipelineTrial(Answers, types.SimpleNamespace(parts={}), "--model x")
+    observed = Observed(outputs=[torch.ones(1, 3, 2, 2)], encodings=1, embeddings=[torch.ones(1, 3, 2, 2)])
+    assert not writing.takes_embeddings(trial, observed)
+    monkeypatch.setattr(Answers, "times", 2)
+    with pytest.raises(BadValueError, match=r"'Answers' makes another picture|does not take its own embeddings"):
+        writing.takes_embeddings(trial, observed)
+
+
+def test_the_tiny_processor_has_the_tokenizer_of_its_model():
+    spec = parts._tokenizer_of(transformers.CLIPProcessor)
+    assert spec.vocab_size == 512
+    processor = tiny.tokenizer(transformers.CLIPProcessor, spec, "here")
+    assert isinstance(processor.tokenizer, transformers.CLIPTokenizer)
+    ids = processor(text=["A cat"], return_tensors="pt")["input_ids"]
+    assert ids.shape[1] > 3
+    assert tiny.tokenizer_class(transformers.AutoTokenizer, "qwen2") is transformers.Qwen2Tokenizer
+    marks = types.SimpleNamespace(image_token="<|image|>", video_token=None, image_token_id=7)
+    assert tiny._marks(marks) == ["<|image|>"]
 
 
 def test_numbers_are_proposed_as_an_error_says_them():

@@ -5,11 +5,14 @@ import random
 import struct
 import zlib
 
+import av
 import numpy
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from torchport.errors import BadValueError
+from torchport.save import video
 from torchport.stages import picture
 
 RAMP = numpy.linspace(0, 65535, 256).astype(numpy.uint16).reshape(1, 256).repeat(4, 0)
@@ -192,3 +195,22 @@ def test_a_broken_picture_is_refused_whatever_is_broken(tmp_path):
             except BadValueError as error:
                 assert error.fact
         assert read < 60
+
+
+def test_the_first_frames_of_a_video_are_read_and_nothing_else_is_one(tmp_path):
+    clip = numpy.random.default_rng(0).integers(0, 255, (4, 3, 16, 16), numpy.uint8)
+    file = tmp_path / "clip.mov"
+    file.write_bytes(video.encoded(torch.from_numpy(clip), 8, iter))
+    with av.open(str(file)) as opened:
+        wanted = [frame.to_image().tobytes() for frame in opened.decode(video=0)]
+    assert [frame.tobytes() for frame in picture.read(file, 3)] == wanted[:3]
+    for content, frames, words in (
+        (file.read_bytes(), 5, "It has 4 frames, and the job 5. Set frames to at most 4, or name a longer video."),
+        (file.read_bytes()[:300], 3, "It is no video that can be read. Name a video in MP4, MOV, MKV, WebM or AVI."),
+        (b"#EXTM3U\n#EXTINF:1,\nclip.mov\n", 1, "It is no video that can be read."),  # it names other files to open
+        (b"ffconcat version 1.0\nfile clip.mov\n", 1, "It is no video that can be read."),
+    ):
+        other = tmp_path / "other.mp4"
+        other.write_bytes(content)
+        with pytest.raises(BadValueError, match=words):
+            picture.read(other, frames)

@@ -70,6 +70,7 @@ def test_the_module_and_the_patch_of_a_fault_in_a_plain_network_are_named(root, 
         pack.close()
     assert result.exit_code == 1 and result.verdict is Verdict.OTHER
     assert re.search(r"blocks\.0\b.*up\.swapped.*faults\.yaml:2", result.first_line), result.first_line
+    assert "network" in {unit.kind for unit in result.units}, result.unlike  # its output is compared, too
 
 
 @pytest.mark.slow

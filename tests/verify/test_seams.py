@@ -1,6 +1,7 @@
 """The loop's own faults, planted one at a time around the stages of a port: the first seam that differs is named."""
 
 import dataclasses
+import math
 import types
 
 import pytest
@@ -279,3 +280,8 @@ def test_words_show_where_two_tensors_differ():
         "float32 [2, 8] (from number 11 on: 0, 0, 0, 0, ...)",
         "float32 [2, 8] (from number 11 on: 5, 0, 0, 0, ...)",
     )
+
+
+def test_positions_of_an_image_are_no_embeddings_of_a_text():
+    assert seams._token_distance(torch.zeros(8, 3), torch.zeros(512, 3)) == math.inf
+    assert seams._token_distance(torch.zeros(1, 8, 3), torch.ones(1, 4, 3)) == 1

@@ -58,7 +58,7 @@ seed = click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed 
 checkpoint = click.option(
     "--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for small ones [the card's]."
 )
-image = click.option("--image", type=FILE, metavar="FILE", help="The first frame, for image-to-video.")
+image = click.option("--image", type=FILE, metavar="FILE", help="The first frame, or the video to edit.")
 cache = click.option("--cache/--no-cache", default=True, help="Let JAX keep compiled programs on disk [yes].")
 xla_flags = click.option("--xla-flags", metavar="NAME", help="A named set of compiler flags: docs/profiling.md.")
 

@@ -263,11 +263,12 @@ class PipelineCall(Frozen):
     with the embeddings that they are in the first and in the second call. torchport computes both calls as one batch,
     which the mesh's `dp` splits."""
     dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
-    """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
+    """The dtypes of those among `embeddings` that are no floating-point numbers: masks of tokens, or in one dim the
+    cumulative numbers of tokens of the prompts."""
     before: list[Word] = []
     """The components that its loop's function calls before the first step; one that it calls later, too, is refused
-    then. They run in `encode`, and
-    return tensors in tuples, lists and dicts. `vae` is among them if it encodes something, and there is no `image`."""
+    then. They run in `encode`, and return tensors in tuples, lists, dicts and objects with fields. `vae` is among them
+    if it encodes something, and there is no `image`."""
     settings: dict[str, Literal["height", "width", "area", "frames", "frame_rate", "steps", "guidance_scale"]]
     """By argument of the pipeline, the field of the config that it gets; `area` is height times width, and `frame_rate`
     is `fps`."""
@@ -278,6 +279,12 @@ class PipelineCall(Frozen):
     image: Word | None = None
     """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
     `--image` must be given where it is encoded, and without it must not."""
+    answers: bool = False
+    """Whether the pipeline's own call calls `encode_prompt`, with all that it prepares for it, such as an image: in
+    `encode`, up to the first step. In later stages `encode_prompt` returns what it returned there. For a pipeline that
+    does not take its embeddings as arguments. `null` in `embeddings` is a value that is None then."""
+    edits: bool = False
+    """Whether `image` takes a list of frames, as many as the job has. `--image` names a video then."""
     host: list[Literal["vae"]] = []
     """Components that stay on the host, in PyTorch: `[vae]` if the VAE cannot be compiled, or if the pipeline does more
     with the decoded video than to post-process it."""
@@ -285,6 +292,9 @@ class PipelineCall(Frozen):
     """Whether its constructor or `encode_prompt` asks network and VAE for their configurations."""
     guider: bool = False
     """Whether it takes a guider, the component `guider`, which combines the predictions with the job's scale."""
+    processors: list[Word] = []
+    """The components without weights that its loop's function uses itself, such as one that prepares an image for
+    what is in `before`. They stand in the pipeline in all stages."""
     sound: Sound | None = None
     """How it makes sound, for a pipeline that does. The video has it."""
     hand_written: HandWritten | None = None
@@ -300,7 +310,7 @@ class PipelineCall(Frozen):
         """All components of the card that the pipeline uses."""
         sound = [] if self.sound is None else self.sound.parts
         guider = ["guider"] if self.guider else []
-        return [*self.networks, *self.encoders, *self.before, *sound, *guider, "scheduler", "vae"]
+        return [*self.networks, *self.encoders, *self.before, *self.processors, *sound, *guider, "scheduler", "vae"]
 
     @property
     def encodes_video(self) -> bool:
@@ -544,6 +554,11 @@ class Card(Frozen):
     def makes_pictures(self) -> bool:
         """Whether its pipeline takes no number of frames: what it makes is one picture."""
         return self.call is not None and "frames" not in self.call.settings.values()
+
+    @property
+    def edits(self) -> bool:
+        """Whether its pipeline takes the frames of a video."""
+        return self.call is not None and self.call.edits
 
     def with_trained(self, trained: Mapping[str, Trained]) -> Card:
         """Returns the same card with other trained weights of the tiny components, or with none."""

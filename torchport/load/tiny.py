@@ -281,10 +281,62 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
                 parameter.copy_(noise * scale / parameter[0].numel() ** 0.5)
 
 
-def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
-    """Returns a tokenizer of the real class, trained on a few sentences. Upstream crops the first tokens, a prompt
-    template of fixed length; this one's template is filled up to that length, or it would count as prompt.
+def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
+    """Returns the tokenizer's class of a model of transformers, for a class that holds or stands for a tokenizer.
+
+    Args:
+        cls: A tokenizer, which is returned, an `AutoTokenizer`, or a processor, which has a tokenizer.
+        model_type: The kind of model; by default the processor's.
     """
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    is_processor = issubclass(cls, transformers.ProcessorMixin)
+    if not is_processor and cls is not transformers.AutoTokenizer:
+        return cls
+    name = TOKENIZER_MAPPING_NAMES.get(_model_type(cls) if is_processor else model_type)
+    # A tokenizer of the class TokenizersBackend is made of its file alone.
+    return getattr(transformers, name if name and name != "TokenizersBackend" else "T5Tokenizer")
+
+
+def _model_type(processor: Any) -> str:
+    """Returns the kind of model that a class of processors belongs to."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    kinds: dict[str, str] = PROCESSOR_MAPPING_NAMES
+    return next(kind for kind, name in kinds.items() if name == processor.__name__)
+
+
+def processor(cls: Any, words: Any) -> Any:
+    """Returns a processor with a tiny tokenizer; what it has for images and videos has the class's own values."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
+    from transformers.utils import is_torchvision_available
+
+    kind, backend = _model_type(cls), "torchvision" if is_torchvision_available() else "pil"
+    kinds = {"image_processor": IMAGE_PROCESSOR_MAPPING_NAMES, "video_processor": VIDEO_PROCESSOR_MAPPING_NAMES}
+    parts = {name: kinds[name][kind].get(backend) for name in cls.get_attributes() if name != "tokenizer"}
+    made = {name: getattr(transformers, each)() for name, each in parts.items() if each is not None}
+    return cls(tokenizer=words, chat_template=words.chat_template, **made)
+
+
+def _marks(processor: Any) -> list[str]:
+    """Returns the tokens by which a processor marks images and videos in a text."""
+    found = {name: value for name, value in vars(processor).items() if name.endswith("_token")}
+    return list(dict.fromkeys(str(value) for value in found.values() if value))
+
+
+def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
+    """Returns a tokenizer of the real class, trained on a few sentences, or a processor with one. Upstream crops the
+    first tokens, a prompt template of fixed length; this one's template is filled up to that length, or it would count
+    as prompt.
+    """
+    if tokenizer_class(cls) is not cls:
+        plain = tokenizer_class(cls)
+        marks = _marks(processor(cls, plain()))
+        spec = spec.model_copy(update={"special_tokens": [*spec.special_tokens, *marks]})
+        return processor(cls, tokenizer(plain, spec, place))
     system = ""
     if spec.system_message_of:
         parameters = inspect.signature(pkgutil.resolve_name(spec.system_message_of)).parameters

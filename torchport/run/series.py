@@ -85,7 +85,7 @@ class Prompt(Frozen):
         height: Pixels; by default the config's.
         width: Pixels; by default the config's.
         frames: Their number; by default the config's.
-        image: A file with the first frame, for image-to-video; by default that of `--image`.
+        image: A file with the first frame, or the video to edit; by default that of `--image`.
         out: The name of the video's folder in `--out`, one that every system can have; by default the number of the
             line, as `0001`.
     """
@@ -232,7 +232,7 @@ def _video(line: Line, task: Task) -> Video:
     video = Video(line.name, task)
     try:
         if task.settings.image is not None:
-            picture.read(task.settings.image)
+            picture.read(task.settings.image, task.settings.frames if task.card.edits else None)
     except BadValueError as error:
         error.place = f"{line.place} ({error.place.removeprefix('--')})"
         video.state, video.error = "failed", error

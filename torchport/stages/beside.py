@@ -5,12 +5,13 @@ What the first return is kept where they run, in `encode`, and given back where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.load.foreign import tokenizing
 from torchport.save import tree
 from torchport.stages import outputs
 from torchport.stages.image import VaeStandIn
@@ -19,6 +20,18 @@ from torchport.stages.stand_in import ComponentStandIn
 
 KEPT = "before"
 """The beginning of the names of what is kept, by component and number of its call: `before.connectors.0.0`."""
+
+
+class _Fields(dict[str, Any]):
+    """The fields of an object that a component returned: by name, by number or as attributes."""
+
+    def __getitem__(self, key: str | int) -> Any:
+        return super().__getitem__(list(self)[key] if isinstance(key, int) else key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"A component returned the fields {', '.join(self)}, and no '{name}'", name=name)
+        return self[name]
 
 
 class CalledBefore(ComponentStandIn):
@@ -35,13 +48,15 @@ class CalledBefore(ComponentStandIn):
         if any(weight.is_meta for weight in component.parameters()):
             args, kwargs = outputs.moved((args, kwargs), lambda tensor: tensor.to("meta"))
         returned = component(*args, **kwargs)
+        if isinstance(returned, Mapping):  # an object of transformers or diffusers, with fields
+            returned = {name: value for name, value in returned.items() if value is not None}
         if not tree.is_packable(returned):
             fact = f"'{self.name}' returns a {type(returned).__name__} before the first step, and no tuple of tensors"
             raise BadValueError(self.place, fact, OTHER_LOOP)
         # A copy for whoever reads it: the pipeline may write to what it got.
         returned = outputs.moved(returned, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
         self.returned.append(outputs.moved(returned, torch.clone))
-        return returned
+        return _Fields(returned) if isinstance(returned, dict) else returned
 
 
 def kept(components: Mapping[str, CalledBefore]) -> dict[str, torch.Tensor]:
@@ -74,7 +89,44 @@ class GivenBack(ComponentStandIn):
         if returned is None:
             fact = f"'{self.name}' is called in the loop, too, and the card has it under 'before'"
             raise BadValueError(self.place, fact, OTHER_LOOP)
-        return outputs.moved(returned, torch.clone)
+        returned = outputs.moved(returned, torch.clone)
+        return _Fields(returned) if isinstance(returned, dict) else returned
+
+
+class EncodePrompt:
+    """Takes the place of a pipeline's `encode_prompt`, and returns what that returned in `encode`, call by call.
+
+    Args:
+        function: Upstream's, which is called where nothing is known.
+        known: The values of each call.
+        returned: Gets the values of each call.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        place: str,
+        known: Sequence[tuple[Any, ...]] | None,
+        returned: list[tuple[Any, ...]] | None,
+    ) -> None:
+        self.function = function
+        self.place = place
+        self.known = known
+        self.returned = [] if returned is None else returned
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.known is None:
+            with tokenizing("encode_prompt"):
+                values = self.function(*args, **kwargs)
+            # Copies: the pipeline may write to what it gets.
+            self.returned.append(outputs.moved(values if isinstance(values, tuple) else (values,), torch.clone))
+            return values
+        if len(self.returned) == len(self.known):
+            fact = f"It calls 'encode_prompt' more than {len(self.known)} times"
+            raise BadValueError(self.place, fact, OTHER_LOOP)
+        values = outputs.moved(self.known[len(self.returned)], torch.clone)
+        self.returned.append(values)
+        return values if len(values) > 1 else values[0]
 
 
 class Silent(VaeStandIn):

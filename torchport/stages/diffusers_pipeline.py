@@ -63,7 +63,9 @@ def batch(guidance_scale: float) -> int:
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
-    pipeline = _Stages(card.pipeline, card.call, place)
+    asked = card.call.encoders if card.call.answers else []
+    text_encoders = tuple(name for name in asked if card.components[name].dtype is not None)
+    pipeline = _Stages(card.pipeline, card.call, place, text_encoders)
     encoding = _encoding(pipeline)
     return *encoding, *_denoising(pipeline, tuple(stage.name for stage in encoding)), _decoding(pipeline)
 
@@ -72,19 +74,20 @@ def _asking(stage: Stage, pipeline: _Stages) -> Stage:
     """Returns a stage in which the pipeline's loop begins, with what else it asks for configurations."""
     card, here = pipeline.card, (*stage.parts, stage.network)
     names = (*card.networks, "vae", *pipeline.called_before, *pipeline.sound_parts)
+    names += pipeline.text_encoders if card.answers else ()
     guider = ("guider",) if card.guider else ()
     meta = tuple(name for name in names if name not in here)
-    return dataclasses.replace(stage, parts=(*stage.parts, *guider), meta=meta)
+    return dataclasses.replace(stage, parts=(*stage.parts, *card.processors, *guider), meta=meta)
 
 
 def _encoding(pipeline: _Stages) -> list[Stage]:
     """Returns the stages before denoising: `encode`, and `encode_image` for a VAE on the devices."""
     card, on_host = pipeline.card, "vae" in pipeline.card.host
-    image, before = card.encodes_video and on_host, bool(pipeline.called_before)
+    image, before = card.encodes_video and on_host, bool(pipeline.called_before) or card.answers
     image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
     # Of a loop that runs up to its first step.
     parts = (*pipeline.called_before, "scheduler") if before or image else ()
-    uses = (*(BEFORE_USES if before else ()), *(image_uses if image else ()))
+    uses = (*(BEFORE_USES if before else ()), *(image_uses if image or (before and card.image is not None) else ()))
     parts, uses = (*card.encoders, *parts, *(["vae"] if image else [])), tuple(dict.fromkeys((*ENCODE_USES, *uses)))
     encode = Stage("encode", pipeline.encode, uses, parts=parts)
     encode = _asking(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
@@ -155,33 +158,64 @@ class _Stages(UpstreamPipeline):
         encoders = {name: parts[name] for name in self.card.encoders}
         encoders |= self._asked(parts, settings) if self.asks else {}
         encoders |= {"guider": guiding.guider(parts["guider"], settings)} if self.card.guider else {}
-        values = list(self.encoded(encoders, settings))
-        if len(values) != len(self.card.embeddings):
-            fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
+        if self.card.answers:
+            calls = self._encoded_in_call(parts, encoders, settings)
+        else:
+            prompts = [settings.prompt, *([settings.negative_prompt] if self.card.negative_apart else [])]
+            calls = [
+                self.encoded(encoders, dataclasses.replace(settings, prompt=prompt))
+                for prompt in prompts[: None if self.is_guided(settings) else 1]
+            ]
+        wrong = next((len(values) for values in calls if len(values) != len(self.card.embeddings)), None)
+        if wrong is not None:
+            fact = f"'{self.name}.encode_prompt' returns {wrong} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
         wanted = self._embeddings(settings)
-        if self.card.negative_apart:
-            negative = dataclasses.replace(settings, prompt=settings.negative_prompt)
-            values += self.encoded(encoders, negative) if self.is_guided(settings) else [None] * len(values)
+        values = [value for call in calls for value in call]
+        values += [None] * (len(self.card.shapes) - len(values))
         outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
         outputs = {name: value[0] if name in self.card.lists else value for name, value in outputs.items()}
         for name, value in outputs.items():
             self._check_dtype(name, value.dtype, settings)
         if self._image_stage == "encode":
             outputs |= self._moments(parts, settings, outputs, is_read=True)
-        return outputs | self._before(parts, settings, outputs)
+        return outputs | self._before(parts, settings, outputs, is_read=True)
+
+    def _encoded_in_call(
+        self, parts: Mapping[str, Any], encoders: Mapping[str, Any], settings: Settings
+    ) -> list[tuple[Any, ...]]:
+        """Returns what each call of `encode_prompt` returns to the pipeline's own call, before its first step."""
+        loop, encoded = First(copy.deepcopy(parts["scheduler"]), self.latents), list[tuple[Any, ...]]()
+        vae = Encoding(parts["vae"], settings.dtypes["vae"], loop, self.place)
+        others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
+        self._samples_of_first_step(parts, settings, {}, loop, vae, others, encoded=encoded, **image)
+        expected = 2 if self.card.negative_apart and self.is_guided(settings) else 1
+        if len(encoded) != expected:
+            fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
+            raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
+        for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
+            if (value is None) != (self.card.embeddings[name] is None):
+                fact = f"'{self.name}.encode_prompt' returns a {type(value).__name__} as '{name}'"
+                raise BadValueError(self.place, fact, "Write its shape in 'embeddings', or null for None", name=name)
+        return encoded
 
     def _before(
-        self, parts: Mapping[str, Any], settings: Settings, embeddings: Mapping[str, torch.Tensor]
+        self,
+        parts: Mapping[str, Any],
+        settings: Settings,
+        embeddings: Mapping[str, torch.Tensor],
+        *,
+        is_read: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Returns what the card's `before` return; on meta zeros, and a blank image is what they see."""
+        """Returns what the card's `before` return; on meta zeros. See `_moments` for `is_read`."""
         if not self.called_before:
             return {}
         others = self.others(parts, settings)
         loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         vae = Encoding(parts["vae"], settings.dtypes["vae"], loop, self.place)
         encoders = {name: parts[name] for name in self.card.encoders if name in parts}
-        self._samples_of_first_step(parts, settings, embeddings, loop, vae, {**encoders, **others})
+        image = self._image(settings) if is_read else {}
+        self._samples_of_first_step(parts, settings, embeddings, loop, vae, {**encoders, **others}, **image)
         return kept({name: others[name] for name in self.called_before})
 
     def _asked(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, ComponentStandIn]:
@@ -231,8 +265,7 @@ class _Stages(UpstreamPipeline):
         loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
-        is_read = is_read and self.card.image is not None
-        image = {str(self.card.image): picture.read(settings.image)} if is_read else {}
+        image = self._image(settings) if is_read else {}
         vae = Encoding(parts["vae"], dtype, loop, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
         self._samples_of_first_step(parts, settings, embeddings, loop, vae, self.others(parts, settings), **image)
@@ -240,6 +273,19 @@ class _Stages(UpstreamPipeline):
             fact = f"'{self.name}' does not call its VAE's 'encode' before its first step"
             raise BadValueError(self.place, fact, OTHER_LOOP)
         return vae.moments
+
+    def _image(self, settings: Settings) -> dict[str, Any]:
+        """Returns the argument of the pipeline that takes the image, if there is one here."""
+        name, file = self.card.image, settings.image
+        if name is None or file is None:
+            return {}
+        image = picture.read(file, settings.frames if self.card.edits else None)
+        takes_any = self.takes_size or self.card.edits
+        if not takes_any and abs(image.width * settings.height / (image.height * settings.width) - 1) > 0.01:
+            fact = f"It is {image.width} x {image.height}, and '{self.name}' makes a video of its shape"
+            remedy = f"Crop it to the shape of the job's {settings.width} x {settings.height}, or set height and width"
+            raise BadValueError(f"--image {file}", fact, remedy)
+        return {name: image}
 
     def _embeddings(self, settings: Settings) -> list[str]:
         guided = self.is_guided(settings)
@@ -258,7 +304,11 @@ class _Stages(UpstreamPipeline):
             name: [self._size(size, parts) for size in self.card.shapes[name] or ()]
             for name in self._embeddings(settings)
         }
-        return {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
+        result = {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
+        for name, value in result.items():
+            if value.ndim == 1 and not value.is_floating_point():  # where each prompt ends among all tokens
+                result[name] = torch.linspace(0, self.card.tokens, len(value)).to(value.dtype)
+        return result
 
     def _dtype(self, name: str, settings: Settings) -> torch.dtype:
         """Returns the dtype of one of the embeddings, by the card: the network's where that says nothing."""
@@ -353,13 +403,14 @@ class _Stages(UpstreamPipeline):
             fact = f"It lacks '{missing[0]}', and the guidance scale is {settings.guidance_scale}"
             remedy = "Run --stage encode with this model and guidance scale"
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
+        given: dict[str, Any] = {} if noise is None else {"latents": noise}
         if noise is not None:
             [drawn, *_], _ = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
             check_noise(noise, tuple(drawn.shape[1:]))
-            noise = noise.to(drawn.dtype)
+            given = {"latents": noise.to(drawn.dtype)}
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, str(self._image_stage))
         others = self.others(parts, settings, before)
-        self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, latents=noise)
+        self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, **given)
         # Not what it returns: the pipeline may change them after its loop, and does so again when they are decoded.
         latents = dict(zip(("latents", SOUND_LATENTS), all_latents(replay.state), strict=False))
         return {**latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}

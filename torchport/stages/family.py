@@ -59,7 +59,7 @@ class Settings:
         dtypes: The dtype of each component that has weights, by name.
         vae_tiling: Whether the VAE decodes in overlapping tiles; None: as upstream does.
         variant: Which of several networks in the checkpoint is used.
-        image: A file with the first frame, for image-to-video.
+        image: A file with the first frame, or the video to edit.
         text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
         call: Arguments of the pipeline that the config sets.
         guider: The class of the guider that the config sets, under `class`, and its arguments; None: the checkpoint's.

@@ -1,4 +1,5 @@
-"""The picture that a video begins with, as a viewer shows it: upright, in 8 bits, RGB. Any other is refused.
+"""The picture that a video begins with, as a viewer shows it: upright, in 8 bits, RGB. Any other is refused. And the
+frames of a video that is edited.
 
 Pillow recognises a file by its content, whatever it is called, and for some formats it starts another program on it
 (Ghostscript for PostScript). So formats are named here.
@@ -6,6 +7,7 @@ Pillow recognises a file by its content, whatever it is called, and for some for
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +19,30 @@ from torchport.patch.declared.replacement import Explained
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "BMP": "BMP", "GIF": "GIF", "TIFF": "TIFF"}
 """Pillow's names of the formats that are read. A camera's JPEG with a preview inside it opens as an MPO."""
 
+VIDEOS = {b"ftyp": ("mp4", 4), b"\x1a\x45\xdf\xa3": ("matroska", 0), b"AVI ": ("avi", 8)}
+"""FFmpeg's names of the formats of videos that are read, by bytes at a place. Others may name further files to open."""
+
 _STARTS = {b"%PDF": "PDF", b"<svg": "SVG", b"<?xml": "XML"}
 _PLAIN = ("1", "L", "P", "RGB")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
-def read(file: Path | None) -> Any:
-    """Returns a picture as a `PIL.Image.Image` in RGB.
+def read(file: Path | None, frames: int | None = None) -> Any:
+    """Returns a picture as a `PIL.Image.Image` in RGB; or a list of the first frames of a video.
+
+    Args:
+        frames: How many of a video; None for a picture.
 
     Raises:
-        BadValueError: Another format, a picture that is broken or moves, or one whose colours depend on who shows it.
+        BadValueError: Another format, a picture that is broken or moves, or one whose colours depend on who shows it; a
+            video that is broken or shorter.
     """
     from PIL import Image, ImageOps
 
     assert file is not None
+    if frames is not None:
+        return _frames(file, frames)
     place = f"--image {file}"
     with Explained(lambda _: BadValueError(place, "It is no picture that can be read", "Name a picture")):
         with warnings.catch_warnings():
@@ -47,6 +58,25 @@ def read(file: Path | None) -> Any:
                     fact = f"It has {getattr(picture, 'n_frames', 'several')} frames or pages"
                     raise BadValueError(place, fact, "Save the one that the video begins with as a picture of its own")
                 return _in_rgb(ImageOps.exif_transpose(picture), place)
+
+
+def _frames(file: Path, count: int) -> list[Any]:
+    """Returns the first frames of a video, each as a `PIL.Image.Image`; refuses another file and a shorter one."""
+    import av
+
+    place, named = f"--image {file}", "Name a video in MP4, MOV, MKV, WebM or AVI"
+    with Explained(lambda _: BadValueError(place, "It is no video that can be read", named)):
+        with file.open("rb") as stream:
+            start = stream.read(16)
+        formats = [name for sign, (name, at) in VIDEOS.items() if start[at : at + len(sign)] == sign]
+        if not formats:
+            raise BadValueError(place, "It is no video that can be read", named)
+        with av.open(str(file), format=formats[0]) as container:
+            frames = [frame.to_image() for frame in itertools.islice(container.decode(video=0), count)]
+    if len(frames) < count:
+        remedy = f"Set frames to at most {len(frames)}, or name a longer video"
+        raise BadValueError(place, f"It has {len(frames)} frames, and the job {count}", remedy)
+    return frames
 
 
 def _formats(start: bytes) -> Iterator[str]:

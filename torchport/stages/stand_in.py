@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,7 +59,21 @@ class ComponentStandIn(torch.nn.Module):
         except AttributeError:
             return getattr(vars(self)["component"], name)
 
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Yields one without elements: upstream asks the first for its dtype and device."""
+        yield torch.nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `_outputs` does; as an object with `sample` unless upstream asks its network for a tuple."""
+        outputs = self._outputs(*args, **kwargs)
+        takes = inspect.signature(vars(self)["component"].forward).parameters
+        if len(outputs) > 1 or not kwargs.get("return_dict", "return_dict" in takes):
+            return outputs
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        return Transformer2DModelOutput(sample=outputs[0])
+
+    def _outputs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Returns a tuple of the network's output, or of its list of outputs, or of the outputs for video and sound;
         zeros for a step that is done already. Zeros have the shape of the latents if that is known, or else of the
         input, with the network's output channels.

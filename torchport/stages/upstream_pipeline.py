@@ -14,7 +14,7 @@ from torchport.errors import BadValueError, nearest
 from torchport.load.foreign import tokenizing
 from torchport.load.module import class_of
 from torchport.stages import guiding
-from torchport.stages.beside import CalledBefore, GivenBack, Silent
+from torchport.stages.beside import CalledBefore, EncodePrompt, GivenBack, Silent
 from torchport.stages.conditions import Conditions
 from torchport.stages.decoding import Decoding, processor_of
 from torchport.stages.family import Call, Settings
@@ -32,6 +32,7 @@ class UpstreamPipeline:
     class_path: str
     card: PipelineCall
     place: str
+    text_encoders: tuple[str, ...] = ()  #: Those of the card's encoders that have weights.
 
     @property
     def name(self) -> str:
@@ -52,6 +53,11 @@ class UpstreamPipeline:
     def sound_parts(self) -> list[str]:
         """The components that make sound."""
         return [] if self.card.sound is None else self.card.sound.parts
+
+    @property
+    def takes_size(self) -> bool:
+        """Whether the job says the size. Otherwise the pipeline computes one of the image's shape and its network."""
+        return "height" in self.card.settings.values()
 
     @property
     def has_blocks(self) -> bool:
@@ -99,6 +105,7 @@ class UpstreamPipeline:
         others: Mapping[str, Any],
         *,
         is_latent: bool,
+        encoded: list[tuple[Any, ...]] | None = None,
         **arguments: Any,
     ) -> list[torch.Tensor]:
         """Returns what upstream's `__call__` returns first; and the sound after it, of a pipeline that makes sound.
@@ -110,6 +117,8 @@ class UpstreamPipeline:
             vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.
             others: Further components, by name.
             is_latent: Whether it returns latents, or frames.
+            encoded: Gets what each call of `encode_prompt` returns, for a card with `answers`; None: `embeddings` has
+                these values, and is what `encode_prompt` returns.
             **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
         """
         names = self.card.networks
@@ -127,25 +136,54 @@ class UpstreamPipeline:
         pipe.set_progress_bar_config(disable=True)
         if isinstance(vae, Decoding):
             vae.take_over(pipe)
-        fields = {**vars(settings), "area": settings.height * settings.width}
-        values = {name: fields[setting] for name, setting in self.card.settings.items()}
-        if self.card.image is not None:
-            from PIL import Image
-
-            values[self.card.image] = Image.new("RGB", (settings.width, settings.height))  # the image is not here
-        self._check_call(pipe, settings)
-        constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
-        takes = inspect.signature(pipe.__call__).parameters
-        texts = {name: None for name in ("prompt", "negative_prompt") if name in takes}  # some have "" by default
-        given = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
-        every = {**texts, **values, **constants, **given, "generator": replay.generator, **arguments}
-        self._check_takes("__call__", pipe.__call__, every)
+        if self.card.answers:
+            known = self._answers(settings, embeddings) if encoded is None else None
+            pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, encoded)
+            prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
+            arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
+            embeddings = {}
+        every = self._arguments(pipe, settings, embeddings, is_latent, replay.generator, arguments)
         results = list(pipe(**every, return_dict=False))[: self.latents]
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._unlike("latent", results[0], "a tensor")
         replay.finish()
         return results
+
+    def _arguments(
+        self,
+        pipe: Any,
+        settings: Settings,
+        embeddings: Mapping[str, torch.Tensor],
+        is_latent: bool,
+        generator: torch.Generator,
+        arguments: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Returns the arguments of a pipeline's call. `arguments` come last, but for prompts that it does not take; see
+        `called` for the others.
+        """
+        fields = {**vars(settings), "area": settings.height * settings.width}
+        values = {name: fields[setting] for name, setting in self.card.settings.items()}
+        if self.card.image is not None:
+            from PIL import Image
+
+            blank = Image.new("RGB", (settings.width, settings.height))  # the image is not here
+            values[self.card.image] = [blank] * settings.frames if self.card.edits else blank
+        self._check_call(pipe, settings)
+        constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
+        takes = inspect.signature(pipe.__call__).parameters
+        prompts = ("prompt", "negative_prompt")
+        texts = {name: arguments.get(name) for name in prompts if name in takes}  # some have "" by default
+        others = {name: value for name, value in arguments.items() if name not in prompts}
+        given = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
+        every = {**texts, **values, **constants, **given, "generator": generator, **others}
+        self._check_takes("__call__", pipe.__call__, every)
+        return every
+
+    def _answers(self, settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """Returns the values of each call of `encode_prompt`."""
+        prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
+        return [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
 
     def _check_loop(self, replay: Loop, settings: Settings) -> None:
         """Refuses a loop with another number of steps than the job's, or of latents than the card's."""
@@ -164,7 +202,7 @@ class UpstreamPipeline:
         Args:
             tensors: What `encode` kept; None: the components of `before` are called, and keep what they return.
         """
-        dtypes, others = settings.dtypes, {}
+        dtypes, others = settings.dtypes, {name: parts[name] for name in self.card.processors}
         for name in self.called_before:
             others[name] = (
                 CalledBefore(parts[name], dtypes[name], name, self.place)
@@ -173,6 +211,8 @@ class UpstreamPipeline:
             )
         if self.card.guider:
             others["guider"] = guiding.guider(parts["guider"], settings)
+        if self.card.answers:  # it asks them for their dtype
+            others |= {name: ComponentStandIn(parts[name], dtypes[name], None, None) for name in self.text_encoders}
         return others | {name: Silent(parts[name], dtypes[name], None, None) for name in self.sound_parts}
 
     def post_processed(self, vae: torch.nn.Module, video: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -185,7 +225,7 @@ class UpstreamPipeline:
         self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
     ) -> Conditions | None:
         """Returns what makes one batch of a network's two calls; None where it is called once."""
-        if not self.card.conditions or not self.is_guided(settings):
+        if not self.card.conditions or not embeddings or not self.is_guided(settings):
             return None
         by_input = {name: (embeddings[one], embeddings[other]) for name, (one, other) in self.card.conditions.items()}
         return Conditions(by_input, network, self.place)
@@ -197,6 +237,9 @@ class UpstreamPipeline:
             frames = frames[:, None]
         if isinstance(frames, torch.Tensor) and frames.is_floating_point() and list(frames.shape) == size:
             return frames
+        if isinstance(frames, torch.Tensor) and list(frames.shape[:3]) == size[:3] and not self.takes_size:
+            fact = f"'{self.name}' makes {frames.shape[-2]} x {frames.shape[-1]} of an image of that shape"
+            raise BadValueError("'height' and 'width'", f"They are {size[-2]} x {size[-1]}, and {fact}", "Set these")
         raise self._unlike("pt", frames, f"numbers from 0 to 1, {size}")
 
     def _unlike(self, output_type: str, value: Any, needed: str) -> BadValueError:

@@ -58,7 +58,7 @@ class Request:
     paths: tuple[str, ...] = ()
     #: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
     noise: torch.Tensor | None = None
-    image: Path | None = None  #: A file with the first frame, for image-to-video.
+    image: Path | None = None  #: A file with the first frame, or the video to edit.
     #: The checkout of an upstream that is no installed package.
     upstream_path: str | None = None
     #: Whether JAX keeps compiled programs on disk, and loads them again.
@@ -297,7 +297,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     checkpoint.check_name(_checkpoint(request, job, card))
     card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
     upstream = checkout.find(card.checkout, request.upstream_path)
-    _check_image(request, family, dry, reads_picture)
+    _check_image(request, family, dry, reads_picture, job.frames if card.edits else None)
     if request.backend == "torchax":
         check_tiling(card, job, stages, job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
@@ -408,8 +408,14 @@ def check_step_cache(
             raise BadValueError(place, fact, "Name them in the card's 'stacks' (docs/cards.md), or --set cache=null")
 
 
-def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture: bool) -> None:
-    """Refuses a missing image if the model begins with one, and an image that it cannot take or that cannot be read."""
+def _check_image(
+    request: Request, family: ModuleType, dry: bool, reads_picture: bool, frames: int | None = None
+) -> None:
+    """Refuses a missing image if the model begins with one, and an image that it cannot take or that cannot be read.
+
+    Args:
+        frames: Of a video that is edited; None for a picture.
+    """
     if request.image is None:
         if (
             family.TAKES_IMAGE == families.ALWAYS
@@ -425,7 +431,7 @@ def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture:
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
     if reads_picture:
-        picture.read(request.image)  # raises if it cannot be read
+        picture.read(request.image, frames)  # raises if it cannot be read
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:

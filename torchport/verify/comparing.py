@@ -216,9 +216,10 @@ class _StageComparison:
             self.found.unlike.append(line)
             return
         for call, part in zip(calls, parts, strict=True):
-            added = distance(part, call.wide_output)
+            wide = recording.tensors_of(call.wide_output)
+            added = distance(part, wide)
             if added is None:
-                ours, theirs = ([list(x.shape) for x in pytree.tree_leaves(each)] for each in (part, call.wide_output))
+                ours, theirs = ([list(x.shape) for x in each] for each in (part, wide))
                 shapes = f"{', '.join(map(str, ours))}, and the original's {', '.join(map(str, theirs))}"
                 self.found.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue

@@ -198,7 +198,8 @@ class _MadeUpNetwork:
 
 def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
     """Returns the mean distance of two embeddings over the tokens that both have; infinity if their shapes differ."""
-    if x.ndim != known.ndim or x.ndim not in (2, 3) or x.shape[2:] != known.shape[2:] or x.shape[1] == 0:
+    is_like = x.ndim == known.ndim and x.shape[:1] == known.shape[:1] and x.shape[2:] == known.shape[2:]
+    if not is_like or x.ndim not in (2, 3) or x.shape[1] == 0:
         return math.inf
     length = min(x.shape[1], known.shape[1])
     return float((x[:, :length].float() - known[:, :length].float()).abs().mean())

@@ -20,7 +20,7 @@ from torchport.files import atomic, cache
 from torchport.load import tiny
 from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
 from torchport.porting.derive.trial import PipelineTrial
-from torchport.porting.derive.writing import card_of, embeddings_of, job_of, published_job_of, text_of
+from torchport.porting.derive.writing import card_of, job_of, published_job_of, takes_embeddings, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
@@ -70,7 +70,7 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
         cls, place = pipeline_class(model), f"--model {model}"
         trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
         observed = trial.observed()
-        trial.check_replay(observed, embeddings_of(trial, observed))
+        trial.answers = not takes_embeddings(trial, observed)
     data = card_of(trial, observed, name or model)
     demo = job_of(data, observed, cls)
     card, job, published = text_of(data), text_of(demo), text_of(published_job_of(data, demo, cls))
@@ -89,8 +89,8 @@ def pieces(model: str, name: str) -> list[Piece]:
 
 
 def image_argument(cls: Any) -> str | None:
-    """Returns the argument of a pipeline that takes the image which it begins with; None for one that needs none."""
+    """Returns the argument of a pipeline that takes the image or video which it begins with; None if it needs none."""
     parameters = inspect.signature(cls.__call__).parameters
-    parameter = parameters.get("image", parameters.get("control_image"))
+    parameter = next((parameters[name] for name in ("image", "control_image", "video") if name in parameters), None)
     has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
     return parameter.name if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None

@@ -65,11 +65,7 @@ def pipeline_class(name: str) -> Any:
 
     short = name.partition(":")[2]
     cls = as_pipeline(getattr(diffusers, short, None)) if short.isidentifier() else None
-    # A class that stands for one which cannot be imported names the packages that it needs.
-    absent = [each for each in getattr(cls, "_backends", ()) if importlib.util.find_spec(each) is None]
-    if absent:
-        fact = f"'{short}' of diffusers needs {' and '.join(absent)}, not installed here"
-        raise BadValueError(f"--model {name}", fact, f"pip install {' '.join(absent)}")
+    _check_packages(cls, f"'{short}' of diffusers", f"--model {name}")
     is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
     if not is_plain and not is_modular(cls):
         bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
@@ -80,6 +76,17 @@ def pipeline_class(name: str) -> Any:
             fact = f"'{short}' of diffusers is no pipeline with a loop of its own"
         raise UnknownNameError(f"--model {name}", fact, nearest(short, names), name=short)
     return cls
+
+
+def _check_packages(cls: Any, what: str, place: str) -> None:
+    """Refuses a class without a package that it needs."""
+    needed = list(getattr(cls, "_backends", ()))  # of a class that stands for one which cannot be imported
+    if not needed and "video_processor" in getattr(cls, "get_attributes", list)():
+        needed = ["torchvision"]
+    absent = [package for package in needed if importlib.util.find_spec(package) is None]
+    if absent:
+        fact = f"{what} needs {' and '.join(absent)}, not installed here"
+        raise BadValueError(place, fact, f"pip install {' '.join(absent)}")
 
 
 def parts_of(cls: Any, place: str) -> list[PipelinePart]:
@@ -97,7 +104,10 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
             fact = f"'{cls.__name__}' does not say of which class its component '{parameter.name}' is"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md")
         result.append(PipelinePart(parameter.name, built[0], _kind(built[0]), tuple(built[1:])))
-    return [_with_tokenizer(part, result) for part in result]
+    parts = [_with_tokenizer(part, result) for part in result]
+    for part in parts:
+        _check_packages(part.cls, f"'{part.name}' of '{cls.__name__}'", place)
+    return parts
 
 
 def absent_parts(cls: Any) -> dict[str, None]:
@@ -109,18 +119,22 @@ def absent_parts(cls: Any) -> dict[str, None]:
 
 
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
-    """Returns a part; where its class stands for any tokenizer, with the one that the text encoder has."""
-    if part.cls.__name__ != "AutoTokenizer":
-        return part
+    """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder."""
     import transformers
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+    from transformers import AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+    if part.cls not in (AutoTokenizer, AutoProcessor):
+        return part
     name = part.name.replace("tokenizer", "text_encoder")
     encoders = {each.name: each for each in parts if each.kind == "encoder"}
     encoder = encoders.get(name) or next(iter(encoders.values()), None)
-    kind = "" if encoder is None else TOKENIZER_MAPPING_NAMES.get(encoder.cls.config_class.model_type)
-    has_backend = kind and kind != "TokenizersBackend"  # that one needs files
-    return PipelinePart(part.name, getattr(transformers, kind if has_backend else "T5Tokenizer"), "tokenizer")
+    model_type = None if encoder is None else encoder.cls.config_class.model_type
+    if part.cls is AutoProcessor and model_type in PROCESSOR_MAPPING_NAMES:
+        cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    else:
+        cls = tiny.tokenizer_class(AutoTokenizer, model_type)
+    return PipelinePart(part.name, cls, "tokenizer")
 
 
 def _alternatives(hint: Any) -> Sequence[Any]:
@@ -141,13 +155,12 @@ def _built(cls: Any) -> Any:
 def _kind(cls: Any) -> Kind:
     """Returns what a class is, by its base class: a network, scheduler, encoder, tokenizer or other component."""
     from diffusers import ModelMixin, SchedulerMixin
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-    kinds: dict[Kind, type] = {"network": ModelMixin, "scheduler": SchedulerMixin}
-    kinds |= {"encoder": PreTrainedModel, "tokenizer": PreTrainedTokenizerBase}
-    if cls.__name__ == "AutoTokenizer":
-        return "tokenizer"
-    return next((kind for kind, base in kinds.items() if issubclass(cls, base)), "other")
+    tokenizers = (PreTrainedTokenizerBase, ProcessorMixin, AutoTokenizer, AutoProcessor)
+    kinds: dict[Kind, Any] = {"network": ModelMixin, "scheduler": SchedulerMixin}
+    kinds |= {"encoder": PreTrainedModel, "tokenizer": tokenizers}
+    return next((kind for kind, bases in kinds.items() if issubclass(cls, bases)), "other")
 
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
@@ -195,6 +208,8 @@ _NEEDED = {
     "sample_size": 16,
 }
 """Small numbers of arguments whose class says none."""
+_SIDE = 64
+"""Pixels of a side of what a network makes that says its size itself."""
 
 
 def _network_numbers(cls: Any) -> dict[str, Any]:
@@ -220,6 +235,7 @@ def _network_numbers(cls: Any) -> dict[str, Any]:
     if known.get("in_channels", 0) is None:  # colours of a VAE; a trial makes others what the latents have
         channels = 3 if "latent_channels" in known else 16
         values |= {name: channels for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
+    values |= {"target_size": _SIDE} if type(known.get("target_size")) is int else {}
     for name, value in known.items():  # the numbers of layers that have something
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
             values[name] = [0, 1]
@@ -272,7 +288,8 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
     """Returns tiny values for the known arguments of an encoder: widths, heads and rotary sections fit `width`."""
     values, _ = tiny_arguments(known)
     names = {argument.name for argument in known}
-    values |= {name: width for name in ("d_model", "hidden_size", "projection_dim", "embed_dim") if name in names}
+    wide = ("d_model", "hidden_size", "projection_dim", "embed_dim", "out_hidden_size")
+    values |= {name: width for name in wide if name in names}
     values |= {name: 4 for name in ("num_heads", "num_attention_heads", "num_key_value_heads") if name in names}
     values |= {name: width // 4 for name in ("d_kv", "head_dim") if name in names}
     for argument in known:
@@ -284,8 +301,11 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
     """Returns what a tiny tokenizer is trained with; None if it has no vocabulary; raises if it needs files."""
+    plain = tiny.tokenizer_class(cls)
     try:
-        blank = cls()
+        blank = plain()
+        if plain is not cls:
+            tiny.processor(cls, blank)
     except refusals() as error:
         fact = f"A {cls.__name__} cannot be made without files: {brief(error)}"
         raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
@@ -295,6 +315,8 @@ def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
         eos_token=str(blank.eos_token or "</s>"),
         pad_token=str(blank.pad_token or "<pad>"),
         model_max_length=77 if "CLIP" in cls.__name__ else None,
+        # Long instructions come before the prompts of such models. Letter by letter they would leave no room for these.
+        vocab_size=512 if plain is not cls else TinyTokenizer().vocab_size,
     )
 
 
@@ -317,6 +339,17 @@ class Configurations:
         #: Arguments that a trial has set, by component: those that agree with another component.
         self.mended: dict[str, list[str]] = {}
         self.tokenizers = {part.name: _tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
+        self._take_marks()
+
+    def _take_marks(self) -> None:
+        """Gives encoders the ids of the tokens by which a processor marks images and videos in a text."""
+        for name, spec in self.tokenizers.items():
+            ids = vars(self._part(self.parts[name])) if spec is not None else {}
+            ids = {key: value for key, value in ids.items() if key.endswith("_token_id") and isinstance(value, int)}
+            for part in self.parts.values():
+                if ids and part.kind == "encoder":
+                    known = {argument.name for argument in arguments(part.cls)}
+                    self.values[part.name] |= {key: value for key, value in ids.items() if key in known}
 
     def built(self, component: str) -> Any:
         """Returns a component with random weights; raises if it has more parameters than a tiny one may have."""

@@ -23,6 +23,7 @@ from torchport.load.foreign import brief, reading, refusals
 from torchport.load.modular import is_modular
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
 from torchport.porting.draft.model import shares
+from torchport.stages.beside import EncodePrompt
 from torchport.stages.replay import OTHER_LOOP, Loop
 
 STEPS = 2
@@ -60,6 +61,7 @@ class Observed:
     """What a pipeline did in a trial."""
 
     unit: int = 16  #: Pixels that height and width are multiples of.
+    size: tuple[int, int] = (32, 64)  #: Height and width.
     frames: int = 1  #: Frames that were asked for.
     encoding: dict[str, Any] = dataclasses.field(default_factory=dict)  #: What `encode_prompt` was called with.
     embeddings: list[Any] = dataclasses.field(default_factory=list)  #: What it returned.
@@ -112,6 +114,12 @@ class PipelineTrial:
     place: str
     image: str | None = None  #: The pipeline's argument that takes an image; None for one that takes none.
     unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
+    answers: bool = False  #: Whether `encode_prompt` is called in the pipeline's call, as a card has it.
+
+    @property
+    def edits(self) -> bool:
+        """Whether what it takes is a list of frames."""
+        return self.image == "video"
 
     def observed(self) -> Observed:
         """Returns what the pipeline did, after mending what stopped it; raises if that cannot be mended."""
@@ -127,11 +135,12 @@ class PipelineTrial:
             raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
         return observed
 
-    def check_replay(self, observed: Observed, embeddings: Mapping[str, Any]) -> None:
+    def check_replay(self, observed: Observed, embeddings: Mapping[str, Any] | None) -> None:
         """Refuses a pipeline that makes another video of its own embeddings than of the prompts.
 
         Args:
-            embeddings: What its `encode_prompt` returned, by the pipeline's arguments.
+            embeddings: What its `encode_prompt` returned, by the pipeline's arguments; None: it calls that, which
+                returns this, for other prompts.
         """
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -142,6 +151,10 @@ class PipelineTrial:
             arguments = self._arguments(pipe, Observed())
             _LatentsAtLast(pipe.scheduler, arguments, observed)
             texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
+            if embeddings is None:
+                calls = [tuple(each) for each in (observed.embeddings, observed.negative) if each]
+                pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, calls, None)
+                texts, embeddings = dict.fromkeys(texts, "any"), {}
             with reading(
                 BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
             ):
@@ -306,7 +319,10 @@ class PipelineTrial:
                 observed.outputs = list(pipe(**arguments, return_dict=False))[: observed.latents]
             output = observed.outputs[0]
             size = [arguments.get("height", 0), arguments.get("width", 0)]
-            if isinstance(output, torch.Tensor) and all(size) and list(output.shape[-3:]) != [3, *size]:
+            if isinstance(output, torch.Tensor) and not any(size):  # it computes a size
+                observed.size = (output.shape[-2], output.shape[-1])
+                observed.unit = math.gcd(observed.unit, *observed.size)
+            elif isinstance(output, torch.Tensor) and list(output.shape[-3:]) != [3, *size]:
                 raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
         except BaseException as error:
             if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
@@ -325,10 +341,10 @@ class PipelineTrial:
         spatial = next((getattr(pipe, name) for name in _SPATIAL if getattr(pipe, name, None)), 8)
         temporal = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 4)
         self.unit = self.unit or int(spatial) * _patch(self.configurations)
-        observed.unit, observed.frames = self.unit, 1
+        observed.unit, observed.frames, observed.size = self.unit, 1, (self.unit * 2, self.unit * 4)
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
         values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": STEPS}
-        values |= {"height": self.unit * 2, "width": self.unit * 4, "max_area": self.unit**2 * 8}
+        values |= {"height": observed.size[0], "width": observed.size[1], "max_area": self.unit**2 * 8}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
         if frames is not None:
             observed.frames = values[frames] = 2 * int(temporal) + 1
@@ -338,7 +354,8 @@ class PipelineTrial:
         if self.image is not None:
             from PIL import Image
 
-            values[self.image] = Image.new("RGB", (values["width"], values["height"]), (90, 120, 60))
+            image = Image.new("RGB", (values["width"], values["height"]), (90, 120, 60))
+            values[self.image] = [image] * observed.frames if self.edits else image
         named = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
         lacking = [each.name for each in named if each.default is each.empty and each.name not in values]
         if lacking:
@@ -387,8 +404,11 @@ def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Returns arguments of a pipeline that are the same in all jobs: it makes the size that is asked for."""
-    return {name: False for name in ("use_resolution_binning", "_auto_resize") if name in parameters}
+    """Returns arguments of a pipeline that are the same in all jobs: it makes the size that is asked for, of the prompt
+    as it is.
+    """
+    names = ("use_resolution_binning", "_auto_resize", "enable_prompt_rewrite")
+    return {name: False for name in names if name in parameters}
 
 
 def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
@@ -469,7 +489,7 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
             bound.arguments |= {
                 name: _longer(bound.arguments[name])
                 for name in bound.arguments
-                if name in ("prompt", "negative_prompt")
+                if name in ("prompt", "prompts", "negative_prompt")
             }
             observed.longer = _as_list(encode(*bound.args, **bound.kwargs))  # type: ignore[misc]
         elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):
@@ -578,15 +598,30 @@ def _noting(component: str, observed: Observed) -> Any:
 
 
 def embedding_names(cls: Any) -> list[str]:
-    """Returns the names of the values that `encode_prompt` returns as a tuple; one alone may have any name there."""
+    """Returns the names of the values that `encode_prompt` returns as a tuple, as the pipeline's call takes them.
+
+    These are the names in its `return`, or those that the call gives the values. One value alone may have any name.
+    """
     if is_modular(cls):
         return list(cls.row.embeddings)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.encode_prompt)))
-    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
-    last = returns[-1] if returns else ast.Constant(None)
-    items = last.elts if isinstance(last, ast.Tuple) else [last]
-    names, takes = [_root(item) for item in items], inspect.signature(cls.__call__).parameters
-    return ["prompt_embeds"] if len(names) == 1 and names[0] not in takes and "prompt_embeds" in takes else names
+    takes = inspect.signature(cls.__call__).parameters
+    returns = [node.value for node in _nodes(cls.encode_prompt) if isinstance(node, ast.Return) and node.value]
+    assigned = [
+        node.targets[0]
+        for node in _nodes(cls.__call__)
+        if isinstance(node, ast.Assign) and "self.encode_prompt(" in ast.unparse(node.value)
+    ]
+    names = [_roots(node) for node in (*returns[-1:], *assigned)] or [[""]]
+    best = max(names, key=lambda each: sum(name in takes for name in each))
+    return ["prompt_embeds"] if len(best) == 1 and best[0] not in takes and "prompt_embeds" in takes else best
+
+
+def _nodes(function: Any) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))
+
+
+def _roots(node: ast.expr) -> list[str]:
+    return [_root(item) for item in (node.elts if isinstance(node, ast.Tuple) else [node])]
 
 
 def _root(node: ast.expr) -> str:

@@ -30,6 +30,7 @@ from torchport.porting.derive.trial import (
     guidance_argument,
 )
 from torchport.porting.draft.model import flow
+from torchport.save import tree
 from torchport.stages.replay import OTHER_LOOP
 
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
@@ -39,41 +40,9 @@ _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device",
 
 def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, Any]:
     """Returns the card of a pipeline as YAML's data; raises if its loop calls anything but one network and its VAE."""
-    cls, parts = trial.cls, trial.configurations.parts
-    called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
-    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
-    if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
-        found = " and ".join(networks) or "none"
-        fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
-        raise BadValueError(trial.place, fact, OTHER_LOOP)
-    [network] = networks
-    # Of an image the VAE encodes, too.
-    before = [name for name in observed.before if name != network and (name != "vae" or trial.image is None)]
-    sound = [name for name in observed.after if name != "vae"] if observed.latents == 2 else []
-    encoders = [name for name in parts if name not in (network, "vae", "scheduler", "guider", *before, *sound)]
-    after = [call.network for call in observed.calls if call.step and call.network in encoders]
-    if after:
-        fact = (
-            f"'{cls.__name__}' calls '{after[0]}' after its first step, and a card's loop has its network and its VAE"
-        )
-        raise BadValueError(trial.place, fact, OTHER_LOOP)
-    by_network = [call for call in observed.calls if call.network == network]
-    call: dict[str, Any] = {
-        "network": network,
-        "encoders": encoders,
-        **_encoding(trial, observed, network, before),
-    }
-    call |= {} if sound else _conditions(call["embeddings"], by_network, observed)
-    call |= {"before": before} if before else {}
-    call |= {"asks": True} if _asks(trial, observed, encoders) else {}
-    call |= {"guider": True} if "guider" in parts else {}
-    call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
-    call["settings"] = _settings(cls)
-    constants = constants_of(inspect.signature(cls.__call__).parameters)
-    call |= {"constants": constants} if constants else {}
-    call |= {"init": absent} if (absent := absent_parts(cls)) else {}
-    call |= {} if trial.image is None else {"image": trial.image}
-    components = trial.configurations.values
+    cls, parts, call = trial.cls, trial.configurations.parts, _call(trial, observed)
+    network = call["network"]
+    sound = call.get("sound", {}).get("parts", ())
     card: dict[str, Any] = {
         "model": model,
         "title": f"{cls.__name__} of diffusers, by a card that is derived",
@@ -84,7 +53,7 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         "checkpoint": _checkpoint(cls),
         "demo": f"configs/{model}_demo.yaml",
         "call": call,
-        "patches": _patches(trial, network, trial.image is not None or "vae" in before),
+        "patches": _patches(trial, network, trial.image is not None or "vae" in call.get("before", ())),
         "components": {name: _component(trial, name, name in sound) for name in parts},
     }
     stacks = observed.stacks.get(network)
@@ -93,8 +62,55 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
     card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
     tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
     tokens = {name: spec.model_dump(exclude_defaults=True) for name, spec in tokenizers.items()}
-    tiny = {"seed": 0, "scale": 1.0, "components": components, "tokenizers": tokens}
+    tiny = {"seed": 0, "scale": 1.0, "components": trial.configurations.values, "tokenizers": tokens}
     return {**card, "size_multiple_of": observed.unit, "tiny": tiny}
+
+
+def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
+    """Returns what a card says of the pipeline's call."""
+    cls, parts, roles = trial.cls, trial.configurations.parts, _roles(trial, observed)
+    network, before, encoders, sound = roles["network"][0], roles["before"], roles["encoders"], roles["sound"]
+    call: dict[str, Any] = {
+        "network": network,
+        "encoders": encoders,
+        **_encoding(trial, observed, network, before),
+    }
+    by_network = [each for each in observed.calls if each.network == network]
+    call |= {} if sound else _conditions(call["embeddings"], by_network, observed)
+    call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
+    call |= {"answers": True} if trial.answers else {}
+    call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
+    call |= {"guider": True} if "guider" in parts else {}
+    call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
+    call["settings"] = _settings(cls)
+    constants = constants_of(inspect.signature(cls.__call__).parameters)
+    call |= {"constants": constants} if constants else {}
+    call |= {"init": absent} if (absent := absent_parts(cls)) else {}
+    call |= {} if trial.image is None else {"image": trial.image}
+    return call | ({"edits": True} if trial.edits else {})
+
+
+def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
+    """Returns the components of a pipeline by what its call does with them; raises if no card can say that."""
+    cls, parts = trial.cls, trial.configurations.parts
+    called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
+    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
+    if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
+        found = " and ".join(networks) or "none"
+        fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
+    # Of an image the VAE encodes, too.
+    before = [name for name in observed.before if name not in networks and (name != "vae" or trial.image is None)]
+    sound = [name for name in observed.after if name != "vae"] if observed.latents == 2 else []
+    # What prepares an image for what sees it before the loop.
+    processors = [name for name, part in parts.items() if part.kind == "other" and name != "guider" and before]
+    others = (*networks, "vae", "scheduler", "guider", *before, *processors, *sound)
+    encoders = [name for name in parts if name not in others]
+    after = [call.network for call in observed.calls if call.step and call.network in encoders]
+    if after:
+        fact = f"'{cls.__name__}' calls '{after[0]}' after its first step"
+        raise BadValueError(trial.place, f"{fact}, and a card's loop has its network and its VAE", OTHER_LOOP)
+    return {"network": networks, "before": before, "processors": processors, "encoders": encoders, "sound": sound}
 
 
 def text_of(data: Mapping[str, Any]) -> str:
@@ -119,8 +135,8 @@ def job_of(card: Mapping[str, Any], observed: Observed, cls: Any) -> dict[str, A
     frame_rate = _frame_rate(cls, card, 8)
     guided = card["call"].get("guider") or "guidance_scale" in card["call"]["settings"].values()
     return {
-        "height": observed.unit * 2,
-        "width": observed.unit * 4,
+        "height": observed.size[0],
+        "width": observed.size[1],
         "frames": observed.frames,
         "fps": frame_rate,
         "steps": 4,
@@ -169,17 +185,21 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
         fact = f"'{cls.__name__}' does not call 'encode_prompt'"
         raise BadValueError(trial.place, fact, OTHER_LOOP)
     known, takes = inspect.signature(cls.encode_prompt).parameters, inspect.signature(cls.__call__).parameters
-    encode = {
-        name: value
-        for name, value in observed.encoding.items()
-        if name not in (*_PASSED, "kwargs") and value is not None and name in known and value != known[name].default
-    }
+    encode = (
+        {}
+        if trial.answers
+        else {
+            name: value
+            for name, value in observed.encoding.items()
+            if name not in (*_PASSED, "kwargs") and value is not None and name in known and value != known[name].default
+        }
+    )
     names = embedding_names(cls)
     embeddings: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
     for number, value in enumerate(observed.embeddings):
         name = names[number] if number < len(names) and names[number] else f"unnamed_{number}"
-        if name not in takes or value is None:
+        if (name not in takes and not trial.answers) or value is None:
             embeddings[name] = None
             continue
         longer, is_list = observed.longer[number], isinstance(value, list) and len(value) == 1
@@ -200,11 +220,31 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
         raise BadValueError(trial.place, fact, OTHER_LOOP)
     result: dict[str, Any] = {"encode": encode} if encode else {}
     result |= {"embeddings": embeddings} | ({"dtypes": dtypes} if dtypes else {})
-    is_apart = bool(observed.negative) and all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
+    is_apart = bool(observed.negative) and (
+        trial.answers or all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
+    )
     return result | ({"negative_apart": True} if is_apart else {})
 
 
-def embeddings_of(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
+def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
+    """Returns whether a pipeline makes the same of its own embeddings as of the prompts, and whether a card can say all
+    arguments of `encode_prompt`; raises if it makes something else even where `encode_prompt` returns them.
+    """
+    refusal = None
+    if all(tree.is_packable(value) for name, value in observed.encoding.items() if name not in _PASSED):
+        try:
+            trial.check_replay(observed, _by_argument(trial, observed))
+            return True
+        except BadValueError as error:
+            refusal = error
+    try:
+        trial.check_replay(observed, None)
+    except BadValueError as error:
+        raise refusal or error from error
+    return False
+
+
+def _by_argument(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     """Returns what `encode_prompt` returned, by the arguments that the pipeline has for it."""
     takes = inspect.signature(trial.cls.__call__).parameters
     names = embedding_names(trial.cls) if observed.encodings else []
@@ -217,7 +257,7 @@ def _size(trial: PipelineTrial, networks: Sequence[str], name: str, dim: int, si
     """Returns a size of an embedding: the name of a network's argument that says it, where it is a width; or of two
     whose product it is.
     """
-    if dim == 0 or size < 16 or not name.endswith(("embeds", "embeds_2", "embeddings")):
+    if dim == 0 or size < 16 or not re.search(r"embeds|embeddings", name):
         return size
     configurations, likely = trial.configurations, re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
     for network in dict.fromkeys(each for each in networks if each != "vae"):
