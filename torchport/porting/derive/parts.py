@@ -227,7 +227,8 @@ def _network_numbers(cls: Any) -> dict[str, Any]:
     values |= {name: _WIDTHS[0] for name in ("caption_channels",) if type(known.get(name)) is int}
     rotary = {name: shares(value, HEAD_SIZE) for name, value in known.items() if is_rotary(name, value)}
     values |= rotary
-    if rotary and not heads and not any("head" in name for name in known):  # it has as many heads as fit its width
+    has_size = any(_HEAD_SIZE_NAME.fullmatch(name) for name in known)
+    if rotary and not has_size and (heads or not any("head" in name for name in known)):  # heads share its width
         values |= {name: HEADS * HEAD_SIZE for name in known if name in ("dim", "model_dim", "hidden_size")}
     none = ["sample_size", *(["patch_size"] if heads else [])]
     absent = {*lacking, *(name for name in none if known.get(name, 0) is None)}
