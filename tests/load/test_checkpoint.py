@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from torchport.config.card import Card, Component
+from torchport.config.card import Card, Component, PipelineCall
 from torchport.errors import (
     CheckpointBrokenError,
     CheckpointForeignError,
@@ -506,3 +506,45 @@ def test_a_class_of_a_pipeline_is_known_by_the_pipelines_folder(copied, card):
     assert "'transformer' is ['ltx', 'Connectors']" in refusal(
         CheckpointForeignError, lambda: checkpoint.check_index(copied, other)
     )
+
+
+CALL = {"network": "transformer", "encoders": ["text_encoder"], "embeddings": {"a": [1]}, "settings": {}}
+
+
+def of_pipeline(model, **init):
+    """Returns a card of a pipeline that is built with other arguments than components."""
+    call = PipelineCall(**CALL, init=init)
+    parts = {"transformer": Component(class_="diffusers:Net", dtype="bfloat16", precision="high")}
+    fields = {"model": model, "pipeline": "diffusers:Pipe", "call": call, "components": parts}
+    return Card.model_construct(**fields)
+
+
+def test_a_pipeline_that_upstream_would_build_with_another_component_is_refused(tmp_path):
+    card, file = of_pipeline("small", checker=None), tmp_path / "model_index.json"
+    index = {"transformer": ["diffusers", "Net"], "_name": "Pipe", "encoder": [None, None], "checker": ["a", "b"]}
+    file.write_text(json.dumps(index))
+    checkpoint.check_index(tmp_path, card)
+    file.write_text(json.dumps(index | {"transformer_2": ["diffusers", "Net"]}))
+    words = refusal(CheckpointForeignError, lambda: checkpoint.check_index(tmp_path, card))
+    assert "It has the component 'transformer_2', and the card 'small' builds the pipeline without it" in words
+
+
+def test_a_derived_card_is_as_the_published_index(tmp_path):
+    card = of_pipeline("diffusers:Pipe", boundary=None, checker=None, size=3)
+    parts = {"scheduler": "diffusers:Euler", "tokenizer": "transformers:T5Tokenizer", "odd": "diffusers:Odd"}
+    without = {name: Component(class_=cls) for name, cls in parts.items()}
+    card = card.model_copy(update={"components": card.components | without})
+    index = {"boundary": 0.9, "checker": ["a", "b"], "other": 1, "transformer": ["diffusers", "Other"]}
+    index |= {
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "tokenizer": ["transformers", "GemmaTokenizerFast"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"odd": ["os", "SystemScheduler"]}))
+    published = checkpoint.as_published(card, str(tmp_path))
+    assert published.call.init == {"boundary": 0.9, "checker": None, "size": 3}
+    classes = {name: component.class_ for name, component in published.components.items()}
+    chosen = {"scheduler": "diffusers:UniPCMultistepScheduler", "tokenizer": "transformers:GemmaTokenizer"}
+    assert classes == {"transformer": "diffusers:Net", "odd": "diffusers:Odd", **chosen}
+    assert checkpoint.as_published(card, "tiny") is card
+    other = of_pipeline("small", boundary=None)
+    assert checkpoint.as_published(other, str(tmp_path)) is other

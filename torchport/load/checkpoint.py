@@ -97,6 +97,30 @@ def described(name: str, card: Card) -> Path | None:
     return folder
 
 
+_WITHOUT_WEIGHTS = {"diffusers": r"\w+Scheduler", "transformers": r"\w+(Tokenizer|Processor|FeatureExtractor)"}
+"""By library, the names of classes of which an index may choose one."""
+
+
+def as_published(card: Card, name: str) -> Card:
+    """Returns a card as a checkpoint's index has the pipeline: the arguments of its constructor, and the classes of its
+    scheduler, tokenizers and processors.
+
+    It is for a card that is derived from a pipeline, and has the class's defaults. Another card says this itself.
+    """
+    if card.call is None or not card.model.startswith(DERIVED) or is_tiny(name):
+        return card
+    _, index = pipeline_index(local(name) or _snapshot(name, list(_CONFIGURATIONS)))
+    init = {key: index.get(key, value) for key, value in card.call.init.items() if not isinstance(index.get(key), list)}
+    parts = dict(card.components)
+    for part, component in parts.items():
+        library, cls = (str(word) for word in (index.get(part) or ["", ""])[:2])
+        cls = cls.removesuffix("Fast")  # transformers 4 had two of each tokenizer
+        if component.dtype is None and re.fullmatch(_WITHOUT_WEIGHTS.get(library, " "), cls):
+            parts[part] = component.model_copy(update={"class_": f"{library}:{cls}"})
+    call = card.call.model_copy(update={"init": {**card.call.init, **init}})
+    return card.model_copy(update={"call": call, "components": parts})
+
+
 def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
     """Returns a checkpoint: a folder, or `owner/repo@revision` (by default `main`), which is downloaded first."""
     if is_folder(name):
@@ -217,6 +241,13 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
         if classes[1:] != [class_name] or classes[0] not in library.split("."):
             remedy = f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model"
             raise CheckpointForeignError(str(file), f"'{name}' is {index[name]}", remedy, component=name)
+    if card.call is None or file.name != "model_index.json":
+        return
+    for name, value in index.items():
+        is_part = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+        if is_part and name not in card.components and name not in card.call.init:
+            fact = f"It has the component '{name}', and the card '{card.model}' builds the pipeline without it"
+            raise CheckpointForeignError(str(file), fact, "Name a card that has it: docs/cards.md", component=name)
 
 
 def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -296,6 +296,9 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         _check_lora_files(job, request.stage, request.overrides, job_document)
     checkpoint.check_name(_checkpoint(request, job, card))
     card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
+    published = checkpoint.as_published(card, _checkpoint(request, job, card))
+    if published is not card:
+        card, family = published, load_family(pack, published, card_document)
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry, reads_picture, job.frames if card.edits else None)
     if request.backend == "torchax":

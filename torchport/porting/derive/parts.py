@@ -118,6 +118,14 @@ def absent_parts(cls: Any) -> dict[str, None]:
     return {name: None for name in free if not name.startswith(_NEEDED_PARTS)}
 
 
+def plain_arguments(cls: Any) -> dict[str, Any]:
+    """Returns arguments of a pipeline's constructor that are no components, with their defaults."""
+    hints, plain = typing.get_type_hints(cls.__init__), (bool, int, float, str, type(None))
+    values = {each.name: each.default for each in inspect.signature(cls.__init__).parameters.values()}
+    by_name = {name: _alternatives(hints.get(name, Any)) for name, value in values.items() if type(value) in plain}
+    return {name: values[name] for name, kinds in by_name.items() if any(kind in plain[:4] for kind in kinds)}
+
+
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
     """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder."""
     import transformers

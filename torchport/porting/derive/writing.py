@@ -18,7 +18,7 @@ from torchport.load.foreign import refusals
 from torchport.load.modular import is_modular
 from torchport.patch.declared import reading
 from torchport.patch.source import proposal
-from torchport.porting.derive.parts import absent_parts
+from torchport.porting.derive.parts import absent_parts, plain_arguments
 from torchport.porting.derive.trial import (
     ARGUMENTS,
     STEPS,
@@ -85,7 +85,7 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
     call |= {"constants": constants} if constants else {}
-    call |= {"init": absent} if (absent := absent_parts(cls)) else {}
+    call |= {"init": init} if (init := {**absent_parts(cls), **plain_arguments(cls)}) else {}
     call |= {} if trial.image is None else {"image": trial.image}
     return call | ({"edits": True} if trial.edits else {})
 
