@@ -308,8 +308,12 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
     return values | ({"pad_token_id": 0} if "pad_token_id" in names and "vocab_size" in names else {})
 
 
-def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer is trained with; None if it has no vocabulary; raises if it needs files."""
+def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
+    """Returns what a tiny tokenizer is trained with; None if it has no vocabulary; raises if it needs files.
+
+    Args:
+        is_long: Whether long instructions come before the prompts. Letter by letter they would leave no room for these.
+    """
     plain = tiny.tokenizer_class(cls)
     try:
         blank = plain()
@@ -324,8 +328,7 @@ def _tokenizer_of(cls: Any) -> TinyTokenizer | None:
         eos_token=str(blank.eos_token or "</s>"),
         pad_token=str(blank.pad_token or "<pad>"),
         model_max_length=77 if "CLIP" in cls.__name__ else None,
-        # Long instructions come before the prompts of such models. Letter by letter they would leave no room for these.
-        vocab_size=512 if plain is not cls else TinyTokenizer().vocab_size,
+        vocab_size=512 if is_long else TinyTokenizer().vocab_size,
     )
 
 
@@ -347,7 +350,9 @@ class Configurations:
         self.values = _small_numbers(parts)
         #: Arguments that a trial has set, by component: those that agree with another component.
         self.mended: dict[str, list[str]] = {}
-        self.tokenizers = {part.name: _tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
+        tokenizers = [part for part in parts if part.kind == "tokenizer"]
+        is_long = any(tiny.tokenizer_class(part.cls) is not part.cls for part in tokenizers)  # it has a processor
+        self.tokenizers = {part.name: _tokenizer_of(part.cls, is_long=is_long) for part in tokenizers}
         self._take_marks()
 
     def _take_marks(self) -> None:
