@@ -265,9 +265,10 @@ def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
         for option in one.params:
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
-    fields = {*Request.__dataclass_fields__, *Execution.__dataclass_fields__, *command.RunFlags.__dataclass_fields__}
+    fields = {*Request.__dataclass_fields__, *Execution.__dataclass_fields__}
     flags = {option.name for option in command.command.params}
-    assert flags <= {*fields, *inspect.signature(hosts.cluster_of).parameters}
+    functions = command.command.callback, hosts.cluster_of
+    assert flags <= {*fields, *(name for function in functions for name in inspect.signature(function).parameters)}
 
 
 def test_the_line_of_each_command_is_how_its_help_begins():

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torchport import save
 from torchport.config import machine
 from torchport.errors import BadValueError, MachineError
-from torchport.processes import hosts, watch
+from torchport.processes import hosts
 from torchport.processes.hosts import Cluster, cluster_of
 from torchport.run.path import run
 from torchport.task import Request, devices
@@ -203,11 +203,11 @@ def _wait_for(log, text):
 CHILD = """if True:
     import os, sys, threading, time
     import jax
-    from torchport.processes import hosts, watch
+    from torchport.processes import hosts
     from torchport.errors import MeshError
     jax.config.update("jax_platforms", "cpu")
     cluster = hosts.cluster_of(False, sys.argv[2], int(sys.argv[4]), int(sys.argv[6]))
-    watch.SILENCE = 5
+    hosts.SILENCE = 5
 
     def mine(number):
         assert hosts.process() == 0, "only the first makes it"
@@ -244,7 +244,7 @@ CHILD = """if True:
 
     def talk():
         import torch
-        assert (hosts.processes(), hosts.first()) == (2, hosts.process() == 0)
+        assert (hosts.processes(), hosts.is_first()) == (2, hosts.process() == 0)
         assert [hosts.from_first(lambda: mine(number)) for number in range(3)] == [0, 1, 2]
         made = torch.randn(1_000_000, generator=torch.Generator().manual_seed(1))
         made = {"large": made, "half": made[:7].bfloat16(), "none": made[:0], "part": made[::2]}
@@ -308,7 +308,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(tmp_path, root, killed,
 
 def test_a_program_that_fails_by_itself_is_no_death(tmp_path, root):
     """Its own error is told, once it is known that all live."""
-    codes, said = children(tmp_path, root, "raise RuntimeError('by itself') if hosts.first() else time.sleep(1000)")
+    codes, said = children(tmp_path, root, "raise RuntimeError('by itself') if hosts.is_first() else time.sleep(1000)")
     assert codes == [1, 1], "\n".join(said)
     assert "RuntimeError: by itself" in said[0]
     assert said[1].splitlines()[-1] == "process 0 of 2 failed, and this one ends: RuntimeError: by itself"
@@ -370,7 +370,7 @@ def test_one_process_talks_to_itself():
     assert hosts.from_first(lambda: 3) == 3 and hosts.any_process(True) and not hosts.any_process(False)
     hosts.check_same({"a": 1})
     with hosts.joined(None):
-        assert hosts.processes() == 1 and hosts.first()
+        assert hosts.processes() == 1 and hosts.is_first()
 
 
 def test_a_machines_devices_are_shared_out_among_processes(monkeypatch):
@@ -387,13 +387,13 @@ def test_a_machines_devices_are_shared_out_among_processes(monkeypatch):
         devices.require(machine.Machine("cpu:4", "cpu", 4), need, "x")
 
 
-@pytest.mark.parametrize("ago", [0, watch.SILENCE + 1])
+@pytest.mark.parametrize("ago", [0, hosts.SILENCE + 1])
 def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(monkeypatch, ago):
     said = []
-    monkeypatch.setattr(watch, "_leave", lambda code, text: said.append((code, text)))
+    monkeypatch.setattr(hosts, "_leave", lambda code, text: said.append((code, text)))
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        own = watch.Watch(types.SimpleNamespace(num_processes=2, process_id=1, coordinator_address=address))
+        own = hosts.Watch(types.SimpleNamespace(num_processes=2, process_id=1, coordinator_address=address))
         own.answered -= ago
         own._on_abort()
     lost = "error[TP504] process 0 of 2: It was killed, or its host is lost. Start all processes again with the same "

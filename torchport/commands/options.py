@@ -120,7 +120,7 @@ def derived(context: click.Context, parameter: click.Parameter, value: str | Non
     return value
 
 
-def taken(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
+def call_with(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
     """Calls a class or a function with the flags that are its parameters, and removes these from `given`."""
     return kind(**{name: given.pop(name) for name in inspect.signature(kind).parameters if name in given})
 

@@ -62,7 +62,7 @@ def command(**given: Any) -> None:
     terminal.log_to_stderr()
     from torchport.task import Execution, Request
 
-    flags = options.taken(PlanFlags, given)
+    flags = options.call_with(PlanFlags, given)
     overrides = options.with_fields(flags.overrides, strategy=flags.strategy)
     request = Request(**given, overrides=overrides, execution=Execution(xla_flags=flags.xla_flags, strict=flags.strict))
     outcome = answer(request, flags, shlex.join(["torchport", *sys.argv[1:]]))

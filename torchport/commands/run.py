@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -17,19 +16,6 @@ if TYPE_CHECKING:
     from torchport.processes.hosts import Cluster
     from torchport.run.path import Summary
     from torchport.task import Request
-
-
-@dataclasses.dataclass(frozen=True)
-class RunFlags:
-    """The flags of the command that are no fields of a `Request`, its `Execution` or a cluster."""
-
-    prompts: Path | None
-    together: int | None
-    strategy: str | None
-    machine: str | None
-    overrides: tuple[str, ...]
-    quiet: bool
-    verbose: bool
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -83,29 +69,36 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--process", type=click.IntRange(0), metavar="I", help="On several hosts: this process's number, from 0.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only errors and the path of the video.")
 @click.option("-v", "--verbose", is_flag=True, help="Print every patch, upstream's own log, and whole tracebacks.")
-def command(**given: Any) -> None:
+def command(
+    prompts: Path | None,
+    together: int | None,
+    strategy: str | None,
+    machine: str | None,
+    overrides: tuple[str, ...],
+    quiet: bool,
+    verbose: bool,
+    **given: Any,
+) -> None:
     """Makes a video, or runs one stage of it; with --prompts, makes many."""
-    flags = options.taken(RunFlags, given)
-    terminal.log_to_stderr(flags.quiet, flags.verbose)
+    terminal.log_to_stderr(quiet, verbose)
     from torchport.processes import hosts
     from torchport.run.path import run
     from torchport.task import Execution, Request
 
-    fields = {"strategy": flags.strategy, "machine": flags.machine}
-    overrides = options.with_fields(flags.overrides, **fields)
-    cluster = options.taken(hosts.cluster_of, given)
-    execution = options.taken(Execution, given)
+    overrides = options.with_fields(overrides, strategy=strategy, machine=machine)
+    cluster = options.call_with(hosts.cluster_of, given)
+    execution = options.call_with(Execution, given)
     original = given["backend"] == "original"
     if execution.strict and original:
         raise BadValueError("--strict", "--backend original calls PyTorch's own operators", "Leave one of the two out")
     request = Request(**given, overrides=overrides, execution=execution)
-    if flags.prompts is not None:
-        sys.exit(_make_series(flags.prompts, request, flags, cluster))
-    if flags.together is not None:
-        raise BadValueError(f"--together {flags.together}", "There is no --prompts", "Add it, or leave this out")
+    if prompts is not None:
+        sys.exit(_make_series(prompts, request, together, quiet, cluster))
+    if together is not None:
+        raise BadValueError(f"--together {together}", "There is no --prompts", "Add it, or leave this out")
     summary = run(request, cluster)
-    if hosts.first():
-        terminal.say(lines(summary, flags.quiet))
+    if hosts.is_first():
+        terminal.say(lines(summary, quiet))
 
 
 def lines(summary: Summary, quiet: bool = False) -> list[str]:
@@ -141,7 +134,7 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     return [*text, place]
 
 
-def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:
+def _make_series(file: Path, request: Request, together: int | None, quiet: bool, cluster: Cluster | None) -> int:
     """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed."""
     from torchport.processes import hosts
     from torchport.run import series
@@ -149,12 +142,12 @@ def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster
     out = _folder_of_series(file, request)
     videos = series.accepted(request, series.read_prompts(file))
     try:
-        sheet = series.make(videos, out, flags.together or series.TOGETHER, cluster)
+        sheet = series.make(videos, out, together or series.TOGETHER, cluster)
     finally:
-        if hosts.first():
+        if hosts.is_first():
             made = [str(video.task.result) for video in videos if video.state in ("done", "reused")]
-            terminal.say(made if flags.quiet else ["", *series.lines(videos)])
-    if sheet is not None and hosts.first() and not flags.quiet:
+            terminal.say(made if quiet else ["", *series.lines(videos)])
+    if sheet is not None and hosts.is_first() and not quiet:
         terminal.say([f"{sheet}: the pictures, side by side"])
     return int(any(video.state == "failed" for video in videos))
 

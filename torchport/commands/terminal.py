@@ -22,7 +22,7 @@ import click
 
 from torchport.errors import BadValueError, OutputError, StoppedError, TorchportError, printable
 from torchport.files.folder import refused
-from torchport.processes import current_folder, watch
+from torchport.processes import current_folder, hosts
 
 log = logging.getLogger("torchport")
 AGAIN = 0.05
@@ -157,7 +157,7 @@ def run(command: click.Command) -> int:
         _complain(_escaped_lines(usage.getvalue().rstrip()))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        watch.end(StoppedError.exit_code, watch.AT_ONCE)
+        hosts.end(StoppedError.exit_code, hosts.AT_ONCE)
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:

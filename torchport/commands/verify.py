@@ -73,7 +73,7 @@ def command(**given: Any) -> None:
     from torchport.processes import stopping
     from torchport.task import Execution, Request
 
-    flags, execution = options.taken(VerifyFlags, given), options.taken(Execution, given)
+    flags, execution = options.call_with(VerifyFlags, given), options.call_with(Execution, given)
     overrides = options.with_fields(flags.overrides, strategy=flags.strategy)
     request = Request(**given, overrides=overrides, execution=execution)
     with stopping.unwinding():

@@ -101,7 +101,7 @@ def call(
             encoding="utf-8",
             errors="replace",
         )
-        end = _end_of(process, stop)
+        end = _wait_for_end(process, stop)
         # Both are files of our own, out of a folder that nobody else can write to.
         if (folder / _REFUSAL).exists():
             raise pickle.loads((folder / _REFUSAL).read_bytes())
@@ -110,7 +110,7 @@ def call(
     raise ended(end) from ChildProcessError(end.stderr)
 
 
-def _end_of(process: subprocess.Popen[str], stop: threading.Event | None) -> Ended:
+def _wait_for_end(process: subprocess.Popen[str], stop: threading.Event | None) -> Ended:
     """Waits until a process has ended. Kills it if `stop` is set (ChildStoppedError), or if any error ends the wait."""
     with process:
         try:
@@ -127,7 +127,7 @@ def _end_of(process: subprocess.Popen[str], stop: threading.Event | None) -> End
 
 def answer(name: str, parent: int) -> None:
     """Runs in the child: calls the function that the request in a folder names, and leaves its result there."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     folder = Path(name)
     function, arguments = pickle.loads((folder / _REQUEST).read_bytes())
     module, _, attribute = function.partition(":")
@@ -140,7 +140,7 @@ def answer(name: str, parent: int) -> None:
     (folder / "unfinished").rename(folder / kind)
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Ends this process where its parent has ended: nobody waits for the answer, and nobody else would end it. A signal
     at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
     """

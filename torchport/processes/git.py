@@ -75,17 +75,10 @@ def _git(folder: Path, *arguments: str) -> bytes:
         "GIT_ALLOW_PROTOCOL": "none",  # before 2.45 git would fetch what a partial clone lacks, by any command
     }
     # Another user's repository is refused, unless it is called safe: here it is, because nothing of it is run.
-    options = [
-        "--no-pager",
-        "-c",
-        "safe.directory=*",
-        "-c",
-        "core.fsmonitor=false",
-        "-c",
-        f"core.hooksPath={os.devnull}",
-    ]
+    settings = "safe.directory=*", "core.fsmonitor=false", f"core.hooksPath={os.devnull}"
+    options = [word for setting in settings for word in ("-c", setting)]
     done = subprocess.run(
-        [program, *options, "-C", str(folder), *arguments],
+        [program, "--no-pager", *options, "-C", str(folder), *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

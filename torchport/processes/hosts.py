@@ -3,22 +3,34 @@
 Every process runs the same command over the same devices. The first one keeps the run's folder: it reads and writes
 there, and sends the others what it read. It sends through JAX's coordination service, not through the devices: a
 process may have to wait for hours, and a device that waits in a program hangs.
+
+Each process watches the others, and ends with a message if another has failed or is lost. JAX's own heartbeats
+(`heartbeat_timeout_seconds`) cannot do it: they abort this process with a stack trace of C++, and no handler is told
+which process is lost.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import json
 import logging
+import os
 import re
+import signal
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torchport import errors
-from torchport.errors import BadValueError, MachineError, TorchportError
-from torchport.processes.watch import POLL, Watch
+from torchport.errors import BadValueError, LostProcessError, MachineError, TorchportError
 
 if TYPE_CHECKING:
     import torch
@@ -46,28 +58,22 @@ def cluster_of(
     flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     names = [flag for flag, value in flags.items() if value is not None]
     if distributed and names:
-        raise BadValueError(
-            "--distributed", f"{names[0]} is given too", "Leave one out: --distributed takes all from the cluster"
-        )
+        remedy = "Leave one out: --distributed takes all from the cluster"
+        raise BadValueError("--distributed", f"{names[0]} is given too", remedy)
     if not names:
         return Cluster() if distributed else None
     missing = [flag for flag in flags if flag not in names]
     if missing:
-        raise BadValueError(
-            names[0],
-            f"It is given without {' and '.join(missing)}",
-            "Give all three, or --distributed alone where JAX knows them",
-        )
+        remedy = "Give all three, or --distributed alone where JAX knows them"
+        raise BadValueError(names[0], f"It is given without {' and '.join(missing)}", remedy)
     assert coordinator is not None and processes is not None and process is not None
     name, _, port = coordinator.rpartition(":")
     if not name or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
-        raise BadValueError(
-            f"--coordinator {coordinator}", "It is no host and port", "Name the first process's, such as 10.0.0.1:8476"
-        )
+        remedy = "Name the first process's, such as 10.0.0.1:8476"
+        raise BadValueError(f"--coordinator {coordinator}", "It is no host and port", remedy)
     if process >= processes:
-        raise BadValueError(
-            f"--process {process}", f"There are {processes} processes", f"It must be 0 to {processes - 1}"
-        )
+        remedy = f"It must be 0 to {processes - 1}"
+        raise BadValueError(f"--process {process}", f"There are {processes} processes", remedy)
     return Cluster(coordinator, processes, process)
 
 
@@ -84,11 +90,12 @@ def processes() -> int:
 
 
 def process() -> int:
+    """Returns which process of the run this is, from 0."""
     return int(_state().process_id)
 
 
-def first() -> bool:
-    """Returns whether this process keeps the folder."""
+def is_first() -> bool:
+    """Returns whether this is the first process of the run, which alone reads and writes the run's folder."""
     return process() == 0
 
 
@@ -97,7 +104,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
     """Runs the context together with the cluster's other processes; alone without one.
 
     If a process fails, the others end within seconds, with its error and its exit code. If one is killed, the others
-    end with a `LostProcessError`: within `watch.SILENCE` and a few seconds, or at once if it was the first.
+    end with a `LostProcessError`: within `SILENCE` and a few seconds, or at once if it was the first.
 
     Yields:
         The watch over the others; set its `folder` once the run's folder is known.
@@ -146,7 +153,7 @@ def _connect(cluster: Cluster) -> None:
         )
         raise MachineError(place, f"The processes of the run do not find each other: {reason}", remedy) from error
     log = logging.getLogger("torchport")
-    if not first() and log.getEffectiveLevel() < logging.WARNING:
+    if not is_first() and log.getEffectiveLevel() < logging.WARNING:
         log.setLevel(logging.WARNING)  # the first process speaks for all
 
 
@@ -170,7 +177,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
     if processes() == 1 or _alone:
         return make()
     key = f"torchport/{next(_number)}"
-    return _publish(key, make) if first() else _receive(key)
+    return _publish(key, make) if is_first() else _receive(key)
 
 
 def _publish(
@@ -231,6 +238,7 @@ def _get(key: str) -> str:
 
 
 def _all(mine: str) -> list[str]:
+    """Returns the texts of all processes, each of which calls this with its own."""
     key = f"torchport/{next(_number)}"
     _state().client.key_value_set(f"{key}/{process()}", mine)
     return [_get(f"{key}/{number}") for number in range(processes())]
@@ -256,9 +264,199 @@ def check_same(what: Mapping[str, Any]) -> None:
         differs = [key for key in sorted({*theirs, *mine}) if theirs.get(key) != mine.get(key)]
         if differs:
             key = differs[0]
-            raise MachineError(
-                f"process {process()}",
-                f"Its {key} is {mine.get(key)!r}, and that of process {number} is {theirs.get(key)!r}",
-                "Start every process with the same command, versions and checkpoint",
-                key=key,
-            )
+            fact = f"Its {key} is {mine.get(key)!r}, and that of process {number} is {theirs.get(key)!r}"
+            remedy = "Start every process with the same command, versions and checkpoint"
+            raise MachineError(f"process {process()}", fact, remedy, key=key)
+
+
+SILENCE = 20
+"""Seconds after which a silent process counts as lost.
+
+Every process sends a sign of life each second, from its own thread. JAX's own limit is 100 s, with a stack trace.
+"""
+POLL = 1.0
+"""Seconds between two looks at the others."""
+BRIEF = 3 * POLL
+"""Seconds in which all others have looked; a process that ends waits no longer for anything that may hang."""
+KEYS = "torchport/watch/"
+"""The folder of keys that every process reads: under its number, the last word of each process."""
+FAILED = f"{KEYS}failed"
+"""Key of the coordination service that holds the failing process's error and exit code."""
+AT_ONCE = "Stopped at once; what was being written is not kept."
+"""The last line after a second Ctrl-C."""
+OVER = "over"
+"""The last word of a process that ends normally."""
+
+
+class Watch:
+    """Ends this process if another has failed or is lost: a program that waits for the other never gets an error."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.folder: Path | None = None  #: Where what is finished lies, once that is known.
+        self.over = threading.Event()  #: Whether this process has come to its end by itself.
+        self.last_words = {number: "" for number in range(state.num_processes) if number != state.process_id}
+        self.heard = dict.fromkeys(self.last_words, time.monotonic())  #: When each last word was read.
+        self.words = dict.fromkeys(self.last_words, 0)  #: How many words each process has said.
+        self.answered = time.monotonic()  # the first process, which has the service
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches the other processes, in a thread, while the context lasts."""
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        _watches.append(self)
+        try:
+            # The first process runs the service itself, so it needs no handler.
+            with self._abort() if self.state.process_id else contextlib.nullcontext():
+                yield
+        finally:
+            self.over.set()
+            thread.join()
+
+    def settle(self) -> None:
+        """Waits for a new sign of life of every other process; this process ends here if one gives none."""
+        before, limit = dict(self.words), time.monotonic() + 2 * SILENCE
+        # The last word of a dead process may be unread yet; a second new word proves that the process lives.
+        while any(self.words[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
+            time.sleep(POLL / 10)
+
+    def fail(self, error: BaseException) -> None:
+        """Publishes the failure to the others, and skips JAX's barrier at the end of this process."""
+        code, text = 1, f"{type(error).__name__}: {error}"
+        if isinstance(error, TorchportError):
+            code, text = error.exit_code, f"error[{error.id}] {error.sentence()}"
+        elif isinstance(error, KeyboardInterrupt):
+            code, text = errors.StoppedError.exit_code, AT_ONCE
+        self._publish(code, text)
+        # Before JAX's own: handlers run last in, first out.
+        atexit.register(self._leave, code)
+
+    def end(self, code: int, text: str) -> NoReturn:
+        """Ends this process and the others with an exit code and a last line; see the function `end`."""
+        _briefly(lambda: self._publish(code, text))
+        self._leave(code, text)
+
+    def _publish(self, code: int, text: str) -> None:
+        """Publishes why this process failed, for the others to read; if another one failed first, its reason stays."""
+        import jax
+
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            failed = {"process": self.state.process_id, "code": code, "error": text}
+            self.state.client.key_value_set(FAILED, json.dumps(failed))
+
+    def _set_word(self, word: str) -> None:
+        """Publishes this process's last word: a sign of life, or `OVER`."""
+        self.state.client.key_value_set(f"{KEYS}{self.state.process_id}", word, allow_overwrite=True)
+
+    def _run(self) -> None:
+        """Publishes a sign of life and looks at the other processes, every second, until this process is over."""
+        import jax
+
+        for beat in itertools.count():
+            # Where the service does not answer, JAX ends this process: `_abort`.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._set_word(str(beat))
+                self._look()
+            if self.over.wait(POLL):
+                break
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._set_word(OVER)
+
+    def _look(self) -> None:
+        """Reads the others' signs of life; ends this process if another one has failed, or was silent for too long."""
+        messages = dict(self.state.client.key_value_dir_get(KEYS))
+        self.answered = time.monotonic()
+        failed = json.loads(messages.get(FAILED, "{}"))
+        if self.over.is_set():
+            return
+        if failed and failed["process"] != self.state.process_id:
+            place = f"process {failed['process']} of {self.state.num_processes}"
+            self._leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
+        for number, before in self.last_words.items():
+            last = messages.get(f"{KEYS}{number}", before)
+            if last != before or last == OVER:
+                self.last_words[number], self.heard[number] = last, time.monotonic()
+                self.words[number] += 1
+            elif time.monotonic() - self.heard[number] > SILENCE:
+                self._lose(number)
+
+    def _lose(self, number: int) -> NoReturn:
+        """Ends this process with the error that process `number` is lost."""
+        fact, remedy = "It was killed, or its host is lost", "Start all processes again with the same command"
+        if self.folder is not None:
+            fact = f"{fact}; what was finished is in {self.folder}"
+            remedy = f"{remedy} and --out {self.folder}"
+        error = LostProcessError(f"process {number} of {self.state.num_processes}", fact, remedy)
+        self._leave(error.exit_code, f"error[{error.id}] {error}")
+
+    @contextlib.contextmanager
+    def _abort(self) -> Iterator[None]:
+        """Prints the last line if JAX aborts this process. JAX does so at once when the first process is gone. The
+        abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
+        """
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._on_abort())
+        handle = ctypes.CDLL(None).signal
+        handle.argtypes, handle.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        before = handle(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+        try:
+            yield
+        finally:
+            handle(signal.SIGABRT, before)
+
+    def _on_abort(self) -> None:
+        """Ends this process with the error that the first one is lost, if that is why JAX aborts this process."""
+        # A process that hangs, is stopped or swapped out still accepts connections: its kernel does.
+        silent = time.monotonic() - self.answered > SILENCE
+        if not self.over.is_set() and (silent or not _reachable(self.state.coordinator_address)):
+            self._lose(0)
+
+    def _leave(self, code: int, text: str = "") -> NoReturn:
+        """Ends this process once the others have had the time to read what it published."""
+        if self.state.process_id == 0:
+            # The others ask this process for what has failed.
+            time.sleep(BRIEF)
+        _leave(code, text)
+
+
+_watches: list[Watch] = []
+"""Of this process: none, or one; processes find each other once."""
+
+
+def end(code: int, text: str) -> NoReturn:
+    """Ends this process at once, whatever its main thread does, with a last line; the others of its run end too.
+    Nothing waits for threads: a compiler's would go on for minutes.
+    """
+    for watch in _watches:
+        watch.end(code, text)
+    _leave(code, text)
+
+
+def _leave(code: int, text: str) -> NoReturn:
+    """Ends this process at once, after flushing its output and writing a last line."""
+
+    def write() -> None:
+        sys.stdout.flush()
+        if text:  # on a terminal it starts a new line, as a bar may be on this one
+            sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")
+        sys.stderr.flush()
+
+    _briefly(write)
+    os._exit(code)
+
+
+def _reachable(address: str) -> bool:
+    """Returns whether a process accepts connections at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
+    except OSError:
+        return False
+    return True
+
+
+def _briefly(work: Callable[[], object]) -> None:
+    """Runs work that may hang in a thread, and leaves the thread behind if it hangs: a pipe without a reader."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(BRIEF)

@@ -62,7 +62,7 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) ->
 def start() -> None:
     """Runs in the new process, as its `sitecustomize`: calls the function, and removes all traces of itself."""
     message = json.loads(os.environ.pop(_START, "{}"))
-    _give_way(message)
+    _remove_hook(message)
     if message.get("process") != os.getpid():  # a child of a program that has kept the variables
         return
     module, _, name = message["function"].partition(":")
@@ -82,7 +82,7 @@ def start() -> None:
         sys.path.remove(added)
 
 
-def _give_way(message: Mapping[str, Any]) -> None:
+def _remove_hook(message: Mapping[str, Any]) -> None:
     """Restores path and environment, and imports the `sitecustomize` that would have been imported without us."""
     sys.path[:] = [entry for entry in sys.path if entry != _HOOK]
     before = message.get("path")

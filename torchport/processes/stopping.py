@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchport.errors import StoppedError
-from torchport.processes import hosts, watch
+from torchport.processes import hosts
 from torchport.progress import log
 
 GRACE = 2.0
@@ -70,12 +70,9 @@ class Stopping:
 
     def stop(self, folder: Path, when: str) -> NoReturn:
         """Raises the StoppedError of this run; all its processes must call this. See `check`."""
-        raise StoppedError(
-            self.cause,
-            f"Stopped {when}; what was finished is in {folder}",
-            f"Go on with the same command and --out {folder}",
-            on_every_process=True,
-        )
+        fact = f"Stopped {when}; what was finished is in {folder}"
+        remedy = f"Go on with the same command and --out {folder}"
+        raise StoppedError(self.cause, fact, remedy, on_every_process=True)
 
 
 @contextlib.contextmanager
@@ -111,7 +108,7 @@ def _answer_signals(reading: int) -> None:
                 _leave_terminal()
             if pending and number in (signal.SIGINT, signal.SIGTERM):
                 if not select.select([signals], [], [], GRACE)[0] or signals.read(1):
-                    watch.end(StoppedError.exit_code, watch.AT_ONCE)
+                    hosts.end(StoppedError.exit_code, hosts.AT_ONCE)
                 return
             if not pending and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 pending = True

@@ -168,6 +168,7 @@ class Journey:
         return {"shas": shas, "settings": settings}, tensors
 
     def inputs_of(self, stage: family.Stage) -> dict[str, str]:
+        """Returns the sha256 of the artefacts that a stage was given, by the stage that made them."""
         return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
 
     def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
@@ -182,7 +183,7 @@ class Journey:
         facts = functools.partial(self._facts, stage, ledger)
         steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
         count = self.task.request.execution.profile
-        if count is None or stage.name not in DENOISING or not hosts.first():
+        if count is None or stage.name not in DENOISING or not hosts.is_first():
             return steps
         profile = Profile(self.task.folder, stage.name, count)
         return dataclasses.replace(steps, track=profile.tracking(steps.track))
@@ -254,6 +255,7 @@ class Journey:
         }
 
     def _note(self, stage: family.Stage, manifest: Manifest) -> None:
+        """Remembers the manifest of a finished stage, and what later manifests take from it."""
         self._manifests[stage.name] = manifest
         self._shas[stage.name] = manifest.sha256
         self._settings |= manifest.settings
@@ -285,9 +287,9 @@ class Journey:
         hosts.from_first(lambda: resume.forget(self.task))
         return file
 
-    def going_on(self) -> str:
+    def continuation(self) -> str:
         """Returns what the same command does next time, after an error."""
-        return resume.going_on(self.task, list(self._manifests), self.unfinished)
+        return resume.continuation(self.task, list(self._manifests), self.unfinished)
 
 
 @contextlib.contextmanager
@@ -297,7 +299,7 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
     Yields:
         A function that writes them, or a picture with its facts, if the stage's outputs are frames.
     """
-    if "frames" not in outputs or not hosts.first():
+    if "frames" not in outputs or not hosts.is_first():
         yield lambda: None
         return
     frames_FCHW = outputs["frames"][0]
@@ -360,6 +362,7 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
 
 
 def _write_curve(file: Path, curve: Sequence[float]) -> None:
+    """Writes what a calibrating step cache measured, a number for each step, as the field `cache` of a config."""
     numbers = ", ".join(f"{value:.5f}" for value in curve)
     atomic.write_text(file, f"cache: {{kind: magcache, curve: [{numbers}]}}\n")
     log.info("the curve of %d steps: %s", len(curve), file)
@@ -375,14 +378,8 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
         matters = promise in ("close", "lossy") or row["state"] == "displaced"
         calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
-        log.log(
-            logging.INFO if matters else logging.DEBUG,
-            "patch %s (%s): %s%s",
-            row["id"],
-            promise,
-            row["state"],
-            calls,
-        )
+        level = logging.INFO if matters else logging.DEBUG
+        log.log(level, "patch %s (%s): %s%s", row["id"], promise, row["state"], calls)
 
 
 def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
@@ -427,12 +424,9 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
     for key, value in task.flag_settings().items():
         earlier = manifest.settings.get(key, value)
         if key not in stage.uses and earlier != value:
-            raise ArtefactForeignError(
-                str(file),
-                f"'{manifest.stage}' was made with {key} {earlier!r}, and '{stage.name}' is asked for with {value!r}",
-                "Leave the flag out: it has no effect here; or make the earlier stage again with it",
-                key=key,
-            )
+            fact = f"'{manifest.stage}' was made with {key} {earlier!r}, and '{stage.name}' is asked for with {value!r}"
+            remedy = "Leave the flag out: it has no effect here; or make the earlier stage again with it"
+            raise ArtefactForeignError(str(file), fact, remedy, key=key)
 
 
 class Profile:
@@ -498,6 +492,7 @@ def _tracing(folder: Path) -> Iterator[None]:
 
 
 def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
+    """Returns the error for a trace that JAX's profiler could not write."""
     reason = " ".join(str(error).split())[:200].rstrip(".")
     remedy = "Free some space, or choose another folder with --out"
     return OutputError(str(folder), f"The trace cannot be written: {reason}", remedy)

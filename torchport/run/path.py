@@ -85,7 +85,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
                     stage_at_hand.carry(journey)
             return summary(journey)
         except OutputError as error:
-            raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.going_on()}") from error
+            raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.continuation()}") from error
 
 
 def summary(journey: Journey) -> Summary:
@@ -114,15 +114,11 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
         def carry(video: Request) -> Summary:
             """Carries a request of the same shape through the loaded stage; refuses any other request."""
             accepted = accept(video)
-            if (accepted.job, accepted.settings.shared(), video.stage) != (
-                task.job,
-                task.settings.shared(),
-                request.stage,
-            ):
+            is_alike = accepted.job == task.job and accepted.settings.shared() == task.settings.shared()
+            if not is_alike or video.stage != request.stage:
                 fact = f"It is no request for '{request.stage}' of the shape that the stage is loaded for"
-                raise BadValueError(
-                    str(accepted.folder), fact, "Let it differ in prompt, seed, image and folders alone"
-                )
+                remedy = "Let it differ in prompt, seed, image and folders alone"
+                raise BadValueError(str(accepted.folder), fact, remedy)
             with output_folder(accepted.folder):
                 journey = common.journey(accepted, Stopping())
                 for _ in journey.stages():
@@ -149,7 +145,7 @@ def shared(task: Task) -> Iterator[Shared]:
     """Applies patches, checks a task against its mesh and checkpoint, and yields what runs of its shape share."""
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
-        common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream))
+        common = Shared(task, checkpoint_of(task), checkout.upstream(task.card.checkout, task.upstream))
         loras = task.loras if task.takes_steps else []
         hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
         preflight.check_checkpoint(task, common.weights.folder)
@@ -278,7 +274,7 @@ class StageAtHand:
         return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
 
 
-def _checkpoint(task: Task) -> checkpoint.Checkpoint:
+def checkpoint_of(task: Task) -> checkpoint.Checkpoint:
     """Returns a task's checkpoint, after downloading it, or writing it if it is tiny."""
     if not task.is_tiny:
         return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
@@ -291,7 +287,7 @@ def _checkpoint(task: Task) -> checkpoint.Checkpoint:
 @contextlib.contextmanager
 def output_folder(folder: Path) -> Iterator[None]:
     """Makes the output folder and locks it for this run; removes it again if an error leaves it empty."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
+    new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.is_first() else []
     hosts.from_first(lambda: atomic.make_folder(folder))
     lock = contextlib.ExitStack()
     try:

@@ -18,7 +18,7 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save.manifest import Manifest, leaves, versions
+from torchport.save.manifest import Manifest, ManifestPart, leaves, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
 from torchport.stages.replay import latents_of
@@ -68,10 +68,37 @@ class Unfinished:
         From now on, `save` saves the latents of this stage.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)
-        make = functools.partial(_read_unfinished, self.task, denoising, weights, shas, self.upstream)
         self.stage = stage
-        self.step, tensors = hosts.pair_from_first(make)
+        self.step, tensors = hosts.pair_from_first(lambda: self._read(denoising, weights, shas))
         return self.step, dict(tensors)
+
+    def _read(
+        self, stage: family.Stage, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
+    ) -> tuple[int, dict[str, torch.Tensor]]:
+        """Returns the saved steps and latents of a stage, read in this process; refuses those of another job."""
+        name, identity = PARTIAL.format(stage.name), self.task.identity(stage.name)
+        file = save.file_of(self.task.folder, name)
+        if not file.is_file():
+            return 0, {}
+        remedy = f"Finish that run, or remove {file.name}, or choose another --out"
+        tensors, manifest = save.read(self.task.folder, name, identity, weights.digests, AFTER_REMOVAL)
+        assert manifest is not None
+        differs = _difference(self.task, stage, manifest, self.upstream)
+        if differs is not None:
+            key, theirs, ours = differs
+            fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
+            raise ArtefactForeignError(str(file), fact, remedy, key=key)
+        if manifest.inputs != dict(shas):
+            theirs = {str(stage): sha for stage, sha in manifest.inputs.items()}
+            other = next((stage for stage, sha in shas.items() if theirs.get(stage) != sha), "encode")
+            what = "other embeddings" if other == "encode" else f"another '{other}'"
+            raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
+        done, total = manifest.done, self.task.settings.steps
+        if done is None or done >= total:
+            fact = f"Its latents have gone through {done} of {total} steps, and are said to be unfinished"
+            raise ArtefactBrokenError(str(file), fact, f"Remove {file.name}: the stage then begins anew")
+        log.info("resume after step %d of %d", done, total)
+        return done, tensors
 
 
 def steps(
@@ -88,6 +115,15 @@ def steps(
         facts: Returns the manifest's fields for an artefact of this stage, with their values at that moment.
         start: How many steps are done, and the state after them; 0 and nothing where it begins.
     """
+    bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
+    if stage.name not in DENOISING:
+
+        def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
+            for item in bar(items, done=done, total=total):
+                stopping.check(task.folder, f"in '{stage.name}'")
+                yield item
+
+        return family.Steps(until_stopped)
     total = task.settings.steps
 
     def after_step(
@@ -107,15 +143,6 @@ def steps(
             if stop:
                 stopping.stop(task.folder, f"after step {number} of {total}")
 
-    bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
-    if stage.name not in DENOISING:
-
-        def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
-            for item in bar(items, done=done, total=total):
-                stopping.check(task.folder, f"in '{stage.name}'")
-                yield item
-
-        return family.Steps(until_stopped)
     return family.Steps(bar, after_step, start if start[0] else None)
 
 
@@ -138,46 +165,10 @@ def _check_finite(
         ways.append(f"--set dtypes.{network}=float32")
     if not task.original:
         ways.append("--backend original: if that is finite, a patch or a precision is wrong, else the weights")
-    raise NotFiniteError(
-        f"'{stage.name}', step {number} of {task.settings.steps}{at}",
-        f"'{key}' has {count} of {state[key].numel()} values that are NaN or infinite",
-        f"Run the same command into another folder with {', or '.join(ways)}" if ways else "Check the weights",
-        key=key,
-        step=number,
-    )
-
-
-def _read_unfinished(
-    task: Task,
-    stage: family.Stage,
-    weights: checkpoint.Checkpoint,
-    shas: Mapping[str, str],
-    upstream: Upstream | None,
-) -> tuple[int, dict[str, torch.Tensor]]:
-    """Returns steps and latents that a stopped run saved for a stage; 0 and {} if none did. Refuses another job's."""
-    name = PARTIAL.format(stage.name)
-    file = save.file_of(task.folder, name)
-    if not file.is_file():
-        return 0, {}
-    remedy = f"Finish that run, or remove {file.name}, or choose another --out"
-    tensors, manifest = save.read(task.folder, name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
-    assert manifest is not None
-    differs = _difference(task, stage, manifest, upstream)
-    if differs is not None:
-        key, theirs, ours = differs
-        fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
-        raise ArtefactForeignError(str(file), fact, remedy, key=key)
-    if manifest.inputs != dict(shas):
-        theirs = {str(stage): sha for stage, sha in manifest.inputs.items()}
-        other = next((stage for stage, sha in shas.items() if theirs.get(stage) != sha), "encode")
-        what = "other embeddings" if other == "encode" else f"another '{other}'"
-        raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
-    done, total = manifest.done, task.settings.steps
-    if done is None or done >= total:
-        fact = f"Its latents have gone through {done} of {total} steps, and are said to be unfinished"
-        raise ArtefactBrokenError(str(file), fact, f"Remove {file.name}: the stage then begins anew")
-    log.info("resume after step %d of %d", done, total)
-    return done, tensors
+    place = f"'{stage.name}', step {number} of {task.settings.steps}{at}"
+    fact = f"'{key}' has {count} of {state[key].numel()} values that are NaN or infinite"
+    remedy = f"Run the same command into another folder with {', or '.join(ways)}" if ways else "Check the weights"
+    raise NotFiniteError(place, fact, remedy, key=key, step=number)
 
 
 def _difference(
@@ -209,16 +200,17 @@ def unfinished_run(task: Task) -> str | None:
     if task.request.stage != "all" or not file.is_file():
         return None
     try:
-        return _Unfinished.model_validate_json(file.read_bytes()).run
+        return _BegunRun.model_validate_json(file.read_bytes()).run
     except (pydantic.ValidationError, OSError):
         # This is safe: stages that were finished are run again.
         log.warning("%s cannot be read: every stage is run again", file)
         return None
 
 
-class _Unfinished(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-    run: str
+class _BegunRun(ManifestPart):
+    """The file `UNFINISHED`."""
+
+    run: str  #: Its name, which its artefacts carry, too.
 
 
 def start(task: Task, run: str) -> None:
@@ -268,7 +260,7 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
     return len(finished_manifests(task, save.read_manifest(last).run, weights, upstream)) == len(task.stages)
 
 
-def going_on(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
+def continuation(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
     """Returns what the same command does next time, as a clause."""
     again = f"the same command with --out {task.folder} then"
     if unfinished.step and unfinished.stage not in names:

@@ -48,8 +48,6 @@ from torchport.task import Request, Task, accept, accept_like
 
 LONGEST_NAME = 255
 """Bytes of a folder's name, on common file systems."""
-
-
 ON_SHEET = 64
 """Pictures on the sheet of a series, at most."""
 BYTE_ORDER_MARK = "\ufeff"
@@ -58,8 +56,8 @@ DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{number}" for name in ("COM", "
 """Names that Windows keeps for devices, with any ending: a folder that is to be copied there cannot have them."""
 
 
-def _name(text: str) -> str:
-    """Returns the name of a folder, which every system can have and no command takes for a flag."""
+def _folder_name(text: str) -> str:
+    """Returns the name of a folder; raises if some system cannot have it, or some command takes it for a flag."""
     if not re.fullmatch(r"[^./\\\0][^/\\\0]*", text) or len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError("It must be the name of one folder in --out: no slash, and no dot in front")
     bad = next((letter for letter in text if not letter.isprintable() or letter in '<>:"|?*'), None)
@@ -97,7 +95,7 @@ class Prompt(Frozen):
     width: Annotated[int, pydantic.Field(ge=1)] | None = None
     frames: Annotated[int, pydantic.Field(ge=1)] | None = None
     image: str | None = None
-    out: Annotated[str, pydantic.AfterValidator(_name)] | None = None
+    out: Annotated[str, pydantic.AfterValidator(_folder_name)] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +107,7 @@ class Line:
     name: str
 
     def sizes(self) -> tuple[str, ...]:
+        """Returns the sizes that the line names, as overrides of a job: `height=480`."""
         sizes = {key: getattr(self.prompt, key) for key in ("height", "width", "frames")}
         return tuple(f"{key}={value}" for key, value in sizes.items() if value is not None)
 
@@ -124,9 +123,8 @@ def read_prompts(file: Path) -> list[Line]:
         raise SyntaxYamlError(f"{file}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
     lines: list[Line] = []
     mistakes: list[TorchportError] = []
-    for number, line in enumerate(
-        text.removeprefix(BYTE_ORDER_MARK).split("\n"), 1
-    ):  # JSON's strings may hold what `splitlines` also splits at
+    texts = text.removeprefix(BYTE_ORDER_MARK).split("\n")  # JSON's strings may hold what `splitlines` also splits at
+    for number, line in enumerate(texts, 1):
         if line.strip():
             try:
                 lines.append(_line(line, str(file), number))
@@ -338,7 +336,22 @@ class _Taken:
             self.end("done")
             log.info("%s is done: %s", self.video.name, summary.video)
 
+    def carry(self, at_hand: path.StageAtHand) -> None:
+        """Carries the video through a loaded stage, and goes on to the next one."""
+        assert self.journey is not None
+        log.info("%s: %s", self.video.name, at_hand.stage.name)
+        at_hand.carry(self.journey)
+        self.advance()
+
+    def fail(self, error: TorchportError) -> None:
+        """Ends the video with an error, which is logged."""
+        log.error("%s failed: %s", self.video.name, error.report())
+        if self.journey is not None:
+            self.video.seconds = sum(self.journey.seconds.values())
+        self.end("failed", error)
+
     def end(self, state: str, error: TorchportError | None = None) -> None:
+        """Notes what has become of the video, and releases its folder."""
         self.video.state, self.video.error, self.stage = state, error, None
         self.lock.close()
 
@@ -390,7 +403,7 @@ class _Series:
                     lock.enter_context(output_folder(video.task.folder))
                 except OutputError as error:
                     if not error.held:
-                        _fail(_Taken(video, lock), error)
+                        _Taken(video, lock).fail(error)
                     continue
                 taken.append(_Taken(video, lock))
         return taken
@@ -404,7 +417,7 @@ class _Series:
             if here:
                 with path.at_stage(common, stage) as at_hand:
                     for item in here:
-                        self._attempt(item, lambda item=item: _pass(item, at_hand), at_hand)  # type: ignore[misc]
+                        self._attempt(item, lambda item=item: item.carry(at_hand), at_hand)  # type: ignore[misc]
 
     def _attempt(self, item: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
         """Does a part of the work on a video. An error of this video alone fails this video, not the series."""
@@ -415,21 +428,7 @@ class _Series:
             is_loading = at_hand is not None and at_hand.is_loading
             if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
                 raise
-            _fail(item, error)
-
-
-def _pass(item: _Taken, at_hand: path.StageAtHand) -> None:
-    assert item.journey is not None
-    log.info("%s: %s", item.video.name, at_hand.stage.name)
-    at_hand.carry(item.journey)
-    item.advance()
-
-
-def _fail(item: _Taken, error: TorchportError) -> None:
-    log.error("%s failed: %s", item.video.name, error.report())
-    if item.journey is not None:
-        item.video.seconds = sum(item.journey.seconds.values())
-    item.end("failed", error)
+            item.fail(error)
 
 
 def _is_everywhere(error: TorchportError) -> bool:

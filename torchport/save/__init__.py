@@ -93,11 +93,13 @@ def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor's values, without a copy if they are contiguous."""
     data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
 
 
 def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """Returns the text and the tensors of a file that `write_file` wrote."""
     return _manifest_text(file, made_by), _load(file, made_by)
 
 
@@ -106,6 +108,7 @@ def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
 
 
 def _copy(folder: Path, name: str) -> Path:
+    """Returns the JSON file beside an artefact, which shows its manifest to people."""
     return folder / f"{name}.json"
 
 
@@ -122,12 +125,9 @@ def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> No
     """Refuses a tensor with NaN or infinity, before an artefact is written."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
-        raise NotFiniteError(
-            str(file_of(folder, name)),
-            f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite",
-            "Nothing was written. Compare with --backend original: if that is finite, a patch or a precision is wrong",
-            key=key,
-        )
+        fact = f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite"
+        advice = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
+        raise NotFiniteError(str(file_of(folder, name)), fact, f"Nothing was written. {advice}", key=key)
 
 
 def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
@@ -136,9 +136,7 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
     for stage in later:
         file = file_of(folder, stage)
         manifest = readable_manifest(file)
-        if manifest is None:
-            continue
-        inputs = manifest.inputs
+        inputs = {} if manifest is None else manifest.inputs
         if any(inputs.get(input_name) not in (None, sha) for input_name, sha in changed.items()):
             log.warning("removed %s: it was made from another '%s'", file, name)
             remove(folder, stage)
@@ -167,7 +165,7 @@ def read(
 
     Args:
         identity: What it must have been made for: the identity of the reading stage's task.
-        embeddings: The card's names for embeddings; see `hand_written.read`.
+        embeddings: The card's names for embeddings; see `_read_hand_written`.
 
     Returns:
         The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
@@ -180,9 +178,8 @@ def read(
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
     manifest = read_manifest(file, made_by)
     if manifest.stage != name.partition(".")[0]:
-        raise ArtefactForeignError(
-            str(file), f"It is an artefact of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
-        )
+        fact = f"It is an artefact of '{manifest.stage}'"
+        raise ArtefactForeignError(str(file), fact, f"Make '{name}' with: {made_by}")
     tensors = _load(file, made_by)
     if sha256_of(tensors) != manifest.sha256:
         raise _broken_error(file, "Its tensors are not those that were written", made_by)
@@ -198,14 +195,9 @@ def _broken_error(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
 def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
     """Refuses JSON that differs from its artefact's manifest: whoever edited it expects an effect."""
     copy = _copy(folder, name)
-    if not copy.is_file():
-        return
-    if _bytes(copy) != text_of(manifest).encode():
-        raise ArtefactBrokenError(
-            str(copy),
-            f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts",
-            "Remove it: the artefact is complete without it",
-        )
+    if copy.is_file() and _bytes(copy) != text_of(manifest).encode():
+        fact = f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts"
+        raise ArtefactBrokenError(str(copy), fact, "Remove it: the artefact is complete without it")
 
 
 def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
@@ -294,22 +286,14 @@ def _check_identity(
     """Refuses an artefact of another model, size or checkpoint than this run has."""
     for key, value in identity.items():
         if key not in stored or stored[key] != value:
-            raise ArtefactForeignError(
-                str(file),
-                f"'{name}' was made for {key} {stored.get(key)!r}, and this run is for {value!r}",
-                "Make it again, or run with what it was made for",
-                key=key,
-                found=stored.get(key),
-                wanted=value,
-            )
+            fact = f"'{name}' was made for {key} {stored.get(key)!r}, and this run is for {value!r}"
+            remedy = "Make it again, or run with what it was made for"
+            raise ArtefactForeignError(str(file), fact, remedy, key=key, found=stored.get(key), wanted=value)
     for key in sorted(set(components) & set(made_with)):
         if components[key] != made_with[key]:
-            raise ArtefactForeignError(
-                str(file),
-                f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}",
-                f"Use the same --checkpoint for all stages; here {key} is {components[key]}",
-                key=key,
-            )
+            fact = f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}"
+            remedy = f"Use the same --checkpoint for all stages; here {key} is {components[key]}"
+            raise ArtefactForeignError(str(file), fact, remedy, key=key)
 
 
 def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
@@ -317,12 +301,8 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
     for stage, sha in manifest.inputs.items():
         beside = file_of(folder, stage)
         if beside.is_file() and read_manifest(beside).sha256 != sha:
-            raise ArtefactForeignError(
-                str(file_of(folder, name)),
-                f"'{name}' was made from another '{stage}' than the one beside it",
-                f"Run --stage {name} again",
-                stage=stage,
-            )
+            fact = f"'{name}' was made from another '{stage}' than the one beside it"
+            raise ArtefactForeignError(str(file_of(folder, name)), fact, f"Run --stage {name} again", stage=stage)
 
 
 HAND_WRITTEN = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
@@ -370,12 +350,8 @@ def _read_hand_written(
     _check_hand_written(file, tensors, bool(identity.get("guidance")), EMBEDDINGS if embeddings is None else embeddings)
     for key, (field, size, place) in sizes.items():
         if identity.get(key, size) != size:
-            raise ArtefactForeignError(
-                str(place),
-                f"'{field}' is {size}, and this run's {key} is {identity[key]}",
-                f"Run with --set {key}={size}",
-                key=key,
-            )
+            fact = f"'{field}' is {size}, and this run's {key} is {identity[key]}"
+            raise ArtefactForeignError(str(place), fact, f"Run with --set {key}={size}", key=key)
     return tensors if embeddings is None or "latents" not in tensors else {"latents_BCTHW": tensors["latents"]}
 
 
@@ -409,9 +385,8 @@ def _check_hand_written(
             fact = f"'{name}' has {bad} of {tensor.numel()} values that are NaN or infinite"
         if fact:
             holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
-            raise ArtefactForeignError(
-                str(file), fact, f"It must hold floating-point {holds}: make it again", name=name
-            )
+            remedy = f"It must hold floating-point {holds}: make it again"
+            raise ArtefactForeignError(str(file), fact, remedy, name=name)
 
 
 def step_name(stage: StageName, number: int) -> str:
@@ -420,6 +395,7 @@ def step_name(stage: StageName, number: int) -> str:
 
 
 def step_numbers(folder: Path, stage: StageName) -> list[int]:
+    """Returns the steps after which a run has kept the latents of a stage, in order."""
     files = folder.glob(f"{stage}.step-*.safetensors")
     matches = (re.fullmatch(rf"{stage}\.step-(\d{{4}})\.safetensors", file.name) for file in files)
     return sorted(int(match[1]) for match in matches if match)
@@ -427,6 +403,5 @@ def step_numbers(folder: Path, stage: StageName) -> list[int]:
 
 def remove_steps_after(folder: Path, stage: StageName, number: int) -> None:
     """Removes a stage's saved latents of all steps after step `number`, which this run takes again or never takes."""
-    atomic.remove(
-        *(file_of(folder, step_name(stage, later)) for later in step_numbers(folder, stage) if later > number)
-    )
+    later = [other for other in step_numbers(folder, stage) if other > number]
+    atomic.remove(*(file_of(folder, step_name(stage, other)) for other in later))

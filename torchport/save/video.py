@@ -104,13 +104,13 @@ def write_picture(file: Path, frame_CHW: torch.Tensor, facts: Mapping[str, str])
         Image.fromarray(_pixels(frame_CHW)).save(temporary, format="PNG", pnginfo=texts)
 
 
-def contact_sheet(frames_FCHW: torch.Tensor, columns: int = 4, rows: int = 3) -> bytes:
-    """Returns up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide."""
+def contact_sheet(frames_FCHW: torch.Tensor) -> bytes:
+    """Returns up to twelve frames, evenly spaced and in order, four in a row, as one PNG at most 1600 pixels wide."""
     from PIL import Image
 
-    count, number = len(frames_FCHW), min(len(frames_FCHW), columns * rows)
+    count, number = len(frames_FCHW), min(len(frames_FCHW), 12)
     frames = [frames_FCHW[round(position * (count - 1) / max(1, number - 1))] for position in range(number)]
-    return grid([Image.fromarray(_pixels(frame)) for frame in frames], columns)
+    return grid([Image.fromarray(_pixels(frame)) for frame in frames], columns=4)
 
 
 def grid(images: Sequence[Image], columns: int) -> bytes:
