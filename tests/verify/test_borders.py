@@ -7,7 +7,7 @@ import torch
 
 from torchport.stages.recorder import unit_paths
 from torchport.verify import yardstick
-from torchport.verify.borders import Border, Copies, WatchedCall, inner_paths, size
+from torchport.verify.borders import Border, Copies, WatchedCall, inner_paths, total_bytes
 from torchport.verify.yardstick import distance
 
 
@@ -135,7 +135,7 @@ def test_a_tensor_that_nobody_wrote_into_is_copied_once():
     x += 1
     assert torch.equal(copies(x), torch.ones(3))
     assert torch.equal(first, torch.zeros(3))
-    assert size({Border("a", 0, "in"): [first, first]}) == 12
+    assert total_bytes({Border("a", 0, "in"): [first, first]}) == 12
 
 
 def test_a_copy_is_held_by_those_who_want_it_alone():

@@ -14,7 +14,7 @@ from torchport.stages.family import Stage
 from torchport.task import Request, accept
 from torchport.task.devices import devices
 from torchport.verify import recording
-from torchport.verify.borders import size
+from torchport.verify.borders import total_bytes
 from torchport.verify.recording import RecordedCall
 
 SIZES = ("height=32", "width=48", "frames=9", "steps=2", "machine=cpu:1", "mesh={}")
@@ -64,7 +64,7 @@ def test_a_plan_counts_the_bytes_of_the_values_that_a_recording_has(root, record
     [stage] = port.denoising
     with aot.outlined(port, stage, devices(port.machine)) as outline:
         [called] = outline.called
-    assert called.borders == pytest.approx(size(units(call)), rel=0.02)
+    assert called.borders == pytest.approx(total_bytes(units(call)), rel=0.02)
 
 
 def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monkeypatch):

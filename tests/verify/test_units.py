@@ -69,9 +69,9 @@ def recorded():
     return RecordedCall("denoise", "net", 0, 0, {"x": X}, output, output, watch.observed, watch.observed, {})
 
 
-def verdicts(port, is_over=False, call=None, outputs=None):
+def verdicts(port, has_fault_before=False, call=None, outputs=None):
     units = Units(port, call or recorded(), outputs)
-    return {one.unit.path: one.unit for one in measured_units(units, is_over) if one.unit.kind == "block"}
+    return {one.unit.path: one.unit for one in measured_units(units, has_fault_before) if one.unit.kind == "block"}
 
 
 LAST, ALL = slice(2, 3), slice(None)
@@ -98,7 +98,7 @@ def test_a_harmless_error_before_a_fault_is_no_fault_and_one_behind_it_is_unclea
 
 
 def test_no_unit_of_a_call_after_a_fault_is_a_fault():
-    units = verdicts(HostPort(inlet=(1.0, LAST), middle=(1.0, ALL)), is_over=True)
+    units = verdicts(HostPort(inlet=(1.0, LAST), middle=(1.0, ALL)), has_fault_before=True)
     assert [unit.verdict for unit in units.values()] == [Verdict.UNCLEAR, Verdict.UNCLEAR, Verdict.SAME]
 
 

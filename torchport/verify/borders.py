@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from pathlib import Path
@@ -137,7 +138,7 @@ class WatchedCall:
 
     def _replaced(self, value: Any, other: Any) -> Any:
         """Returns `value` with those tensors of `other` that agree in shape; unchanged if the trees differ."""
-        if isinstance(value, Mapping) and isinstance(other, Mapping) and type(value) is dict:
+        if type(value) is dict and isinstance(other, Mapping):
             return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
         leaves, structure = pytree.tree_flatten(value)
         others, other_structure = pytree.tree_flatten(other)
@@ -146,6 +147,7 @@ class WatchedCall:
         return pytree.tree_unflatten([self._fitting(*pair) for pair in zip(leaves, others, strict=True)], structure)
 
     def _fitting(self, value: Any, other: Any) -> Any:
+        """Returns `other`, converted for the network, if both are tensors of one shape and sort; else `value`."""
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return value
         fits = value.shape == other.shape and value.is_floating_point() == other.is_floating_point()
@@ -156,20 +158,17 @@ class Copies:
     """Copies tensors, as a module may change its input in place: each once until it changes. Keeps weak references."""
 
     def __init__(self) -> None:
+        #: Each tensor and its copy, by the tensor's id and version.
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor: the same copy as before, if the tensor has not changed since."""
         key = id(tensor), tensor._version
-        known, copy = (reference() for reference in self._known.get(key, (_no_tensor, _no_tensor)))
-        if copy is None or known is not tensor:  # a new tensor can get the id of a freed one
+        original, copy = (reference() for reference in self._known[key]) if key in self._known else (None, None)
+        if copy is None or original is not tensor:  # a new tensor can get the id of a freed one
             copy = tensor.detach().clone()
             self._known[key] = weakref.ref(tensor), weakref.ref(copy)
         return copy
-
-
-def _no_tensor() -> None:
-    """Returns None, as a weak reference to a freed tensor does."""
 
 
 def inner_paths(network: torch.nn.Module, path: str) -> list[str]:
@@ -185,10 +184,24 @@ def inner_values(values: Values) -> Values:
     return {border: value for border, value in values.items() if border.path}
 
 
-def size(values: Values) -> int:
+def total_bytes(values: Values) -> int:
+    """Returns the bytes of all tensors at borders; a tensor that several borders have is counted once."""
     leaves = pytree.tree_leaves(list(values.values()))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+class WideNetwork(Eager):
+    """A copy of a network in a wider dtype, the yardstick's, to which it casts its inputs."""
+
+    def __init__(self, eager: Eager, dtype: torch.dtype) -> None:
+        super().__init__(wide_module(eager.module, dtype), eager.how, eager.outputs, eager.name)
+        self.dtype = dtype
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns the network's output, computed in the wider dtype."""
+        with computing_in(self.dtype):
+            return super().__call__(**widened(inputs, self.dtype))
 
 
 class Original:
@@ -198,7 +211,7 @@ class Original:
         self.eager = eager
         self.dtype = wide_dtype(dtype)
         self.units = unit_paths(eager.module)
-        self._wide: Eager | None = None
+        self._wide: WideNetwork | None = None
 
     @property
     def all_paths(self) -> list[str]:
@@ -215,6 +228,7 @@ class Original:
         return output, call.observed
 
     def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
+        """Returns the network's output if `values` replace its own at their borders."""
         call = WatchedCall(self.eager.module, {border.path for border in values}, values, _cast, Copies())
         with call.watching():
             return self.eager(**inputs)
@@ -225,15 +239,12 @@ class Original:
         In the copy, a module's arguments and outputs are replaced by those that `values` has for it, so that a
         difference is the module's own.
         """
-        eager = self.eager
         if self._wide is None:
-            module = wide_module(eager.module, self.dtype)
-            self._wide = Eager(module, eager.how, eager.outputs, eager.name)
+            self._wide = WideNetwork(self.eager, self.dtype)
         # These values are only compared, so some rows of a large tensor are enough.
         call = WatchedCall(self._wide.module, paths, inner_values(values), _cast, Copies(), whole=())
-        with call.watching(), computing_in(self.dtype):
-            output = self._wide(**widened(dict(inputs), self.dtype))
-        return output, call.observed
+        with call.watching():
+            return self._wide(**inputs), call.observed
 
 
 def _cast(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
@@ -249,11 +260,8 @@ class Port:
     """
 
     def __init__(self, task: Task, stage: Stage, folder: Path, ledger: patch.Ledger) -> None:
-        mesh = dict.fromkeys(task.job.mesh, 1)
-        job = task.job.model_copy(update={"mesh": mesh, "stacked": False})
-        device = shard.make_mesh(mesh, devices(task.machine)[:1])
         self.ledger = ledger
-        self.compiled, parts = compiled_network(dataclasses.replace(task, job=job), stage, folder, device)
+        self.compiled, parts = compiled_network(on_one_device(task), stage, folder)
         self.module = network.module_of(stage, parts)
         self.compiled.jit = False  # set afterwards: hooks that look for NaN would wait for every operator
         self.units = unit_paths(self.module)
@@ -268,31 +276,37 @@ class Port:
     ) -> tuple[Any, WatchedCall]:
         """Calls the port's network; returns its output, and the call with recorded values: see `WatchedCall`."""
         counts = functools.partial(call_counts, self.ledger)
-        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts=counts, whole=whole)
+
+        def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:
+            return engine.constant(tensor.to(template.dtype))
+
+        call = WatchedCall(self.module, paths, replacements, to_engine, to_host, skipped, counts=counts, whole=whole)
         with call.watching():
             output = self.compiled(**inputs)
         return output, call
 
 
-def compiled_network(
-    task: Task, stage: Stage, folder: Path, mesh: jax.sharding.Mesh
-) -> tuple[Compiled, dict[str, Any]]:
-    """Returns a stage's network, sharded over a mesh and ready to be called, and the stage's loaded components."""
+def on_one_device(task: Task) -> Task:
+    """Returns a task whose networks run on a single device and without stacks, so that hooks see every module."""
+    mesh = dict.fromkeys(task.job.mesh, 1)
+    return dataclasses.replace(task, job=task.job.model_copy(update={"mesh": mesh, "stacked": False}))
+
+
+def compiled_network(task: Task, stage: Stage, folder: Path) -> tuple[Compiled, dict[str, Any]]:
+    """Returns a stage's network, sharded over the job's mesh and ready to be called, and the stage's components."""
+    mesh = shard.make_mesh(task.job.mesh, devices(task.machine)[: math.prod(task.job.mesh.values())])
     parts = network.loaded(task, stage, folder)
     weights = network.placed(task, stage, parts, mesh, folder)
     return network.compiled(task, stage, network.module_of(stage, parts), weights, mesh), parts
 
 
 def call_counts(ledger: patch.Ledger) -> dict[str, int]:
+    """Returns how often each patch was called so far, by its id."""
     return {record.entry.id: record.calls.count for record in ledger.records}
 
 
-def _to_engine(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    constant: torch.Tensor = engine.constant(tensor.to(template.dtype))
-    return constant
-
-
 def to_host(tensor: torch.Tensor | jax.Array) -> torch.Tensor:
+    """Returns a copy in the host's memory of a tensor of the host, of the engine or of JAX."""
     if isinstance(tensor, jax.Array):
         return shard.to_torch(tensor)
     return shard.to_torch(engine.array(tensor)) if engine.is_traced(tensor) else tensor.detach().clone()

@@ -20,11 +20,12 @@ import jax
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport import patch, shard
+from torchport import patch
 from torchport.compile import Compiled, jax_cache, network, preflight
 from torchport.compile.in_force import in_force, lowerings, stage_in_force
 from torchport.config.card import DENOISING
 from torchport.plan import aot
+from torchport.run.path import checkpoint_of
 from torchport.stages.family import Stage, Steps
 from torchport.stages.outputs import leaves
 from torchport.task import Request, Task, accept
@@ -42,9 +43,12 @@ _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 
 @dataclasses.dataclass
 class Measurements:
-    networks: list[Unit] = dataclasses.field(default_factory=list)
+    """All that the port's process measures."""
+
+    networks: list[Unit] = dataclasses.field(default_factory=list)  #: The outputs of whole networks.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
     seams: Any = None
+    #: Notes, a line each: what was not compared.
     unlike: list[str] = dataclasses.field(default_factory=list)
     drift: list[Drift] = dataclasses.field(default_factory=list)
     decoded: Decoded | None = None
@@ -70,7 +74,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
                 planned[stage.name] = plan_programs(task, stage, devices(task.machine)) if stage.like else None
         recording.wait(file, parent)  # until here the original runs in parallel
         recorded = recording.read(file)
-        folder = found.folder = recording.checkpoint_folder(task)
+        folder = found.folder = checkpoint_of(task).folder
         dtypes = {call.network: recording.tensors_of(call.wide_output)[0].dtype for call in recorded.calls}
         found.yardstick = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
         ends: dict[str, dict[str, torch.Tensor]] = {}
@@ -83,7 +87,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         if recorded.decoded is not None:
             found.decoded = decoder.compare(task, folder, recorded.decoded)
         before = call_counts(ledger)
-        found.seams = seams.against(task, folder, recorded.steps, recorded.seams, recorded.likes)
+        found.seams = seams.compare(task, folder, recorded.steps, recorded.seams, recorded.likes)
         found.loop_patches = frozenset(key for key, count in call_counts(ledger).items() if count != before[key])
     return found
 
@@ -93,7 +97,7 @@ def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
     task, found, recorded = accept(request), Measurements(), recording.read(file)
     with in_force(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
-        folder, ends = recording.checkpoint_folder(task), dict[str, dict[str, torch.Tensor]]()
+        folder, ends = checkpoint_of(task).folder, dict[str, dict[str, torch.Tensor]]()
         for stage in task.denoising:
             if len(found.drift) < steps:
                 with stage_in_force(task, stage) as ledger:
@@ -143,9 +147,9 @@ class _StageComparison:
                 name = f"blocks of {call.network} in call {call.number} of step {call.step}"
                 self.found.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
                 continue
-            is_over = any(item.unit.verdict is Verdict.OTHER for item in self.found.measured)
+            has_fault_before = any(item.unit.verdict is Verdict.OTHER for item in self.found.measured)
             units = Units(port, call, None if outputs_of is None else outputs_of(call))
-            measured = measured_units(units, is_over)
+            measured = measured_units(units, has_fault_before)
             self.found.measured += measured
             if any(item.unit.verdict is Verdict.OTHER for item in measured):
                 continue
@@ -156,12 +160,8 @@ class _StageComparison:
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the first `steps` steps without the original's latents, and notes the distance after each."""
-        call, parts = self._program()
+        call, parts = compiled_network(self.task, self.stage, self.folder)
         self._note_drift(self._run_loop(call, parts, recording.start_of(ends, self.stage), steps - 1, ends))
-
-    def _program(self) -> tuple[Compiled, dict[str, Any]]:
-        mesh = shard.make_mesh(self.task.job.mesh, devices(self.task.machine))
-        return compiled_network(self.task, self.stage, self.folder, mesh)
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
         """Compares the port's programs with the original in each recorded step, started from the original's latents,
@@ -169,7 +169,7 @@ class _StageComparison:
         second network is measured only if the first one's loop has ended: it starts from those latents.
         """
         stage = self.stage
-        call, parts = self._program()
+        call, parts = compiled_network(self.task, stage, self.folder)
         steps, states = sorted({call.step for call in self.calls}), self.recorded.states
         loops: dict[int, _WatchedProgram] = {}
         if all(name in ends for name in stage.needs if name in DENOISING):
@@ -210,7 +210,7 @@ class _StageComparison:
     def _compare_outputs(self, step: int, loop: _WatchedProgram) -> None:
         """Compares the outputs of the port's programs in a step with those of the original's network, call by call."""
         calls = [call for call in self.calls if call.step == step]
-        parts = recording.split_by_call(loop.outputs[step], calls)
+        parts = recording.split_by_call(loop.outputs, calls)
         if parts is None:
             line = f"{calls[0].network}: its program computes more or fewer conditions than the original"
             self.found.unlike.append(line)
@@ -241,7 +241,7 @@ class _WatchedProgram:
         self.last = last  #: The number of the last step, from 1.
         self.batches, self.drops = call.batches, call.drops
         self.inputs: list[dict[str, Any]] = []
-        self.outputs: dict[int, list[Any]] = {first: []}
+        self.outputs: list[Any] = []
         self.latents: dict[int, Any] = {}
 
     def place(self, **inputs: Any) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class _WatchedProgram:
         if self.step == self.first:
             # To the host: JAX arrays would start JAX in every process that unpickles them, before its devices are set.
             self.inputs.append(pytree.tree_map_only((torch.Tensor, jax.Array), to_host, inputs))
-            self.outputs[self.step].append(output)
+            self.outputs.append(output)
         return output
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
@@ -311,6 +311,7 @@ def run_programs(compiled: Compiled) -> list[LoweredProgram]:
 
 
 def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram]:
+    """Returns the lowered programs that a plan has for a stage's network."""
     with aot.outlined(task, stage, devices) as outline:
         compiled = outline.program
         return [lower(compiled, compiled.shapes(called.inputs), called.static) for called in outline.called]

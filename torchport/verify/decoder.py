@@ -20,25 +20,13 @@ from torch.utils import _pytree as pytree
 
 from torchport import engine, patch, shard
 from torchport.compile import network
-from torchport.compile.eager import Eager
 from torchport.compile.in_force import stage_in_force
 from torchport.stages import frames
 from torchport.stages.family import Steps
 from torchport.task import Task
-from torchport.task.devices import devices
-from torchport.verify.borders import call_counts, compiled_network
+from torchport.verify.borders import WideNetwork, call_counts, compiled_network, on_one_device
 from torchport.verify.report import FAULT, Decoded
-from torchport.verify.yardstick import (
-    computing_in,
-    distance,
-    is_sampled,
-    least_rounding,
-    sampled,
-    shape_of,
-    wide_dtype,
-    wide_module,
-    widened,
-)
+from torchport.verify.yardstick import distance, is_sampled, least_rounding, sampled, shape_of, wide_dtype
 
 _Returned = dict[str, list[torch.Tensor]]
 """What each module returned in each of its calls, by the module's path; only some rows of large tensors."""
@@ -56,17 +44,15 @@ def _frames(
     """Returns the frames that the original decodes, in a wider dtype if `is_wide`; `returned` gets modules' outputs."""
     stage = dataclasses.replace(task.family.STAGES[-1], prepare=None)
     parts = network.loaded(task, stage, folder)
-    call: Any = None if stage.network is None else network.eager(task, stage, parts, folder)
+    call = None if stage.network is None else network.eager(task, stage, parts, folder)
     if call is not None and is_wide:
-        dtype = wide_dtype(task.settings.dtypes[str(stage.network)])
-        call = _WideNetwork(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
-    module = call.eager.module if isinstance(call, _WideNetwork) else getattr(call, "module", None)
+        call = WideNetwork(call, wide_dtype(task.settings.dtypes[str(stage.network)]))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
         if returned is not None:
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
-    with _watched(None if returned is None else module, keep):
+    with _watched(None if call is None or returned is None else call.module, keep):
         return frames.levels(stage.run(parts, call, task.settings, Steps(), **latents)["frames"])
 
 
@@ -86,23 +72,6 @@ def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor],
         yield
 
 
-@dataclasses.dataclass(frozen=True)
-class _WideNetwork:
-    """A network in the yardstick's dtype, which casts its inputs to that dtype."""
-
-    eager: Eager
-    dtype: torch.dtype
-    batches: bool = False
-    drops: bool = False
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        return inputs
-
-    def __call__(self, **inputs: Any) -> Any:
-        with computing_in(self.dtype):
-            return self.eager(**widened(inputs, self.dtype))
-
-
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
     """Returns the distance of the port's frames, and of the original's, from those decoded in a wider dtype."""
     stage = task.family.STAGES[-1]
@@ -110,8 +79,7 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
         if stage.network is None:
             call, parts = None, network.loaded(task, stage, folder)
         else:
-            mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
-            call, parts = compiled_network(task, stage, folder, mesh)
+            call, parts = compiled_network(task, stage, folder)
         ported = frames.levels(stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"])
     yardstick = recorded["yardstick"].float()
     by_frame = (ported.float() - yardstick).abs().flatten(2).amax(2)[0]
@@ -160,10 +128,9 @@ def _port_returns(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], ledger: patch.Ledger
 ) -> tuple[_Returned, dict[str, frozenset[str]]]:
     """Returns the outputs of each module of the port's decoder on one device, and the patches called in each."""
-    mesh = dict.fromkeys(task.job.mesh, 1)
-    task = dataclasses.replace(task, job=task.job.model_copy(update={"mesh": mesh, "stacked": False}))
+    task = on_one_device(task)
     stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
-    call, parts = compiled_network(task, stage, folder, shard.make_mesh(mesh, devices(task.machine)[:1]))
+    call, parts = compiled_network(task, stage, folder)
     opened: dict[str, dict[str, int]] = {}
 
     def enter(path: str, *_: Any) -> None:

@@ -28,16 +28,16 @@ from torchport.compile.eager import Eager
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.errors import MachineError, OutputError
-from torchport.load import checkpoint
 from torchport.load.foreign import brief
 from torchport.progress import log
+from torchport.run.path import checkpoint_of
 from torchport.stages.family import Stage, Steps
 from torchport.stages.outputs import moved
 from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.stages.replay import all_latents
 from torchport.task import Request, Task, accept
 from torchport.verify import decoder, seams
-from torchport.verify.borders import Original, Values, inner_paths, size
+from torchport.verify.borders import Original, Values, inner_paths, total_bytes
 from torchport.verify.yardstick import by_place, distance
 
 PAUSE = 0.1
@@ -46,6 +46,8 @@ PAUSE = 0.1
 
 @dataclasses.dataclass
 class RecordedCall:
+    """One call of the original's network, with the yardstick's values beside its own."""
+
     stage: str
     network: str
     step: int  #: The denoising step, from 0.
@@ -63,6 +65,7 @@ class RecordedCall:
 
     @property
     def rounding(self) -> float:
+        """The distance of the original's output from the yardstick's."""
         return distance(self.output, self.wide_output) or 0.0
 
 
@@ -93,7 +96,9 @@ def latents_in(state: Mapping[str, torch.Tensor]) -> Any:
 
 @dataclasses.dataclass
 class Recording:
-    encoded: dict[str, dict[str, torch.Tensor]]
+    """What a run of the original leaves for the comparison with a port."""
+
+    encoded: dict[str, dict[str, torch.Tensor]]  #: The outputs of the stages before denoising, by stage.
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
     #: After each step, by its number from 1; a list with those of the sound.
     latents: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -117,13 +122,6 @@ class Recording:
 
 class LoopStop(BaseException):
     """Leaves a denoising loop after the last step that is compared."""
-
-
-def checkpoint_folder(task: Task) -> Path:
-    """Returns the folder of a task's checkpoint; the tiny one is written if it is not there."""
-    if task.is_tiny:
-        return network.write_tiny(task)
-    return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).folder
 
 
 def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -157,6 +155,7 @@ def wait(file: Path, parent: int) -> None:
 
 
 def read(path: Path) -> Recording:
+    """Returns the recording in a file that `write` wrote."""
     # Unpickling is safe: our own file, in a folder of this user alone. `mmap` reads a tensor when it is used.
     recording: Recording = torch.load(path, weights_only=False, mmap=True)
     return recording
@@ -173,7 +172,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
     """Runs the original, and returns its recording; for `steps` see `record`. With `decodes`, frames are recorded."""
     with in_force(task, task.family.STAGES):
         preflight.check(task)
-        folder = checkpoint_folder(task)
+        folder = checkpoint_of(task).folder
         recording = Recording(_encoder_outputs(task, folder))
         for stage in task.denoising:
             if not decodes and steps is not None and len(recording.latents) > max(steps):
@@ -328,19 +327,26 @@ class _RecordedNetwork:
         output, outer = original.observed(kept, paths)
         wide_output, _ = original.yardstick(kept, [], {})
         wide_outer = original.yardstick(kept, paths, outer)[1] if paths else {}
-        self._is_large = self._is_large or size(outer) > BORDERS_LIMIT
+        self._is_large = self._is_large or total_bytes(outer) > BORDERS_LIMIT
         all_paths = original.all_paths
         # All modules are recorded in the first call of a step alone: guidance's other calls use the same modules.
-        is_whole = number == 0 and size(outer) * len(all_paths) / len(paths) <= BORDERS_LIMIT
+        is_whole = number == 0 and total_bytes(outer) * len(all_paths) / len(paths) <= BORDERS_LIMIT
         values = original.observed(kept, all_paths)[1] if is_whole else outer
         wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
-        stage = self.loop.stage
-        self.loop.recording.calls.append(
-            RecordedCall(
-                *(stage.name, str(stage.network), step, number, kept, moved(output, _copied), wide_output),
-                *(values, wide_outer, wide_inner, is_whole),
-            )
+        call = RecordedCall(
+            stage=self.loop.stage.name,
+            network=str(self.loop.stage.network),
+            step=step,
+            number=number,
+            inputs=kept,
+            output=moved(output, _copied),
+            wide_output=wide_output,
+            values=values,
+            outer=wide_outer,
+            inner=wide_inner,
+            is_whole=is_whole,
         )
+        self.loop.recording.calls.append(call)
         return output
 
 
@@ -350,12 +356,15 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class BlockKey:
+    """Names a recorded call, and a block of the network in it."""
+
     network: str
     step: int  #: The denoising step, from 0.
     number: int  #: The call in this step, from 0.
     block: str
 
     def call_of(self, recording: Recording) -> RecordedCall:
+        """Returns the call of a recording that the key names."""
         key = self.network, self.step, self.number
         return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
 
@@ -376,6 +385,6 @@ def original_network(task: Task, call: RecordedCall) -> Iterator[Original]:
     """Yields the original's network of a recorded call, loaded again, while the patches of its stage are in force."""
     stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]):
-        folder = checkpoint_folder(task)
+        folder = checkpoint_of(task).folder
         eager = network.eager(task, stage, network.loaded(task, stage, folder), folder)
         yield Original(eager, task.settings.dtypes[call.network])

@@ -36,6 +36,10 @@ LIMIT = 2 * 2**30
 """Bytes of a capture, unless `--capture-limit` says otherwise."""
 NAME = "capture.safetensors"
 MADE_BY = "torchport verify --capture DIR"
+FACTS = ("stage", "network", "step", "number", "is_whole")
+"""The fields of a call that are plain JSON."""
+TREES = ("inputs", "output", "wide_output")
+"""The fields of a call that are trees of tensors."""
 BORDERS = ("values", "outer", "inner")
 """The fields of a call that are values at borders."""
 SETTINGS = ("prompt", "negative_prompt", "seed", "height", "width", "frames", "steps", "guidance_scale")
@@ -128,6 +132,7 @@ def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> 
 
 
 def _list_words(names: list[str]) -> str:
+    """Returns the first six names as text, and how many more there are."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
@@ -173,9 +178,9 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
     """Returns the calls as JSON data, and the blocks left out to stay below the limit; raises if that is too low."""
     rows: list[dict[str, Any]] = []
     for call in calls:
-        tensors = {name: table.add(getattr(call, name)) for name in ("inputs", "output", "wide_output")}
-        head = {name: getattr(call, name) for name in ("stage", "network", "step", "number", "is_whole")}
-        rows.append({**head, **tensors, "values": [], "outer": [], "inner": []})
+        trees = {name: table.add(getattr(call, name)) for name in TREES}
+        facts = {name: getattr(call, name) for name in FACTS}
+        rows.append({**facts, **trees, "values": [], "outer": [], "inner": []})
     if table.size > limit:
         fact = f"The loop's values and the networks' inputs alone take {size_text(table.size)}"
         remedy = f"Give at least {table.size / 2**30:.3g}"
@@ -203,11 +208,13 @@ def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: Tensor
 
 
 def _keep(row: dict[str, Any], borders: Mapping[str, Values], table: TensorTable) -> None:
+    """Adds values at borders to the row of a call, by the names of `BORDERS`, and their tensors to the table."""
     for name, values in borders.items():
         row[name] += [[list(border), table.add(value)] for border, value in values.items()]
 
 
 def _blocks(call: RecordedCall) -> list[str]:
+    """Returns the paths of a call's blocks, in the order of the call."""
     return list(dict.fromkeys(border.path for border in call.outer if border.path))
 
 
@@ -261,11 +268,10 @@ def read(folder: Path) -> Recording:
 
 
 def _restored_call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
-    fields: dict[str, Any] = {}
+    """Returns the call of a row that `_call_data` made."""
+    fields = {name: row[name] for name in FACTS} | {name: restored(row[name], tensors) for name in TREES}
     for name in BORDERS:
         fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
-    fields |= {name: restored(row[name], tensors) for name in ("inputs", "output", "wide_output")}
-    fields |= {name: row[name] for name in ("stage", "network", "step", "number", "is_whole")}
     return RecordedCall(**fields)
 
 

@@ -46,6 +46,7 @@ class Verdict(enum.StrEnum):
 
 
 def _verdict_of(ratio: float) -> Verdict:
+    """Returns the verdict on an error, given as a multiple of the original's rounding."""
     if math.isnan(ratio) or ratio > FAULT:
         return Verdict.OTHER
     return Verdict.SAME if ratio <= ROUNDING else Verdict.UNCLEAR
@@ -151,6 +152,8 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
+    """How far the port's frames are from the original's, decoded from the same latents."""
+
     #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
     rounding: float
     added: float  #: Of the port's.
@@ -168,6 +171,8 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
+    """The report of a verification."""
+
     model: str
     config: str
     dtypes: dict[str, str]
@@ -208,12 +213,6 @@ class Verification:
             return bad
         inner = [u for u in bad if u.path and u.kind != "block" and f"{u.path}.".startswith(f"{outer[0].path}.")]
         return [*inner, outer[0]]
-
-    @property
-    def worst(self) -> Unit | None:
-        """The unit with the greatest ratio, not counting harmless ones unless all are; None without units."""
-        units = [unit for unit in self.units if not unit.is_harmless] or list(self.units)
-        return max(units, key=lambda unit: unit.ratio, default=None)
 
     @property
     def verdict(self) -> Verdict:
@@ -259,13 +258,15 @@ class Verification:
             between = f"up to {ROUNDING:g} is rounding, above {FAULT:g} a fault"
             words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{seen}"
             return f"{self.verdict_words} ({self._compared_words()}): {words}; {between}{self._harmless_words()}"
-        worst = self.worst
-        if worst is None:
+        units = [unit for unit in self.units if not unit.is_harmless] or list(self.units)
+        if not units:
             return f"{line}no network was compared; every value of the loop agrees"
+        worst = max(units, key=lambda unit: unit.ratio)
         most = f"no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
         return f"{self.verdict_words} ({self._compared_words()}): {most}{self._harmless_words()}"
 
     def _compared_words(self) -> str:
+        """Returns how many steps were compared, and whether the decoder was."""
         steps = f"{len(self.steps)} of {self.total} steps compared"
         steps += f", without {self.left_out} blocks that the capture lacks" if self.left_out else ""
         if self.decoded is not None:
@@ -312,6 +313,7 @@ def lines(verification: Verification) -> list[str]:
 
 
 def _joined(head: str, parts: Sequence[str], separator: str = "; ") -> str:
+    """Returns a line of parts behind a head; an empty text without parts."""
     return head + separator.join(parts) if parts else ""
 
 

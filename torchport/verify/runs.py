@@ -58,6 +58,8 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
+    """A finished run, read from its output folder."""
+
     folder: Path
     manifests: dict[StageName, Manifest]
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
@@ -70,6 +72,7 @@ class FinishedRun:
 
     @property
     def total(self) -> int | None:
+        """How many denoising steps the run took; None if its manifest does not say it."""
         total: int | None = job(self.manifests["denoise"]).get("steps")
         return total
 
@@ -118,6 +121,7 @@ def read(folder: Path) -> FinishedRun:
 
 
 def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
+    """Returns a tensor of a stage's artefact; raises if the artefact has none of this name."""
     tensors, _ = save.read(folder, stage, {}, {}, MADE_BY)
     if name not in tensors:
         fact = f"It holds {', '.join(map(repr, sorted(tensors)))}, and no '{name}'"
@@ -127,6 +131,8 @@ def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
+    """A field of the manifests in which two runs differ."""
+
     field: str  #: Its path: `mesh`, `dtypes.transformer`.
     a: Any
     b: Any
@@ -154,28 +160,29 @@ class Difference:
 
 def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
     """Returns the fields that differ between two runs; stages with the same two values share a Difference."""
-    stages = {stage: _comparable(a[stage], b[stage]) for stage in a if stage in b}
-    fields = collections.Counter(field for pair in stages.values() for field in pair[0].keys() | pair[1].keys())
-    rows: dict[tuple[str, str, str], list[StageName]] = {}
-    values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
-    for stage, (ours, theirs) in stages.items():
-        for field in {**ours, **theirs}:
-            mine, other = ours.get(field), theirs.get(field)
+    pairs = {stage: _comparable(a[stage], b[stage]) for stage in a if stage in b}
+    stage_counts = collections.Counter(field for first, second in pairs.values() for field in {**first, **second})
+    rows: dict[tuple[str, str, str], Difference] = {}
+    for stage, (first, second) in pairs.items():
+        for field in {**first, **second}:
+            mine, other = first.get(field), second.get(field)
             if mine != other:
-                rows.setdefault(row := (field, _value_words(mine), _value_words(other)), []).append(stage)
-                values[row] = mine, other
-    return [
-        Difference(row[0], *values[row], stages=() if len(among) == fields[row[0]] else tuple(among))
-        for row, among in rows.items()
-    ]
+                key = field, _value_words(mine), _value_words(other)
+                before = rows[key].stages if key in rows else ()
+                rows[key] = Difference(field, mine, other, (*before, stage))
+    is_everywhere = {key for key, row in rows.items() if len(row.stages) == stage_counts[row.field]}
+    return [dataclasses.replace(row, stages=()) if key in is_everywhere else row for key, row in rows.items()]
 
 
 def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the fields and patches of two runs; of a port and its original, only the `code.*` that both have."""
     first, second = ({**job(run), **_patches(run)} for run in (a, b))
     if a.backend != b.backend:
-        for field in [key for key in first.keys() ^ second.keys() if key.startswith("code.")]:  # in one run alone
-            first.pop(field, second.pop(field, None))
+        common = first.keys() & second.keys()
+        first, second = (
+            {field: value for field, value in run.items() if field in common or not field.startswith("code.")}
+            for run in (first, second)
+        )
     return first, second
 
 
@@ -253,6 +260,8 @@ class Frames:
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
+    """How similar the latents of two runs are."""
+
     step: int | None  #: After how many steps; None for the last latents of `denoise`.
     cosine: float  #: The cosine similarity of the two runs' latents.
     difference: float  #: max|a - b| / max|b|.
@@ -261,6 +270,8 @@ class Latents:
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
+    """How far a run is from another one."""
+
     run: FinishedRun
     differences: list[Difference]
     frames: Frames
@@ -303,6 +314,7 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
 
 
 def _check_shape(run: FinishedRun, stage: str, name: str, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """Raises if a tensor of a run has another shape than the first run's."""
     if theirs.shape != ours.shape:
         fact = f"Its '{name}' have the shape {list(theirs.shape)}, and those of the first run {list(ours.shape)}"
         remedy = "Compare runs of one model, one size and one number of frames"

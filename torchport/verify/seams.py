@@ -32,6 +32,7 @@ from torchport.stages.upstream_pipeline import UpstreamPipeline
 from torchport.task import Task
 from torchport.verify import encoders
 from torchport.verify.report import Seam, Verdict
+from torchport.verify.yardstick import difference
 
 LARGE = 2**20
 """Tensors with more elements are kept for the chosen steps alone: those of all would not fit in memory at 720p."""
@@ -45,6 +46,8 @@ CONVENTIONS = {"height": "height", "width": "width", "num_frames": "frames", "nu
 
 @dataclasses.dataclass
 class ConditionCall:
+    """The inputs of one call of a network, for one condition of guidance."""
+
     network: str
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
     number: int  #: How often the network was called with this condition in this step before.
@@ -55,9 +58,11 @@ class ConditionCall:
 
 @dataclasses.dataclass
 class SchedulerStep:
-    state: dict[str, Any]
+    """One call of a scheduler's `step`, and the calls of networks since the call before."""
+
+    state: dict[str, Any]  #: The scheduler's fields before the call.
     arguments: dict[str, Any]  #: The arguments of the scheduler's `step`, by its parameter names.
-    latents: torch.Tensor | None
+    latents: torch.Tensor | None  #: What it returns; None if that is too large to keep.
     calls: list[ConditionCall]
 
 
@@ -282,6 +287,8 @@ LOOP = "denoise"
 
 @dataclasses.dataclass(frozen=True)
 class SideRecord:
+    """The values of one side, the original or the port, that pass in or out of its loop."""
+
     encoded: dict[str, dict[str, torch.Tensor]]
     moments: dict[str, torch.Tensor]
     loop: LoopRecord
@@ -303,7 +310,7 @@ class Seams:
     unlike: tuple[str, ...]
 
 
-def against(
+def compare(
     port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, Any]
 ) -> Seams:
     """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`."""
@@ -321,6 +328,7 @@ def against(
 
 
 def _encoders(task: Task) -> list[Stage]:
+    """Returns the stages before denoising, which encode the prompt and the image."""
     names = [stage.name for stage in task.family.STAGES]
     return list(task.family.STAGES[: names.index(task.denoising[0].name)])
 
@@ -401,6 +409,7 @@ def _denoise(
 
 
 def _unprepared(stage: Stage) -> Stage:
+    """Returns a stage without the family's `prepare`, as the original runs it."""
     return dataclasses.replace(stage, prepare=None)
 
 
@@ -447,7 +456,7 @@ def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     counts = str(len(original.steps)), str(len(port.steps))
     yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), allowed=0.0)
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
-        constant = _constant(original.steps[0], theirs) & _constant(port.steps[0], ours) if n else set()
+        constant = _unchanged_fields(original.steps[0], theirs) & _unchanged_fields(port.steps[0], ours) if n else set()
         suffix = " of the scheduler" if n else ""
         step = n if n else None
         yield from value_seams(LOOP, _state(theirs, constant), _state(ours, constant), step, suffix)
@@ -465,7 +474,7 @@ def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:
     return {name: value for name, value in ordered.items() if name not in constant}
 
 
-def _constant(first: SchedulerStep, other: SchedulerStep) -> set[str]:
+def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
     """Returns the fields of a scheduler's state that are the same at a step as at the first one."""
     before, after = _state(first, set()), _state(other, set())
     pairs = {name: value_seams(LOOP, {name: before[name]}, {name: after.get(name)}) for name in before}
@@ -556,12 +565,9 @@ def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
         return 0.0
     if not first.is_floating_point():
         return math.inf
-    a, b = other.double(), first.double()
-    if not torch.equal(a.isfinite(), b.isfinite()):
+    if not torch.equal(other.isfinite(), first.isfinite()):
         return math.inf
-    a, b = a.nan_to_num(posinf=0.0, neginf=0.0), b.nan_to_num(posinf=0.0, neginf=0.0)
-    greatest = float(b.abs().max())
-    return float((a - b).abs().max()) / greatest if greatest else math.inf
+    return difference(*(x.nan_to_num(posinf=0.0, neginf=0.0) for x in (other, first)))
 
 
 def _worst_index(first: torch.Tensor, other: torch.Tensor) -> int:

@@ -21,15 +21,7 @@ from torchport.task import Request, accept
 from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths, inner_values
 from torchport.verify.recording import BlockKey, RecordedCall, original_network, read
 from torchport.verify.report import FAULT, ROUNDING, Kind, Unit, Verdict
-from torchport.verify.yardstick import (
-    by_place,
-    channel_ratio,
-    distance,
-    is_sampled,
-    least_rounding,
-    matched,
-    shape_of,
-)
+from torchport.verify.yardstick import by_place, channel_ratio, distance, is_sampled, least_rounding, matched, shape_of
 
 HARMLESS = 6
 """Units of one call, with an error above rounding, whose effects on the network's output are measured together."""
@@ -131,7 +123,7 @@ class Units:
         # A capture may have only some rows of a value, which cannot replace the whole.
         complete = [unit for unit in measured if not is_sampled(self.call.values[unit.border])]
         changes = [(unit.border, self._port_value(unit)) for unit in complete]
-        changes = [(border, value) for border, value in changes if _takes_place(value, self.call.values[border])]
+        changes = [(border, value) for border, value in changes if _can_replace(value, self.call.values[border])]
         moved = self._moved(changes)
         for move in moved:
             self.estimate_rounding(move)
@@ -205,31 +197,42 @@ class Units:
     ) -> Iterator[MeasuredUnit]:
         """Yields each unit that ends at a recorded value of a call, with its error against `wide`, of a wider dtype."""
         patches = _patches_by_block(forced, self.port.units)
+        call = self.call
         for depth, (border, value) in enumerate(forced.observed.items()):
-            known = border in wide and border in self.call.values and (not block or _within(border.path, block))
-            is_root = not border.path
-            if not known or (is_root and border.side == "in") or (border.path == block and border.side == "in"):
+            is_known = border in wide and border in call.values and (not block or _within(border.path, block))
+            if not is_known or (border.side == "in" and border.path in ("", block)):
                 continue
-            original = self.call.values[border]
-            rounding, added = distance(original, wide[border]), distance(value, wide[border])
+            original, exact = call.values[border], wide[border]
+            rounding, added = distance(original, exact), distance(value, exact)
             if rounding is None or added is None or not matched(value, original):
                 continue
             is_free = not block and border in self.free_values
-            inherited = distance(self.free_values[border], wide[border]) if is_free else None
             kind, path, name = self._named(border, paths, block)
             if kind == "forward" and self._uncompared.get(border):
                 name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self._uncompared[border])}"
-            rounding = max(rounding, least_rounding(original))
-            call = self.call
             unit = Unit(
-                *(call.step, call.number, call.network, path, depth, kind, f"{call.network}{name}"),
-                *(rounding, added, inherited, None, border.number),
+                step=call.step,
+                call=call.number,
+                network=call.network,
+                path=path,
+                depth=depth,
+                kind=kind,
+                name=f"{call.network}{name}",
+                rounding=max(rounding, least_rounding(original)),
+                added=added,
+                inherited=distance(self.free_values[border], exact) if is_free else None,
+                number=border.number,
+                by_channel=channel_ratio(value, exact, original),
             )
-            unit = dataclasses.replace(unit, by_channel=channel_ratio(value, wide[border], original))
             within = block or (border.path if border.side == "out" else "")
             yield MeasuredUnit(
-                *(unit, border, within, forced.patches[border], patches.get(within, frozenset())),
-                *(tuple(paths), skipped),
+                unit,
+                border,
+                block=within,
+                patches=forced.patches[border],
+                block_patches=patches.get(within, frozenset()),
+                forced=tuple(paths),
+                skipped=skipped,
             )
 
     def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
@@ -265,17 +268,19 @@ def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[
 
 
 def _within(path: str, outer: str) -> bool:
+    """Returns whether a module is `outer` or lies in it; "" is the path of the network, in which all lie."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _takes_place(value: Any, original: Any) -> bool:
+def _can_replace(value: Any, original: Any) -> bool:
     """Returns whether a value can replace another one: the trees must have the same structure."""
     if isinstance(value, Mapping) and isinstance(original, Mapping):
-        return all(_takes_place(value[key], original[key]) for key in value.keys() & original.keys())
+        return all(_can_replace(value[key], original[key]) for key in value.keys() & original.keys())
     return pytree.tree_structure(value) == pytree.tree_structure(original)
 
 
 def _shapes(tree: Any) -> dict[Any, Any]:
+    """Returns the shapes of a tree's tensors, by their places in the tree."""
     return {place: shape_of(tensor) for place, tensor in by_place(tree).items()}
 
 
@@ -291,11 +296,11 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
     return patches
 
 
-def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
-    """Returns the measured blocks of a call, and the modules of its first faulty block. If an earlier call is at fault
-    (`is_over`), neither effects nor modules are measured.
+def measured_units(units: Units, has_fault_before: bool) -> list[MeasuredUnit]:
+    """Returns the measured blocks of a call, and the modules of its first faulty block. Behind an earlier call that is
+    at fault, neither effects nor modules are measured.
     """
-    if is_over:
+    if has_fault_before:
         return [_mark_behind(measured) for measured in units.blocks()]
     outer = with_effects(units, units.blocks())
     bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
@@ -331,6 +336,7 @@ def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUni
 
 
 def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
+    """Marks a unit as one behind the first fault, whose effect is not measured, and returns it."""
     measured.unit = dataclasses.replace(measured.unit, effect=None, is_behind=True)
     return measured
 

@@ -32,16 +32,7 @@ from torchport.verify import decoder, reference, seams
 from torchport.verify.borders import Port, inner_values
 from torchport.verify.comparing import Measurements
 from torchport.verify.recording import BlockKey, RecordedCall, read, split_by_call
-from torchport.verify.report import (
-    FAULT,
-    Cause,
-    Decoded,
-    Drift,
-    Seam,
-    Unit,
-    Verdict,
-    Verification,
-)
+from torchport.verify.report import FAULT, Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
 from torchport.verify.units import MeasuredUnit, Units
 from torchport.verify.yardstick import LEVELS, channel_ratio, distance
 
@@ -50,6 +41,8 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 
 @dataclasses.dataclass(frozen=True)
 class Options:
+    """What a verification compares, and with what."""
+
     steps: tuple[int, ...] | None = None
     decodes: bool = False
     #: Another mesh, on which the drift is measured for comparison; None: none.
@@ -74,19 +67,13 @@ def verify(request: Request, options: Options) -> Verification:
                 _measure_modules(found, request, file)
         verification = _verification(task, options, found, notes)
         verification = dataclasses.replace(verification, left_out=left_out)
+        decoded = verification.decoded
         if verification.bad_seams or verification.culprits:
             with clock.lap("the patch at fault"):
                 verification = _blame(verification, found, request, file)
-        elif verification.decoded is not None and verification.decoded.verdict is not Verdict.SAME:
+        elif decoded is not None and decoded.verdict is not Verdict.SAME:
             with clock.lap("the patch at fault"):
-                original = None if options.reference is not None else dataclasses.replace(request, backend="original")
-                decoded = verification.decoded
-                arguments = request, original, file, found.folder, decoded
-                search, parted = _call("verification:causes_of_decoder", *arguments)
-                verification = _with_causes(verification, search, lambda: _decoder_clue(task, search, parted))
-                if parted is not None:
-                    decoded = dataclasses.replace(decoded, parting=parted.words)
-                    verification = dataclasses.replace(verification, decoded=decoded)
+                verification = _blame_of_decoder(verification, decoded, task, options, found.folder, file)
         if options.floor is not None and verification.drift:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
@@ -213,6 +200,7 @@ class _Clock:
 
     @contextlib.contextmanager
     def lap(self, what: str) -> Iterator[None]:
+        """Measures a part, named `what`, for the length of a `with`."""
         start = time.perf_counter()
         with waiting(f"verify: {what}"):
             yield
@@ -220,6 +208,7 @@ class _Clock:
 
 
 def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
+    """Raises if a step that --steps names is none of the job's."""
     for step in steps or ():
         if not 0 <= step < task.settings.steps:
             fact = f"The job takes {task.settings.steps} steps, which are 0 to {task.settings.steps - 1}"
@@ -253,6 +242,7 @@ def _verification(task: Task, options: Options, found: Measurements, notes: list
 
 
 def _not_compared(options: Options, decoded: Decoded | None) -> list[str]:
+    """Returns the report's note on what no verification of these options compares."""
     remedy = "--decode compares it" if options.reference is None else "capture with --decode"
     decoder = [] if decoded is not None else [f"the decoder ({remedy})"]
     return [f"not compared: {', and '.join([*decoder, 'the weights of the text encoders'])}"]
@@ -275,6 +265,18 @@ def _blame(verification: Verification, found: Measurements, request: Request, fi
     return _with_causes(verification, search, lambda: _unit_clue(search))
 
 
+def _blame_of_decoder(
+    verification: Verification, decoded: Decoded, task: Task, options: Options, folder: Path, file: Path
+) -> Verification:
+    """Returns a verification with the decoder's first module that differs, and the patch at fault or a clue."""
+    original = dataclasses.replace(task.request, backend="original") if options.reference is None else None
+    search, parted = _call("verification:causes_of_decoder", task.request, original, file, folder, decoded)
+    if parted is not None:
+        decoded = dataclasses.replace(decoded, parting=parted.words)
+        verification = dataclasses.replace(verification, decoded=decoded)
+    return _with_causes(verification, search, lambda: _decoder_clue(task, search, parted))
+
+
 def _network_clue(search: Search, strategy: str) -> str:
     """Returns where to look if a network is wrong, but each of its units is right when called for one condition."""
     if not search.tried:
@@ -295,10 +297,12 @@ def _decoder_clue(task: Task, search: Search, parted: decoder.Parting | None) ->
 
 
 def _with_causes(verification: Verification, search: Search, clue: Callable[[], str]) -> Verification:
+    """Returns a verification with the causes that a search found; without any, with the text that `clue` returns."""
     return dataclasses.replace(verification, causes=search.causes, clue="" if search.causes else clue())
 
 
 def _unit_clue(search: Search) -> str:
+    """Returns where to look if a unit is wrong, and no single patch causes its error."""
     if not search.tried:
         return "no patch is called in it: look at the card's dtypes and rules, and at the family's `prepare`"
     tried = ", ".join(search.tried)
@@ -307,9 +311,12 @@ def _unit_clue(search: Search) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _TaskWithout(Task):
+    """A task that leaves out the patches with the ids `without`."""
+
     without: frozenset[str] = frozenset()
 
     def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
+        """Returns the patches of some stages, as `Task.patches` does, but for those that are left out."""
         return [entry for entry in super().patches(stages) if entry.id not in self.without]
 
 
@@ -320,6 +327,8 @@ def _task_without(task: Task, ids: Collection[str]) -> _TaskWithout:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
+    """What a search for the patch at fault has found."""
+
     causes: tuple[Cause, ...]
     #: The error without each patch that was left out, by the patch's id, as far as the output shows it; None where the
     #: network cannot be called without it.
@@ -329,8 +338,7 @@ class Search:
 def causes_of_unit(request: Request, file: Path, folder: Path, measured: MeasuredUnit) -> Search:
     """Returns the patch that causes a unit's error, and all patches tried; runs in a process of its own."""
     task, unit = accept(request), measured.unit
-    calls = read(file).calls
-    call = next(c for c in calls if (c.step, c.number, c.network) == (unit.step, unit.call, unit.network))
+    call = BlockKey(unit.network, unit.step, unit.call, "").call_of(read(file))
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     devices.prepare(task.machine)
     entries = candidates(task, stage, measured)
@@ -396,7 +404,7 @@ def _search(
         log.info("without %s: %s adds %s", entry.id, unit.name, tried[entry.id])
         if _is_cured(unit.rounding, tried[entry.id]):
             return Search((_cause(entry, unit, tried[entry.id]),), tried)
-    return Search(tuple(_eliminated(task, stage, unit, tried)), tried)
+    return Search(tuple(_cause_by_elimination(task, stage, unit, tried)), tried)
 
 
 def causes_of_decoder(
@@ -413,12 +421,12 @@ def causes_of_decoder(
     unit = f"frame {decoded.frame} of {stage.name}"
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     for entry in sorted(entries, key=lambda entry: parted is not None and entry.id not in parted.patches):
-        reduced, without = _task_without(task, [entry.id]), list[Decoded]()
+        reduced, without = _task_without(task, [entry.id]), None
         with _refusals_logged([entry]), in_force(reduced, [stage]):
-            without.append(decoder.compare(reduced, folder, recorded))
-        tried[entry.id] = without[0].added / LEVELS if without else None
+            without = decoder.compare(reduced, folder, recorded)
+        tried[entry.id] = None if without is None else without.added / LEVELS
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
-        if without and without[0].verdict is Verdict.SAME:
+        if without is not None and without.verdict is Verdict.SAME:
             errors = decoded.added / LEVELS, tried[entry.id]
             return Search((Cause(entry.id, entry.place, _promise(entry), unit, *errors, how="absence"),), tried), parted
     return Search((), tried), parted
@@ -431,7 +439,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     task, recorded = accept(request), read(file)
 
     def distance_without(ids: Collection[str]) -> float:
-        found = seams.against(_task_without(task, ids), folder, recorded.steps, recorded.seams, recorded.likes)
+        found = seams.compare(_task_without(task, ids), folder, recorded.steps, recorded.seams, recorded.likes)
         key = seam.name, seam.stage, seam.step
         same = [other.distance for other in found.seams if (other.name, other.stage, other.step) == key]
         return max(same, default=0.0)
@@ -455,6 +463,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
 
 
 def _is_cured(rounding: float, added: float | None) -> bool:
+    """Returns whether an error is no longer a fault's; never where it could not be measured (None)."""
     return added is not None and added <= FAULT * rounding
 
 
@@ -522,7 +531,7 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     return added if effect is None else min(added, effect * unit.rounding)
 
 
-def _eliminated(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) -> Iterator[Cause]:
+def _cause_by_elimination(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) -> Iterator[Cause]:
     """Yields a patch as the cause if it is the only one that could not be left out; else yields nothing. It is called
     where the error stayed without each of the others.
     """
@@ -533,11 +542,13 @@ def _eliminated(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | N
 
 
 def _cause(entry: patch.Entry, unit: Unit, without: float | None) -> Cause:
+    """Returns a patch as the cause of a unit's error; `without` is the error that is left without the patch."""
     with_it = unit.ratio * unit.rounding
     return Cause(entry.id, entry.place, _promise(entry), unit.name, with_it, without, "absence", unit.rounding)
 
 
 def _promise(entry: patch.Entry) -> str:
+    """Returns the equivalence that a patch promises, in words, with its bounds or its reason."""
     written = entry.equivalence.written()
     if isinstance(written, str):
         return written
