@@ -10,7 +10,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport.commands import check, findings, patches, static_check
-from torchport.commands.check import CheckFlags, CheckProcess, StagePatches
+from torchport.commands.check import CheckProcess, StagePatches
 from torchport.commands.findings import Report
 from torchport.config.pack import Pack
 from torchport.errors import TorchportError, UnknownNameError
@@ -242,9 +242,7 @@ class Cards:
         file.write_text(file.read_text().replace(old, new))
 
     def told(self, **flags):
-        return _told(
-            check.report_of(CheckFlags(paths=(str(self.root),), static=True, upstream_path=self.world.site, **flags))
-        )
+        return _told(check.report_of(paths=(str(self.root),), static=True, upstream_path=self.world.site, **flags))
 
 
 @pytest.fixture

@@ -45,31 +45,22 @@ from torchport.source.parsing import is_there, shown
 
 @dataclasses.dataclass(frozen=True)
 class StagePatches:
-    names: tuple[str, ...]
+    """The patches that a stage of a card has in force."""
+
+    names: tuple[str, ...]  #: `upstream` or `upstream/file`.
     #: The names that the original needs, too; it has all plumbing in any case.
     original: tuple[str, ...] = ()
-    home: Path | None = None
+    home: Path | None = None  #: The highest folder of patches in which the names are looked up.
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckProcess:
+    """What a fresh process of a check tries."""
+
     names: tuple[str, ...]  #: `upstream` or `upstream/file`, all of one upstream.
     #: The ids of other upstreams' patches, without which a stage could not import this upstream.
     beside: tuple[str, ...] = ()
     chosen: tuple[Path, ...] | None = None  #: The folders whose patches are tried; None for all.
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckFlags:
-    """The flags of the command, and the names of upstreams: `upstream` or `upstream/file`."""
-
-    names: tuple[str, ...] = ()
-    model: str | None = None
-    static: bool = False
-    upstream_path: str | None = None
-    form: str = "text"
-    files: tuple[Path, ...] = ()
-    paths: tuple[str, ...] = ()
 
 
 @terminal.command("check")
@@ -92,7 +83,7 @@ class CheckFlags:
 )
 @options.report(".sarif, .xml (JUnit), .json or .txt", multiple=True)
 @options.paths
-def command(**given: Any) -> None:
+def command(form: str, files: tuple[Path, ...], **given: Any) -> None:
     """Tries patches against the upstreams that are installed, and reads cards and configs.
 
     It checks the packs that --path names, or torchport's own if none is named.
@@ -102,21 +93,28 @@ def command(**given: Any) -> None:
     of 3, 4 and 5.
     """
     terminal.log_to_stderr()
-    flags = CheckFlags(**given)
-    for file in flags.files:
+    for file in files:
         findings.check_report_file(file, findings.FORMATS)
-    report = report_of(flags)
-    for file in flags.files:
+    report = report_of(**given)
+    for file in files:
         findings.write_report(report, file, findings.FORMATS)
-    terminal.say(findings.FORMATS[flags.form](report))
+    terminal.say(findings.FORMATS[form](report))
     sys.exit(exit_code(report.findings))
 
 
-def report_of(flags: CheckFlags) -> Report:
-    """Returns the findings for the names on a command line; without names, for the packs of --path."""
-    pack, report = find_pack(flags.paths), Report()
-    checkout = None if flags.upstream_path is None else existing(flags.upstream_path)
-    names, models = list(flags.names), [] if flags.model is None else [flags.model]
+def report_of(
+    names: Sequence[str] = (),
+    model: str | None = None,
+    static: bool = False,
+    upstream_path: str | None = None,
+    paths: Sequence[str] = (),
+) -> Report:
+    """Returns the findings for the names on a command line, `upstream` or `upstream/file`; without names, for the packs
+    of --path.
+    """
+    pack, report = find_pack(paths), Report()
+    checkout = None if upstream_path is None else existing(upstream_path)
+    names, models = list(names), [] if model is None else [model]
     if models or not names:
         report.extend(static_check.check_cards(pack, models))
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
@@ -127,15 +125,15 @@ def report_of(flags: CheckFlags) -> Report:
     if models and not names:  # the card cannot be read
         return report
     chosen = None if names else tuple(lower.patches for lower in pack.checked)
-    names = names or static_check.with_entries([lower.patches for lower in pack.checked])
+    names = names or static_check.upstreams_with_patches([lower.patches for lower in pack.checked])
     if not names:  # a pack of cards alone; without names, all patches would be checked
         return report
-    if flags.static:
+    if static:
         report.extend(static_check.check(pack.folders, names, checkout, chosen))
         return report
     called = None
-    if flags.model is not None:
-        called = functools.partial(_not_called_by, pack, flags.model, flags.upstream_path)
+    if model is not None:
+        called = functools.partial(_not_called_by, pack, model, upstream_path)
     report.extend(check(pack.folders, names, checkout, called, _stage_patches(pack, cards), chosen))
     return report
 
@@ -192,18 +190,18 @@ def _groups(
     by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         by_upstream.setdefault(name.partition("/")[0], []).append(name)
-    aids = {stage: _aids(folders, stage, report) for stage in stages}
+    needed = {stage: _needed_at_import(folders, stage, report) for stage in stages}
     groups = []
     for upstream, chosen in by_upstream.items():
         own_ids = {entry.id for entry in static_check.read(folders, chosen, Report())}
-        users = [stage for stage in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
-        using = [aids[stage] - own_ids for stage in users]
-        sets = [ids for ids in dict.fromkeys(using) if not any(ids < other for other in using)]
+        users = [stage for stage in needed if any(name.partition("/")[0] == upstream for name in stage.names)]
+        beside = [needed[stage] - own_ids for stage in users]
+        sets = [ids for ids in dict.fromkeys(beside) if not any(ids < other for other in beside)]
         groups += [CheckProcess(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
     return groups
 
 
-def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
+def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches that upstream may need to be imported: plumbing, stubs, the original's."""
     names, original = (
         [
@@ -258,7 +256,7 @@ def _in_fresh_process(
 
     try:
         report: Report = child.call(
-            "torchport.commands.check:walked",
+            "torchport.commands.check:try_groups",
             *(folders, groups, mode),
             ended=refusal,
             environment={"PYTHONWARNINGS": "ignore"},
@@ -269,7 +267,7 @@ def _in_fresh_process(
     return report, False
 
 
-def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
+def try_groups(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
     """Tries groups one after the other in this process, which must be fresh, and returns the findings. The `mode`
     "armed" imports the targets while the patches are in force, "late" before the patches.
     """
@@ -284,7 +282,7 @@ def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) ->
         while good:  # when a patch raises, it is a finding, and the others are tried again without it
             try:
                 with patch.applied(aids, accept_drift=True):
-                    _try(good, mode, report)
+                    _apply_and_undo(good, mode, report)
                 break
             except PatchError as error:
                 culprit = str(vars(error).get("patch", ""))
@@ -332,13 +330,13 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
     return static_check.check_source(entry, loaded, entries, report) and fits
 
 
-def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
+def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
     """Applies patches, applies them a second time, undoes them, and reports namespaces that are not as before."""
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}
         _import_all([module for module in modules if module not in served])  # the others need their stub first
-    before = _identities(modules)
+    before = _namespaces(modules)
     for entry in entries:
         report.try_entry(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
@@ -348,12 +346,12 @@ def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
             if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:
                 text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
                 report.findings.append(Finding(PatchError.id, row["place"], text, row["id"], "apply"))
-        patched = _identities(modules)
+        patched = _namespaces(modules)
         with patch.applied(entries, accept_drift=True):
             pass
-        if _identities(modules) != patched:
+        if _namespaces(modules) != patched:
             report.findings.append(of_entry(entries[0], "A second application changed something.", "apply"))
-    after = _identities(modules)
+    after = _namespaces(modules)
     first = {entry.module: entry for entry in reversed(entries)}
     for entry in first.values():
         if entry.module in before:
@@ -383,7 +381,7 @@ def _not_importable(module: str, error: BaseException) -> TargetError:
     return TargetError(place, fact, "Install what it needs, or patch what fails")
 
 
-def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
+def _namespaces(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
     """Returns the namespaces of modules and of their classes as pairs of name and `id(value)`, to be compared."""
     result: dict[str, list[tuple[str, int]]] = {}
     for name in modules:

@@ -42,8 +42,10 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
+    """What `torchport compare` finds."""
+
     a: FinishedRun
-    b: Distance
+    b: Distance  #: How far B is from A.
     #: The distance from A of A's job on another mesh: rounding alone; None if no such run was named.
     floor: Distance | None = None
 

@@ -12,6 +12,7 @@ from torchport.commands.run import lines
 from torchport.errors import TorchportError, UnknownNameError
 
 CONFIG = "configs/demo.yaml"
+"""The job of the demo, which is the first one in README, too."""
 
 
 @terminal.command("demo")

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchport.commands import options, terminal
+from torchport.commands.demo import CONFIG
 from torchport.config import card, machine, xla_flags
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, TorchportError
@@ -65,7 +65,7 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
 
 def _versions() -> list[Diagnosis]:
     """Returns whether the installed packages have the versions that torchport requires."""
-    from packaging.specifiers import SpecifierSet
+    from packaging.requirements import Requirement
 
     from torchport.save import manifest
 
@@ -75,18 +75,19 @@ def _versions() -> list[Diagnosis]:
         requirements = importlib.metadata.requires("torchport") or []
     except importlib.metadata.PackageNotFoundError:
         return [Diagnosis("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
-    for line in requirements:
-        match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
-        if match and match[1] in versions:
-            specifier, version = match[2].strip(), versions[match[1]]
-            ok = SpecifierSet(specifier).contains(version.partition("+")[0], prereleases=True)
-            fact = version if ok else f"{version}, and torchport wants {specifier}: pip install '{match[1]}{specifier}'"
-            tried = TRIED.get(match[1], version)
-            if ok and version != tried:
-                fact = f"{version}, which may compute otherwise than {tried}, with which torchport is tried"
-                findings.append(Diagnosis("note", match[1], fact))
-                continue
-            findings.append(Diagnosis("ok" if ok else "bad", match[1], fact))
+    for requirement in map(Requirement, requirements):
+        name, wanted = requirement.name, requirement.specifier
+        if requirement.marker is not None or name not in versions:  # a marker: of another platform, or of an extra
+            continue
+        version, tried = versions[name], TRIED.get(name, versions[name])
+        if not wanted.contains(version.partition("+")[0], prereleases=True):
+            fact = f"{version}, and torchport wants {wanted}: pip install '{name}{wanted}'"
+            findings.append(Diagnosis("bad", name, fact))
+        elif version != tried:
+            fact = f"{version}, which may compute otherwise than {tried}, with which torchport is tried"
+            findings.append(Diagnosis("note", name, fact))
+        else:
+            findings.append(Diagnosis("ok", name, version))
     if "libtpu" in versions:
         findings.append(Diagnosis("ok", "libtpu", versions["libtpu"]))
     return findings
@@ -179,10 +180,6 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
     return findings
 
 
-DEMO = "configs/demo.yaml"
-"""The first job in README."""
-
-
 def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
     """Returns the settings that are known to fail together or to compute wrong numbers; if none is, one "ok"."""
     findings = []
@@ -212,6 +209,6 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     if bad:
         return f"{bad} thing(s) to mend."
     cards = [read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError)]
-    demos = sorted(((card.model, card.demo) for card in cards), key=lambda row: row[1] != DEMO)  # README's comes first
-    model, demo = next(iter(demos), ("NAME", DEMO))
+    demos = [(card.model, card.demo) for card in cards]
+    model, demo = min(demos, key=lambda row: row[1] != CONFIG, default=("NAME", CONFIG))  # README's comes first
     return f'Ready: torchport run --model {model} --config {demo} --prompt "..."'

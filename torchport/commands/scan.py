@@ -18,30 +18,6 @@ from torchport.porting.scan import GUARDS, ScanFinding, ScanReport
 from torchport.porting.scan.scanning import scan
 
 
-@dataclasses.dataclass(frozen=True)
-class ScanFlags:
-    codebase: Path
-    entries: tuple[str, ...]
-    everything: bool
-    as_json: bool
-    as_sarif: bool
-    file: Path | None
-    emit: Path | None
-    paths: tuple[str, ...]
-
-    def form(self) -> str:
-        """Returns the format to print; raises if flags ask for two."""
-        if self.as_json and self.as_sarif:
-            raise BadValueError(
-                "--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report"
-            )
-        form = "json" if self.as_json else "sarif" if self.as_sarif else "text"
-        if self.emit is not None and form != "text":
-            fact = f"It prints what it drafts, and --{form} prints the findings"
-            raise BadValueError(f"--emit {self.emit}", fact, f"Write these to a file: --report findings.{form}")
-        return form
-
-
 @terminal.command("scan")
 @click.argument("codebase", metavar="PATH", type=options.FILE)
 @click.option("--entry", "entries", multiple=True, metavar="PKG.MOD:CLASS", help="What you run of it. Repeatable.")
@@ -51,30 +27,49 @@ class ScanFlags:
 @options.report(".sarif, .json or .txt")
 @click.option("--emit", type=options.FILE, metavar="DIR", help="Draft the patches into this pack.")
 @options.paths
-def command(**given: Any) -> None:
+def command(
+    codebase: Path,
+    entries: tuple[str, ...],
+    everything: bool,
+    as_json: bool,
+    as_sarif: bool,
+    file: Path | None,
+    emit: Path | None,
+    paths: tuple[str, ...],
+) -> None:
     """Lists what in a codebase will not port to TPU, and which patches take care of it. It imports none of it.
 
     The exit code is 1 if something that the entry leads to needs a patch that is not there, else 0. With --emit it is 1
     if no patch could be drafted for something.
     """
     terminal.log_to_stderr()
-    flags = ScanFlags(**given)
-    form = flags.form()
-    kinds = {"text": text, "json": as_json, "sarif": sarif}
-    writers = {name: functools.partial(writer, everything=flags.everything) for name, writer in kinds.items()}
-    if flags.file is not None:
-        findings.check_report_file(flags.file, writers)
-    report = scan(flags.codebase, flags.entries, find_pack(flags.paths).folders)
-    if flags.file is not None:
-        findings.write_report(report, flags.file, writers)
-    if flags.emit is not None:
-        from torchport.porting.emit import emit
+    form = _form(as_json, as_sarif, emit)
+    kinds = {"text": text, "json": json_text, "sarif": sarif}
+    writers = {name: functools.partial(writer, everything=everything) for name, writer in kinds.items()}
+    if file is not None:
+        findings.check_report_file(file, writers)
+    report = scan(codebase, entries, find_pack(paths).folders)
+    if file is not None:
+        findings.write_report(report, file, writers)
+    if emit is not None:
+        from torchport.porting import emit as drafts
 
-        lines, code = emit(report, flags.codebase, flags.emit, flags.paths)
+        lines, code = drafts.emit(report, codebase, emit, paths)
         terminal.say(lines)
         sys.exit(code)
     terminal.say(writers[form](report))
     sys.exit(exit_code(report))
+
+
+def _form(as_json: bool, as_sarif: bool, emit: Path | None) -> str:
+    """Returns the format to print; raises if flags ask for two."""
+    if as_json and as_sarif:
+        raise BadValueError("--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report")
+    form = "json" if as_json else "sarif" if as_sarif else "text"
+    if emit is not None and form != "text":
+        fact = f"It prints what it drafts, and --{form} prints the findings"
+        raise BadValueError(f"--emit {emit}", fact, f"Write these to a file: --report findings.{form}")
+    return form
 
 
 def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
@@ -116,7 +111,7 @@ def _line(finding: ScanFinding) -> str:
     return f"{place}: {finding.rule} {finding.kind} in {finding.name}: {finding.text} [{where}{facts}]"
 
 
-def as_json(report: ScanReport, everything: bool = False) -> str:
+def json_text(report: ScanReport, everything: bool = False) -> str:
     """Returns JSON: numbers of files and lines that were read, and the findings, each with all its fields in a line."""
     rows = [json.dumps(_row(finding)) for finding in shown(report, everything)]
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}

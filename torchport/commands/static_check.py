@@ -71,14 +71,14 @@ def check(
     return report
 
 
-def with_entries(folders: patch.Folders) -> list[str]:
+def upstreams_with_patches(folders: patch.Folders) -> list[str]:
     """Returns the upstreams that have a file of patches; an upstream's folder may have only a family."""
     return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in stack_of(folders))]
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     """Returns the names, or all upstreams if there are none; raises for a name without patches."""
-    known, having = patch.upstreams(folders), with_entries(folders)
+    known, having = patch.upstreams(folders), upstreams_with_patches(folders)
     for name in names:
         upstream, slash, file = name.partition("/")
         if upstream not in known:
@@ -344,29 +344,21 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
     """Returns the values of `network=` in the calls of a tuple; None if there are none, or the statement differs."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
     calls = value.elts if isinstance(value, ast.Tuple) else []
-    networks: set[str] = set()
+    networks: set[Any] = set()
     for call in calls:
         if not isinstance(call, ast.Call) or len(call.args) > 5:  # the sixth argument of `Stage` is `network`
             return None
-        keywords = call.keywords
-        if any(keyword.arg is None for keyword in keywords):
-            return None
-        values = [keyword.value for keyword in keywords if keyword.arg == "network"]
-        if not all(isinstance(value, ast.Constant) for value in values):
-            return None
-        networks |= {
-            str(value.value) for value in values if isinstance(value, ast.Constant) and value.value is not None
-        }
-    return networks or None
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                return None
+            if keyword.arg == "network":
+                if not isinstance(keyword.value, ast.Constant):
+                    return None
+                networks.add(keyword.value.value)
+    return {str(network) for network in networks if network is not None} or None
 
 
-def _check_config(
-    pack: Pack,
-    file: Path,
-    cards: Sequence[Card],
-    is_whole: bool,
-    report: Report,
-) -> None:
+def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool, report: Report) -> None:
     """Checks a config: its fields, its machine, and that it is valid for one card of the pack. The last only if
     `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
     """
@@ -388,6 +380,7 @@ def _check_config(
 
 
 def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigError]:
+    """Yields an error if a job is not valid for a card."""
     try:
         check_job(job, card, document)
     except ConfigError as error:
@@ -418,6 +411,7 @@ def _unwritten(tree: ast.Module) -> set[str]:
 
 
 def _is_mark(node: ast.AST) -> bool:
+    """Returns whether a node is the `NotImplementedError` by which a draft says that it is to be filled in."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) != "NotImplementedError" or not node.args:
         return False
     text = node.args[0]
