@@ -13,7 +13,7 @@ from typing import Any
 from torchport import shard
 from torchport.compile import network, preflight
 from torchport.compile.eager import plainly
-from torchport.compile.failure import Owners, cure
+from torchport.compile.failure import Owners, class_and_message
 from torchport.compile.in_force import in_force, lowerings
 from torchport.errors import TopologyError, TorchportError
 from torchport.porting.trace.assumptions import GoingOn, assumed, modules_go_on
@@ -188,7 +188,7 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
         except TorchportError as refusal:
             error = refusal
         if error is not None:
-            result.append(Program(stage.name, 0, f"{words}: not known, that job ends with {cure.reason(error)}"))
+            result.append(Program(stage.name, 0, f"{words}: not known, that job ends with {class_and_message(error)}"))
     if task.settings.text_bucket is not None and stage.needs:
         words = f"prompts whose lengths differ by more than text_bucket, {task.settings.text_bucket} tokens"
         result.append(Program(stage.name, 0, f"{words}: the shapes of the text"))

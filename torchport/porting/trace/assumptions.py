@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchport import engine
-from torchport.compile.failure.frames import live
+from torchport.compile.failure import running_frames
 from torchport.errors import HostTensorError
 from torchport.load.foreign import is_cuda
 from torchport.porting.trace.notes import PACKAGE, Notes, Raised
@@ -250,7 +250,7 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _is_needed(self, name: str) -> bool:
         """Returns whether upstream's own code makes the import that runs now, and without a `try` around it."""
         ours = (PACKAGE, "torchport.patch.live", "importlib")
-        stack = [frame for frame in live(self.notes.owners) if not frame.module.startswith(ours)]
+        stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
         importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
         # An import that torch makes is torch's own to do without.
         return importer is not None and importer.owner == "upstream" and is_needed(importer.file, importer.line)

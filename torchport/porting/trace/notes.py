@@ -7,8 +7,17 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live, to_list
+from torchport.compile.failure import (
+    CURES,
+    OURS,
+    Failure,
+    Frame,
+    Owners,
+    culprit,
+    frames_of,
+    running_frames,
+    shown_frames,
+)
 from torchport.errors import HostTensorError, TorchportError
 
 PACKAGE = "torchport.porting.trace"
@@ -52,8 +61,8 @@ class Notes:
 
     def record(self, error: BaseException, assumed: str, made: str | None = None) -> None:
         """Notes an exception of the code under trace, what the trace goes on with, and what made a host's tensor."""
-        stack = [other for other in live(self.owners) if not other.module.startswith(PACKAGE)]
-        stack += [other for other in frames([error], self.owners) if not other.module.startswith(PACKAGE)]
+        stack = [other for other in running_frames(self.owners) if not other.module.startswith(PACKAGE)]
+        stack += [other for other in frames_of([error], self.owners) if not other.module.startswith(PACKAGE)]
         frame = culprit(error, [other for other in stack if other.owner != "torchport"])
         if frame is None:
             raise error
@@ -70,7 +79,7 @@ class Notes:
             fact, remedy, entry = CURES[kind](failure)
         if made is not None and made not in fact:
             fact += f" (the tensor is made at {made})"
-        listed = [other.text().strip() for other in to_list(stack, frame)]
+        listed = [other.text().strip() for other in shown_frames(stack, frame)]
         text = "" if entry is None else entry.text
         folded = len(stack) - len(listed)
         self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, listed, folded, text, assumed)
@@ -95,7 +104,7 @@ class Notes:
 
     def here(self) -> Frame | None:
         """Returns the innermost frame of upstream, of the family or of a patch."""
-        return next((frame for frame in reversed(live(self.owners)) if frame.owner in OURS), None)
+        return next((frame for frame in reversed(running_frames(self.owners)) if frame.owner in OURS), None)
 
 
 class Raised:

@@ -1,0 +1,477 @@
+"""What is said of an exception that leaves code of an upstream, of a family or of a patch: where, why, and the cure.
+
+Such code runs while a port imports, loads, prepares, traces and runs a model. The frames of a traceback say whose the
+exception is: that of the innermost frame outside the libraries. If that frame is torchport's own, it is a fault of
+torchport, and stays a traceback. Upstream is what the card names, and what its patches change.
+
+From top to bottom: whose code a frame is, which frame is at fault, what to do by the kind of the exception (`CURES`),
+and the context that turns exceptions into errors (`explained`).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from torchport import engine, patch
+from torchport.config import Document
+from torchport.config.card import Card
+from torchport.config.pack import DERIVED, Pack
+from torchport.errors import (
+    AbsentPackageError,
+    CudaError,
+    ForeignError,
+    HostTensorError,
+    NoLoweringError,
+    OperatorError,
+    TracedValueError,
+    UnreadableError,
+)
+from torchport.load.foreign import is_absence, is_cuda
+from torchport.patch import Entry
+from torchport.patch.declared.replacement import Explained
+from torchport.patch.live import counted
+from torchport.patch.source import proposal
+from torchport.patch.source.proposal import Proposal
+from torchport.source import parsing
+from torchport.source.parsing import SourceFile
+from torchport.task import Task
+
+ENGINE = {"torch", "torchax", "jax", "jaxlib", "numpy"}
+"""Packages that every port runs on, beside Python's own modules: no frame of them is at fault."""
+HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly"}
+"""Functions of torchport that only pass a call on: what is raised there is for their caller to mend."""
+Owner = Literal["upstream", "family", "patch", "script", "torchport", "library", "engine"]
+OURS: tuple[Owner, ...] = ("upstream", "family", "patch", "script")
+"""Whose code a port can change: by a patch, or by an editor."""
+MOST_FRAMES = 2
+"""Frames that are listed, the innermost ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """Tells whose code a module is: upstream's, a family's, a patch's, a script's, or a library's."""
+
+    pack: Pack
+    card: Card | None  #: The model card; None where only patches were named.
+    document: Document | None
+    #: Returns the patches in force. They are read only if there is an exception.
+    patches: Callable[[], Sequence[Entry]]
+    family: str = ""  #: The name of the family's module; empty without a family.
+    #: Packages of upstream beside those that the card and the patches name.
+    others: frozenset[str] = frozenset()
+    is_script: bool = False  #: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
+    #: Whether the patches are left out on purpose. One that would have helped is then named.
+    unpatched: bool = False
+
+    @classmethod
+    def of_task(cls, task: Task) -> Owners:
+        return cls(
+            task.pack, task.card, task.card_document, lambda: task.patches(task.stages), family=task.family.__name__
+        )
+
+    @property
+    def listed(self) -> str:
+        """Says where a patch entry is to be listed: in the card, or in the call of `torchport.applied`."""
+        if self.document is None:
+            return "'patches' of torchport.applied(...)"
+        if self.card is not None and self.card.model.startswith(DERIVED):  # a generated card: edits of it are lost
+            command = f"torchport new model NAME --pipeline {self.card.model} --out DIR"
+            return f"'patches' of a card of your own ({command})"
+        return f"'patches' in {self.document.place(['patches'])}"
+
+    @functools.cached_property
+    def packages(self) -> set[str]:
+        """The packages of upstream: those that the card names, and those that its patches change."""
+        names = set(self.others)
+        if self.card is not None:
+            paths = [component.class_ for component in self.card.components.values()]
+            paths += [self.card.pipeline] if self.card.pipeline else []
+            names |= {name.replace("-", "_") for name in self.card.upstream}
+            names |= {re.split(r"[.:]", path)[0] for path in paths}
+            names |= {self.card.checkout.package} if self.card.checkout else set()
+        return (names | {entry.package for entry in self.patches()}) - ENGINE - sys.stdlib_module_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One frame of a traceback."""
+
+    owner: Owner
+    module: str
+    file: str  #: Its file; of rewritten code, upstream's.
+    line: int
+    function: str  #: With its class; `<module>` where the module itself runs.
+    statement: str
+
+    @property
+    def place(self) -> str:
+        """`file:line`, as a path that can be opened from the current folder."""
+        file = Path(self.file)
+        return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{self.line}"
+
+    @property
+    def caller(self) -> str:
+        """The frame's function, or what runs at module level, as the subject of a sentence."""
+        if self.function == "<module>":
+            return "The script" if self.owner == "script" else f"The import of {self.module}"
+        return self.function
+
+    def text(self) -> str:
+        where = f"import of {self.module}" if self.function == "<module>" else self.function
+        where = "the script" if self.caller == "The script" else where
+        return f"  {self.place} in {where}: {self.statement[:100]}"
+
+
+def frames_of(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
+    """Returns the frames in the tracebacks of an exception and its causes, the innermost last."""
+    return [_frame(*at, owners) for cause in causes for at in traceback.walk_tb(cause.__traceback__)]
+
+
+def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
+    """Returns the frame whose code is at fault; None if that is torchport's own code, or a library's."""
+    if is_absence(error):  # whoever imports the absent package is at fault, a library, too
+        frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]
+        frame = next((frame for frame in reversed(frames) if frame.owner != "engine"), None)
+    else:
+        frame = next((frame for frame in reversed(frames) if frame.owner in (*OURS, "torchport")), None)
+        if frame is not None and frame.owner == "torchport" and frame.function.rpartition(".")[2] in HANDS_ON:
+            frame = next((frame for frame in reversed(frames) if frame.owner in OURS), None)
+    return None if frame is None or frame.owner == "torchport" else frame
+
+
+def script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
+    """Returns the innermost frame that a script's author can change, where a library's code is at fault; or None."""
+    raised_in = next((frame for frame in reversed(frames) if frame.owner in OURS), None)
+    called_from = next((frame for frame in reversed(running_frames(owners)) if frame.owner in (*OURS, "library")), None)
+    if raised_in is not None or called_from is None:
+        return raised_in
+    return dataclasses.replace(called_from, owner="script") if called_from.owner == "library" else called_from
+
+
+def shown_frames(frames: Sequence[Frame], culprit: Frame) -> list[Frame]:
+    """Returns the frames to show to a person, the innermost last: code that a port can change, and the code at fault.
+    The frame of a comprehension has its function's name and line, and is not shown twice.
+    """
+    ours = [frame for frame in frames if frame.owner in OURS or frame == culprit]
+    return [frame for frame, inner in zip(ours, [*ours[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
+
+
+def syntax_frame(error: BaseException) -> Frame | None:
+    """Returns a frame for the line of a SyntaxError, as the file itself never ran; None for other exceptions."""
+    if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
+        return None
+    text = (error.text or "").strip()
+    return Frame("upstream", Path(error.filename).stem, error.filename, error.lineno, "<module>", text)
+
+
+def running_frames(owners: Owners) -> list[Frame]:
+    """Returns the frames of the calls that are running, the innermost last."""
+    return [_frame(*at, owners) for at in traceback.walk_stack(sys._getframe(1))][::-1]
+
+
+def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
+    """Returns one of Python's frames as a `Frame`, with its owner and its statement."""
+    code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+    if counted.CALLS in code.co_freevars:  # a patched function's wrapper has upstream's names
+        module = counted.__name__
+    linecache.checkcache(code.co_filename)  # the file may have changed since it was read
+    statement = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    file = code.co_filename
+    if file.startswith("<torchport: "):  # rewritten code has upstream's lines
+        file = file.rpartition(" in ")[2].removesuffix(">")
+    name = re.sub(r"(\.<locals>)?\.<\w+>.*", "", code.co_qualname)  # without comprehensions and lambdas inside it
+    owner = _owner(module, file, owners)
+    owner = "engine" if owner == "patch" and _is_passage(module, name, statement) else owner
+    return Frame(owner, module, file, line, name, statement)
+
+
+def _is_passage(module: str, name: str, statement: str) -> bool:
+    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault. A mode
+    of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
+    """
+    is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
+    return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)
+
+
+def _owner(module: str, file: str, owners: Owners) -> Owner:
+    """Returns whose code a module is, by its name, its file and what the port calls upstream."""
+    if module.startswith(("torchport.engine", "torchport_patches.torchax")):  # they call what upstream's line asks for
+        return "engine"
+    package = module.partition(".")[0]
+    if package == "torchport_patches":
+        return "family" if module == owners.family else "patch"
+    if package in owners.packages:
+        return "upstream"
+    if package == "torchport":
+        return "torchport"
+    if package == "__main__" and owners.is_script:
+        return "script"
+    is_engine = package in ENGINE or package in sys.stdlib_module_names or file.startswith("<")
+    return "engine" if is_engine else "library"
+
+
+Cure = tuple[str, str, Proposal | None]
+"""Fact, remedy, and an entry to paste."""
+EDITED = {
+    "family": "It is the family's code: mend it there",
+    "patch": "It is a patch's function: mend it there",
+    "script": "It is your own code: mend it there",
+}
+"""Owners whose code is edited, not patched, and what is said of it."""
+
+
+def class_and_message(error: BaseException) -> str:
+    """Returns an exception's class and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:160].rstrip('.')}" if lines else type(error).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An exception of foreign code, the frame that is at fault, and all frames."""
+
+    owners: Owners
+    error: BaseException
+    frame: Frame
+    frames: Sequence[Frame]
+
+    @property
+    def reason(self) -> str:
+        return class_and_message(self.error)
+
+    @property
+    def home(self) -> str:
+        """The module under whose name a patch entry is written; for a family or a patch, its path in `patches/`."""
+        return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
+
+    def kind(self) -> type[ForeignError]:
+        """Returns the class of torchport's error for the exception."""
+        if is_absence(self.error):
+            return AbsentPackageError
+        if is_cuda(self.error):
+            return CudaError
+        if engine.missing_operator(self.error) is not None:
+            return NoLoweringError
+        if engine.difference(self.error) is not None:
+            return OperatorError
+        if engine.is_host_tensor(self.error):
+            return HostTensorError
+        return TracedValueError if engine.is_traced_value(self.error) else ForeignError
+
+    def rewritten(self, why: str) -> Proposal | None:
+        """Returns a patch entry that rewrites the statement at fault; None outside upstream and outside functions."""
+        if self.frame.owner in EDITED or not self.frame.file.endswith(".py"):
+            return None
+        text = "".join(linecache.getlines(self.frame.file))
+        source = SourceFile(self.frame.module, self.frame.file, text)
+        try:
+            return proposal.statement(source, self.frame.line, why) if text else None
+        except UnreadableError:  # its file is another one by now, or nested too deep: there is no entry to paste
+            return None
+
+    def remedy(self, cure: str, entry: Proposal | None) -> str:
+        """Says what to do: paste the patch entry, or mend the code by hand."""
+        if entry is not None:
+            return f"{cure}: {_small(entry.remedy(self.owners.listed))}" if cure else entry.remedy(self.owners.listed)
+        place = EDITED.get(self.frame.owner, "It runs outside all functions, where no statement can be rewritten")
+        return f"{place}. {cure}" if cure else place
+
+
+def _small(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def _rewrite(failure: Failure, why: str, what: str, cure: str) -> Cure:
+    """Returns fact, remedy and patch entry for a statement that a rewrite can replace: `what` it does, and the cure."""
+    entry = failure.rewritten(why)
+    return f"{failure.frame.caller} {what}", failure.remedy(cure, entry), entry
+
+
+def _operator(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for an operator that computes something else than PyTorch's."""
+    difference = engine.difference(failure.error)
+    assert difference is not None
+    fact, cure = difference
+    return _rewrite(failure, "Calls an operator that computes something else than in PyTorch.", f"calls {fact}", cure)
+
+
+def _no_lowering(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for an operator that torchax cannot lower."""
+    target, what = engine.missing_operator(failure.error), "calls an operator that torchax cannot lower"
+    if target is None or not target.startswith("torch.ops.aten:"):
+        return _rewrite(failure, f"{what.capitalize()}.", what, "Compute it with other operators")
+    entry = proposal.operator(target, failure.home, "torchax has no lowering for it.")
+    return f"{failure.frame.caller} {what}", entry.remedy(failure.owners.listed), entry
+
+
+def _cuda(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for code that asks for CUDA: a shipped patch, or a new entry."""
+    owners, target = failure.owners, _torch_cuda(failure)
+    fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
+    why = "Asks for CUDA, also where there is none."
+    if target is not None:
+        names = _shipped(owners, target)
+        is_listed = target in {entry.target for entry in owners.patches()}
+        if names is not None and not is_listed:
+            return fact, f"List {names} under {owners.listed}, for the stage that needs it", None
+        if names is not None and owners.unpatched:
+            return fact, f"Leave it to {names}, which the card lists and which was left out here", None
+        entry: Proposal | None = proposal.function(target, failure.home, why, _parameters(target))
+    else:
+        entry = failure.rewritten(why)
+    if entry is None and (maker := _torch_maker(failure.frame)) is not None:
+        entry = proposal.function(maker, failure.home, why, "(...)", importing=True)
+    return fact, failure.remedy("" if target else "Take the device from a tensor, as x.device", entry), entry
+
+
+def _torch_maker(frame: Frame) -> str | None:
+    """Returns the torch function that upstream's statement calls for CUDA, as a patch's target; None for other ones."""
+    if frame.owner != "upstream":
+        return None
+    method = re.search(r"\.(cuda|to)\(", frame.statement)
+    name = re.search(r"\btorch\.(\w+)\(", frame.statement)
+    return f"torch:Tensor.{method[1]}" if method else f"torch:{name[1]}" if name else None
+
+
+def _torch_cuda(failure: Failure) -> str | None:
+    """Returns the public name of torch.cuda that raised, as a patch's target; None if upstream's own frame raised."""
+    import torch
+
+    if failure.frame == failure.frames[-1]:
+        return None
+    names = re.findall(r"\btorch\.cuda\.(\w+)", failure.frame.statement)
+    names += [frame.function.partition(".")[0] for frame in failure.frames if frame.module.startswith("torch.cuda")]
+    public = [name for name in names if not name.startswith("_") and callable(getattr(torch.cuda, name, None))]
+    return f"torch.cuda:{public[0]}" if public else None
+
+
+def _parameters(target: str) -> str:
+    """Returns the parameters of a function or class of torch.cuda, as its replacement must have them."""
+    import torch
+
+    try:
+        return str(inspect.signature(getattr(torch.cuda, target.partition(":")[2])))
+    except ValueError:  # of a function in C
+        return "(...)"
+
+
+def _shipped(owners: Owners, target: str) -> str | None:
+    """Returns the shipped patch file for a target in torch, as a card lists it; None if there is none."""
+    folders = owners.pack.folders
+    home = None if owners.card is None else owners.pack.home(owners.card.model).patches
+    if "torch" not in patch.upstreams(folders if home is None else folders[folders.index(home) :]):
+        return None
+    for entry in patch.read(folders, ["torch"], home):
+        if entry.target == target:
+            return f"{entry.upstream}/{Path(entry.place.rpartition(':')[0]).stem}"
+    return None
+
+
+def _absent_package(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for a failed import: to install the package, or a stub for it."""
+    name = str(getattr(failure.error, "name", None) or "")
+    package = name.partition(".")[0]
+    if PathFinder.find_spec(package) is not None or package in sys.modules:
+        names = importlib.metadata.packages_distributions().get(package, [])
+        version = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) or "an unknown version"
+        fact = f"{failure.frame.caller} takes a name from {package} that it does not have"
+        return fact, f"Install a version of {package} that has it; here is {version}", None
+    fact = f"{failure.frame.caller} needs the package {package}, and it is not installed"
+    stubs = (entry for entry in failure.owners.patches() if entry.stub is not None)
+    stub = next((entry for entry in stubs if entry.package == package), None)
+    if stub is not None:
+        return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
+    if failure.frame.owner in EDITED:
+        return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
+    why, frame, module = f"Imports {package}, which is not installed.", failure.frame, failure.frame.module
+    tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    # A stub serves no import that is a call.
+    imported = next((n for n in imports if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
+    entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
+    if entry is None:
+        return fact, "Install it", None
+    cure = "Install it. If nothing of it is called in your job"
+    return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
+
+
+def _other(failure: Failure) -> Cure:
+    """Returns fact, remedy and patch entry for an exception of any other kind."""
+    fact = f"{failure.frame.caller} raises {failure.reason}"
+    if failure.frame.owner == "upstream":
+        where = "" if failure.owners.is_script else " in the family"
+        return fact, f"Call it otherwise{where}, or patch it: docs/patches.md", None
+    return fact, failure.remedy("", None), None
+
+
+CURES: dict[type[ForeignError], Callable[[Failure], Cure]] = {
+    HostTensorError: functools.partial(
+        _rewrite,
+        why="Computes with a tensor of the host while it is traced.",
+        what="computes with a traced tensor and with one that was made beside it, on the host",
+        cure="Make it on the traced tensor's device, as torch.tensor(..., device=x.device), or register it as a buffer "
+        "of the network in Stage.prepare",
+    ),
+    TracedValueError: functools.partial(
+        _rewrite,
+        why="Asks for the value of a tensor while it is traced.",
+        what="asks for the value of a tensor, and while it is traced a tensor has none",
+        cure="Compute it from shapes, from settings, or with torch.where",
+    ),
+    NoLoweringError: _no_lowering,
+    OperatorError: _operator,
+    CudaError: _cuda,
+    AbsentPackageError: _absent_package,
+    ForeignError: _other,
+}
+
+
+def explained(owners: Owners) -> Explained:
+    """Returns a context that turns exceptions of foreign code into errors, each with its line and its cure."""
+    return Explained(functools.partial(_error_of, owners))
+
+
+def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
+    """Returns the error for an exception of foreign code; None for torchport's own exceptions and a lack of memory."""
+    causes = [exception]  # upstream wraps errors in errors that say less
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    if isinstance(causes[-1], MemoryError):  # no line of code is at fault
+        return None
+    frames = frames_of(causes, owners)
+    unparsed = syntax_frame(causes[-1])
+    frames += [unparsed] if unparsed is not None else []
+    frame = unparsed or culprit(causes[-1], frames)
+    if frame is None and owners.is_script:
+        frame = script_frame(frames, owners)
+    if frame is None:
+        return None
+    if frame not in frames:
+        frames.insert(0, frame)
+    failure = Failure(owners, causes[-1], frame, frames)
+    kind = failure.kind()
+    fact, remedy, entry = CURES[kind](failure)
+    error = kind(frame.place, fact, remedy, owner=frame.owner)
+    shown = shown_frames(frames, frame)
+    more = f"{len(frames) - len(shown)} more frames: "
+    more += "its __cause__ has them" if owners.is_script else "torchport -v COMMAND"
+    error.details = [
+        *(frame.text() for frame in shown),
+        f"  {failure.reason}  ({more})",
+        *(entry.text.splitlines() if entry else ()),
+    ]
+    error.trace = "".join(traceback.format_exception(exception))
+    return error
