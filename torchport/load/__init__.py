@@ -1,22 +1,27 @@
-"""Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo."""
+"""Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo.
+
+torchport fills modules itself (`module`). Text encoders, tokenizers and schedulers are loaded by upstream's own
+`from_pretrained`, here.
+"""
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchport.config.card import Card, Component
-from torchport.errors import BadValueError, CheckpointForeignError
-from torchport.load import checkpoint, modular, pretrained
-from torchport.load.foreign import check_values
+from torchport.errors import BadValueError, CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError
+from torchport.load import checkpoint, modular, pickled
+from torchport.load.foreign import check_values, reading
 from torchport.load.layout import Layout as Layout
 from torchport.load.layout import layout_of as layout_of
 from torchport.load.lora import Lora as Lora
 from torchport.load.lora import Loras as Loras
+from torchport.load.module import MOST, SAME, account, building, check_dtype, check_filled
 from torchport.load.module import Builder as Builder
 from torchport.load.module import Maker as Maker
 from torchport.load.module import Recipe as Recipe
-from torchport.load.module import account, check_dtype
 from torchport.load.module import build as build
 from torchport.load.module import class_of as class_of
 from torchport.load.module import configuration as configuration
@@ -25,8 +30,7 @@ from torchport.load.module import fill as fill
 from torchport.load.module import fill_buffers as fill_buffers
 from torchport.load.module import published as published
 from torchport.load.module import tensors as tensors
-from torchport.load.pretrained import part as part
-from torchport.load.pretrained import text_encoder as text_encoder
+from torchport.progress import log
 
 
 def is_built_here(component: Component) -> bool:
@@ -78,9 +82,9 @@ def account_component(
         for stored in layout.held(folder).values():
             check_dtype(stored.file, stored.name, stored.dtype, torch.float32)
     elif issubclass(class_of(component.class_), torch.nn.Module):
-        pretrained.account(component, folder)
+        _account_pretrained(component, folder)
     else:
-        pretrained.check_part(component.class_, folder)
+        _check_part(component.class_, folder)
 
 
 def check_init(card: Card, folder: Path) -> None:
@@ -101,3 +105,127 @@ def check_init(card: Card, folder: Path) -> None:
                 f"The card '{card.model}' has {init.get(name)!r} under 'call.init': name a checkpoint of that model"
             )
             raise CheckpointForeignError(str(file), fact, remedy, name=name)
+
+
+def _pretrained_files(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Returns file, dtype and shape of each tensor that transformers reads, from safetensors or pickle, or raises."""
+    file = folder / "pytorch_model.bin"
+    if file.is_file() and not any(folder.glob("*.safetensors*")):
+        return {name: (file, entry) for name, entry in pickled.header(file).items()}
+    files = sorted(set(checkpoint.weight_files(folder).values()))
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if not any((folder / name).is_file() for name in names):
+        fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
+        raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
+    return {name: (file, entry) for file in files for name, entry in checkpoint.header(file).items()}
+
+
+def _account_pretrained(component: Component, folder: Path) -> None:
+    """Refuses a transformers model whose files lack a tensor, or hold a tensor of another model, before any is read.
+
+    transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
+    without storage. It would fill a missing tensor with new random values in every run.
+    """
+    module = _from_pretrained(component, folder, device_map="meta")
+    integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
+    is_unread = layout_of(component, component.file, []).is_unread
+    for name, (file, entry) in _pretrained_files(folder).items():
+        if not is_unread(name):
+            check_dtype(file, name, entry["dtype"], integers.get(name, torch.float32))
+
+
+def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
+    """Returns a transformers model; refuses missing, unexpected and mismatched keys."""
+    _pretrained_files(folder)  # raises for files that transformers would not read
+    cls = class_of(component.class_)
+    _check_config(cls, folder)
+    module: torch.nn.Module
+    with building(cls.__name__, f"{folder}/config.json"):
+        module, info = cls.from_pretrained(
+            folder,
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **options,
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        keys = sorted(str(key) for key in info.get(kind) or ())
+        if kind == "unexpected_keys":
+            is_unread = layout_of(component, component.file, []).is_unread
+            keys = [key for key in keys if not is_unread(key)]
+        if keys:
+            raise CheckpointForeignError(
+                str(folder),
+                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0][:120]}')",
+                SAME,
+                keys=keys,
+            )
+    return module
+
+
+def _check_config(cls: Any, folder: Path) -> None:
+    """Refuses a `config.json` of another class, with too many layers, other weight files, or dtypes that round."""
+    file = folder / "config.json"
+    config = checkpoint.read_json(file)
+    expected, model_type = cls.config_class.model_type, config.get("model_type")
+    if model_type != expected:
+        fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{expected}': name a checkpoint of this model"
+        raise CheckpointForeignError(str(file), fact, remedy)
+    if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
+        fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"
+        raise CheckpointForeignError(str(file), fact, "Remove it, and keep the weights in model.safetensors")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in part.items():
+            if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
+                fact, remedy = f"'{key}' is {value:.3g}", f"It must be at most {MOST}: name a checkpoint of this model"
+                raise CheckpointForeignError(str(file), fact, remedy)
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) not in (None, "auto", *checkpoint.FLOATS.values()):
+                fact, dtypes = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
+                raise CheckpointForeignError(str(file), fact, f"It must be one of {dtypes}")
+
+
+def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> torch.nn.Module:
+    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`."""
+    if component.file is not None:
+        name = class_of(component.class_).__name__
+        fact = f"'file' is '{component.file}', and transformers reads a {name} under names of its own"
+        raise BadValueError(str(folder), fact, "Add 'build', which makes one that torchport fills")
+    checkpoint.weight_files(folder)  # raises if the files are not one set of weights
+    _account_pretrained(component, folder)
+    log.info("load %s ...", what)
+    module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        check_filled(name, tensor, folder)
+    return module.eval().requires_grad_(False)
+
+
+def part(class_path: str, folder: Path) -> Any:
+    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`."""
+    _check_part(class_path, folder)
+    with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
+        loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)
+        if getattr(loaded, "chat_template", None):  # it is tried here, so that a broken one is refused
+            loaded.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
+        return loaded
+
+
+def _check_part(class_path: str, folder: Path) -> None:
+    """Refuses a tokenizer, scheduler or other part without weights whose files are missing, or of another class."""
+    if not folder.is_dir():
+        raise CheckpointMissingError(str(folder), "The folder is missing", checkpoint.WHOLE)
+    cls, files = class_of(class_path), sorted(folder.glob("*.json"))
+    if not hasattr(cls, "from_pretrained"):
+        remedy = "Give its component a 'dtype' if it has weights, or make it in the stage's 'load'"
+        raise BadValueError(str(folder), f"{cls.__name__} has no 'from_pretrained'", remedy)
+    for file in files:
+        config = checkpoint.read_json(file)
+        if file.name == getattr(cls, "config_name", None):
+            check_values(cls, file, config)
+    # Without its vocabulary transformers silently makes an empty tokenizer.
+    names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
+    fast_file = names.pop("tokenizer_file", None)
+    has_fast = fast_file is not None and (folder / fast_file).is_file()
+    has_slow = all((folder / name).is_file() for name in names.values()) and (bool(names) or fast_file is None)
+    if not files or not (has_fast or has_slow):
+        raise CheckpointMissingError(str(folder), f"It lacks files of a {cls.__name__}", checkpoint.WHOLE)
