@@ -36,20 +36,14 @@ ENGINE = ("torch", "torchax")
 
 @dataclasses.dataclass(frozen=True)
 class PortDefaults:
-    """What `port` takes where its caller says nothing: the flags of `torchport exec`.
+    """What `port` takes where its caller says nothing: the flags of `torchport exec`."""
 
-    Attributes:
-        strategy: One of the card's.
-        mesh: Sizes of the axes.
-        attention: The implementation.
-        machine: The devices, such as `cpu:8`; None: what JAX finds. A child prepares them as its parent did.
-        strict: Whether an operator is refused that no sample has compared with PyTorch's.
-    """
-
-    strategy: str | None = None
-    mesh: Mapping[Axis, int] | None = None
+    strategy: str | None = None  #: One of the card's.
+    mesh: Mapping[Axis, int] | None = None  #: Sizes of the axes.
     attention: Implementation | None = None
+    #: The devices, such as `cpu:8`; None: what JAX finds. A child prepares them as its parent did.
     machine: str | None = None
+    #: Whether an operator is refused that no sample has compared with PyTorch's.
     strict: bool = False
 
     def prepare(self) -> None:
@@ -67,23 +61,14 @@ class PortDefaults:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A set of patches that is in force around somebody's code.
-
-    Attributes:
-        pack: Where patches and cards are read.
-        ledger: What became of each patch.
-        card: The model card; None where only patches were named.
-        document: Its lines, for errors.
-        backend: `torchax`, or `original`: upstream in PyTorch, with its plumbing patched.
-        choice: What `port` takes by default.
-    """
+    """A set of patches that is in force around somebody's code."""
 
     pack: Pack
-    ledger: Ledger
-    card: Card | None
-    document: Document | None
-    backend: str
-    choice: PortDefaults
+    ledger: Ledger  #: What became of each patch.
+    card: Card | None  #: The model card; None where only patches were named.
+    document: Document | None  #: The card's lines, for errors.
+    backend: str  #: `torchax`, or `original`: upstream in PyTorch, with its plumbing patched.
+    choice: PortDefaults  #: What `port` takes by default.
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a plain dict for each patch: its id, its target, and its state."""
@@ -142,21 +127,22 @@ def applied(
     card, document = (None, None) if model is None else pack.card(model)
     place = None if upstream_path is None else str(upstream_path)
     folder = None if card is None else checkout.find(card.checkout, place)
-    told: dict[str, Any] = {
+    choice = choice or PortDefaults()
+    entries = entries_of(pack, card, patches, backend)
+    same_call = {
         "model": model,
         "patches": list(patches),
         "upstream_path": folder and str(folder),
         "backend": backend,
+        "choice": dataclasses.asdict(choice),
+        "paths": [str(Path(path).resolve()) for path in paths],
     }
-    told["choice"] = dataclasses.asdict(choice or PortDefaults())
-    entries = entries_of(pack, card, patches, backend)
-    told["paths"] = [str(Path(path).resolve()) for path in paths]
     unregister = atexit.unregister
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_path(folder))
-        stack.enter_context(_told(told))
+        stack.enter_context(_passed_on(same_call))
         ledger = stack.enter_context(patch.applied(entries))
-        session = Session(pack, ledger, card, document, backend, choice or PortDefaults())
+        session = Session(pack, ledger, card, document, backend, choice)
         sessions.append(session)
         stack.callback(sessions.remove, session)
         atexit.register(stack.close)  # Python may end inside; later there are no modules to undo patches in
@@ -198,7 +184,7 @@ def _on_path(folder: Path | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(arguments: Mapping[str, Any]) -> Iterator[None]:
+def _passed_on(arguments: Mapping[str, Any]) -> Iterator[None]:
     """Sets the variable from which `arm` reads, in child processes, what `applied` was called with."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = json.dumps(arguments)
@@ -231,12 +217,12 @@ def arm(*_: object) -> None:
         BadValueError: No parent has told it anything.
         TooLateError: Upstream is imported already, and the original cannot be replaced everywhere.
     """
-    told = os.environ.get(VARIABLE)
-    if told is None:
+    call = os.environ.get(VARIABLE)
+    if call is None:
         fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
         raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
     if not registry.sets:
-        arguments = json.loads(told)
+        arguments = json.loads(call)
         choice = PortDefaults(**arguments.pop("choice"))
         choice.prepare()
         _armed.enter_context(applied(**arguments, choice=choice))

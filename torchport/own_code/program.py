@@ -26,29 +26,15 @@ _entered = contextlib.ExitStack()
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """The command line of `torchport exec`.
-
-    Attributes:
-        model: A model card.
-        words: The script and its arguments, or `-m` and a module.
-        upstream_path: The checkout of an upstream that is no installed package.
-        backend: `torchax`, or `original`.
-        patches: Further patches.
-        strategy: What a compiled network is sharded by; by default the card's first.
-        mesh: Sizes of the axes, `dp=2,tp=4`; by default one device.
-        machine: The devices, such as `cpu:8`; by default what JAX finds.
-        attention: The implementation of attention.
-        strict: Whether an operator is refused that no sample has compared with PyTorch's.
-        paths: The packs.
-    """
+    """The command line of `torchport exec`; see `applied` and `PortDefaults` for its fields."""
 
     model: str
-    words: Sequence[str]
+    words: Sequence[str]  #: The script and its arguments, or `-m` and a module.
     upstream_path: str | None = None
     backend: str = "torchax"
     patches: Sequence[str] = ()
     strategy: str | None = None
-    mesh: str | None = None
+    mesh: str | None = None  #: Sizes of the axes, `dp=2,tp=4`; by default one device.
     machine: str | None = None
     attention: Implementation | None = None
     strict: bool = False
@@ -68,7 +54,7 @@ def run(flags: Flags) -> None:
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
     _check_names(flags)
     arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
-    script.become(flags.words, "torchport.own_code.program:begin", arguments)
+    script.become(flags.words, "torchport.own_code.program:start", arguments)
 
 
 def _check_names(flags: Flags) -> None:
@@ -98,7 +84,7 @@ def axes_of(text: str | None) -> dict[Axis, int] | None:
     return mesh
 
 
-def begin(**arguments: Any) -> None:
+def start(**arguments: Any) -> None:
     """Runs in the process of the script, before it: puts the patches in force until the process ends."""
     flags = Flags(words=(), **arguments)
     handler = logging.StreamHandler()
