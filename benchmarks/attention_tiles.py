@@ -318,7 +318,7 @@ def attention_call(
     """
     how: dict[str, Any] = {"scale": head_size**-0.5}
     if implementation == "splash":
-        how |= {"causal": False, "window": None, "padding": padding, **tile}
+        how |= {"causal": False, "window": None, "padding": padding, "tile": SplashTile(**tile)}
         attention: Callable[..., jax.Array] = splash.attention
     else:
         how |= {"bounded": bounded, "tile": Tile(**tile), "vmem_bytes": vmem_bytes}

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention import splash
+from torchport.kernels.attention.tiles import SplashTile
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
-NAMES = (
-    "scale", "causal", "window", "block_q", "block_kv", "block_kv_compute", "padding", "smooth_keys", "interpret"
-)  # fmt: skip
+NAMES = ("scale", "causal", "window", "tile", "padding", "interpret")
 ATTENTION = jax.jit(splash.attention, static_argnames=NAMES)
-SMALL = {"block_q": 128, "block_kv": 256, "block_kv_compute": 128, "interpret": True}
+SMALL = {"tile": SplashTile(128, 256, 128), "interpret": True}
 
 
-def attend(q, k, v, lengths_B=None, **options):
+def attend(q, k, v, lengths_B=None, *, smooth_keys=False, **options):
     """Attention with the usual scale and small tiles, interpreted."""
+    k = splash.smooth(k, lengths_B) if smooth_keys else k
     usual = {"lengths_B": lengths_B, "scale": q.shape[3] ** -0.5, "causal": False, "window": None}
     return ATTENTION(q, k, v, **{**usual, **SMALL, **options})
 
@@ -38,7 +38,8 @@ def attend(q, k, v, lengths_B=None, **options):
 @settings(max_examples=settings.default.max_examples // 8)
 @given(cases(largest=300), st.sampled_from(["feature", "segments"]), st.booleans())
 def test_any_case_agrees_with_float64(case, padding, smooth_keys):
-    o = ATTENTION(*case.tokens(), **case.options(), **SMALL, padding=padding, smooth_keys=smooth_keys)
+    q, k, v = case.tokens()
+    o = attend(q, k, v, **case.options(), padding=padding, smooth_keys=smooth_keys)
     assert o.dtype == case.dtype
     assert case.distance(o) <= BOUNDS[case.dtype]
 
@@ -100,7 +101,7 @@ def test_a_query_that_sees_no_key_gets_zero():
 def test_tiles_that_the_kernel_does_not_take_are_refused():
     q, k, v = tokens(6, 1, 1, 8, 8, 8)
     with pytest.raises(AttentionError) as caught:
-        attend(q, k, v, block_q=100)
+        attend(q, k, v, tile=SplashTile(100, 256, 128))
     assert str(caught.value) == "attention 'splash': block_q is 100. Give a multiple of 128."
     with pytest.raises(AttentionError, match="block_kv is 256 with a block_kv_compute of 384"):
-        attend(q, k, v, block_kv_compute=384)
+        attend(q, k, v, tile=SplashTile(128, 256, 384))

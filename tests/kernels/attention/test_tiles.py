@@ -6,7 +6,7 @@ import pytest
 
 from torchport.config.machine import MIB, TPU_CHIPS
 from torchport.errors import AttentionError, MissingKeyError, UnknownKeyError, VmemError, WrongTypeError
-from torchport.kernels.attention import splash, tiles
+from torchport.kernels.attention import tiles
 from torchport.kernels.attention.tiles import (
     SplashTile,
     Tile,
@@ -119,12 +119,3 @@ def test_two_rows_of_one_key_are_refused_with_both_lines(tmp_path):
     other = ROW.replace("block_q: 8192", "block_q: 4096")
     text = refusal(lambda: read_table(written(tmp_path, ROW, ROW.replace("true", "false"), other)), WrongTypeError)
     assert text == "tiles.yaml:4: The row of v6e with head size 128 stands here and on line 2. Keep one of the two."
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(100, 100), (3000, 1300), (112_856, 112_856), (2049, 600)])
-def test_jaxs_tile_is_fitted_as_the_kernel_fits_it(queries, keys):
-    tile = SplashTile(2048, 2048, 1024)
-    blocks = splash._blocks(queries, keys, 2048, 2048, 1024)
-    fitted = tile.fitted(queries, keys)
-    assert (fitted.block_q, fitted.block_kv) == (blocks.block_q, blocks.block_kv)
-    assert fitted.block_kv_compute == blocks.block_kv_compute

@@ -379,11 +379,10 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
     options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
     if problem.tile is not None:
-        compute = min(problem.tile.block_kv, 1024)
-        options |= {"block_q": problem.tile.block_q, "block_kv": problem.tile.block_kv, "block_kv_compute": compute}
+        block_q, block_kv = problem.tile.block_q, problem.tile.block_kv
+        options["tile"] = tiles.SplashTile(block_q, block_kv, min(block_kv, 1024))
     elif problem.chip is not None:
-        best = tiles.best(problem.chip, "splash", problem.head_size, bounded=False)
-        options |= dataclasses.asdict(best)
+        options["tile"] = tiles.best(problem.chip, "splash", problem.head_size, bounded=False)
     if current().rehearse:
         return q
     return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
@@ -408,6 +407,7 @@ def transposed_options(
     vmem = TPU_CHIPS[chip].vmem
     name: Literal["splash_int8", "splash_transposed"] = "splash_int8" if int8 else "splash_transposed"
     tile = problem.tile or tiles.best(chip, name, head_size, problem.bounded)
+    assert isinstance(tile, tiles.Tile)  # JAX's own kernel alone has another kind
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
     tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
     options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}

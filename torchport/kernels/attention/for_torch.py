@@ -138,34 +138,28 @@ def _by_kernel(
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes `self_attention` by the kernel, in JAX: norms go into it as arrays of gains."""
+    import jax
+
     from torchport.kernels.attention import self_attention as in_jax
     from torchport.kernels.attention.rotary import Norm
 
-    def kinds(stream: Stream) -> list[dict[str, Any] | None]:
-        return [None if norm is None else norm_kind(norm) for norm in (stream.norm_q, stream.norm_k)]
+    def in_tokens(stream: Stream) -> in_jax.Tokens:
+        norms = [
+            None if norm is None else Norm(norm.weight, getattr(norm, "bias", None), **norm_kind(norm))
+            for norm in (stream.norm_q, stream.norm_k)
+        ]
+        return in_jax.Tokens(stream.q, stream.k, stream.v, *norms)
 
-    def tensors(stream: Stream) -> list[Any]:
-        norms = (stream.norm_q, stream.norm_k)
-        gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
-        return [stream.q, stream.k, stream.v, gains]
+    both = [None if stream is None else in_tokens(stream) for stream in (tokens, further)]
+    tensors, tree = jax.tree.flatten((*both, *rotary, lengths, project.weight, project.bias))
 
-    def as_tokens(stream_arrays: Any, kinds: list[dict[str, Any] | None]) -> in_jax.Tokens:
-        q, k, v, gains = stream_arrays
-        norms = [None if kind is None else Norm(*gain, **kind) for gain, kind in zip(gains, kinds, strict=True)]
-        return in_jax.Tokens(q, k, v, *norms)
-
-    def run(stream: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        """Calls the kernel and the projection on arrays; the kinds of norms are those of the modules."""
-        first = as_tokens(stream, kinds(tokens))
-        second = None if further is None else as_tokens(others, kinds(further))
-        cos, sin = tables
+    def run(*arrays: Any) -> tuple[Any, Any]:
+        """Calls the kernel and the projection on the arrays of these tensors."""
+        first, second, cos, sin, lengths_B, weight, bias = tree.unflatten(arrays)
         out, rest = in_jax.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
         return in_jax.linear_of_parts(out, weight, bias), rest
 
-    both = [None if stream is None else tensors(stream) for stream in (tokens, further)]
-    output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_kernel(
-        run, *both, tuple(rotary), lengths, project.weight, project.bias
-    )
+    output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_kernel(run, *tensors)
     return output
 
 

@@ -11,6 +11,7 @@ Source: jax 0.10.2, `splash_attention_kernel.py`. Masking the padding in the pro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -19,9 +20,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention.plain import Window, limits, sees_a_key, without_padding
-from torchport.kernels.attention.tiles import up
+from torchport.kernels.attention.tiles import LANES, SplashTile, up
 
-LANES = 128
+USUAL_TILE = SplashTile(2048, 2048, 1024)
 HIDDEN = -(2.0**100)
 """Score of a padded key: exact in bfloat16, far below any real score, and far above the kernel's own -2.4e38."""
 
@@ -50,24 +51,21 @@ def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
     return splash_attention_mask.LocalMask((queries, keys), (left, right), 0)
 
 
-def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compute: int) -> Any:
-    """Returns JAX's tile sizes, none larger than the sequence needs; refuses sizes that are no multiples."""
-    for name, block in (("block_q", block_q), ("block_kv", block_kv), ("block_kv_compute", block_kv_compute)):
+def _check_tile(tile: SplashTile) -> None:
+    """Refuses a tile whose sizes are not the multiples that the kernel computes at once."""
+    for name, block in dataclasses.asdict(tile).items():
         if block <= 0 or block % LANES:
             raise AttentionError(
                 "attention 'splash'", f"{name} is {block}", f"Give a multiple of {LANES}", **{name: block}
             )
-    if block_kv % block_kv_compute:
+    if tile.block_kv % tile.block_kv_compute:
         raise AttentionError(
             "attention 'splash'",
-            f"block_kv is {block_kv} with a block_kv_compute of {block_kv_compute}",
+            f"block_kv is {tile.block_kv} with a block_kv_compute of {tile.block_kv_compute}",
             "Give a block_kv that is a multiple of block_kv_compute",
-            block_kv=block_kv,
-            block_kv_compute=block_kv_compute,
+            block_kv=tile.block_kv,
+            block_kv_compute=tile.block_kv_compute,
         )
-    block_kv_compute = min(block_kv_compute, up(keys, LANES))
-    block_kv = min(block_kv // block_kv_compute * block_kv_compute, up(keys, block_kv_compute))
-    return splash_attention_kernel.BlockSizes(min(block_q, up(queries, LANES)), block_kv, block_kv_compute)
 
 
 def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
@@ -103,11 +101,8 @@ def attention(
     scale: float,
     causal: bool,
     window: Window | None,
-    block_q: int = 2048,
-    block_kv: int = 2048,
-    block_kv_compute: int = 1024,
+    tile: SplashTile = USUAL_TILE,
     padding: Literal["feature", "segments"] = "feature",
-    smooth_keys: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by JAX's Splash Attention kernel, padding masked exactly.
@@ -116,19 +111,17 @@ def attention(
 
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
-        block_q: Queries of a tile, at most; a multiple of 128. The larger tiles need a larger scoped VMEM than XLA's
-            default (`xla_tpu_scoped_vmem_limit_kib`).
-        block_kv: Keys that are fetched at once, at most; a multiple of `block_kv_compute`.
-        block_kv_compute: Keys that are computed at once; a multiple of 128.
+        tile: How the work is cut, at most. The larger tiles need a larger scoped VMEM than XLA's default
+            (`xla_tpu_scoped_vmem_limit_kib`).
         padding: How padded keys are hidden: by a further feature, or by segment ids, which is for matrix units 128 wide
             (v5e, v5p) with a head size of 128 or a multiple.
     """
     batch, heads, queries, _ = q_BHSD.shape
     keys, size = v_BHTD.shape[2:]
-    blocks = _blocks(queries, keys, block_q, block_kv, block_kv_compute)
-    all_queries, all_keys = up(queries, blocks.block_q), up(keys, blocks.block_kv)
+    _check_tile(tile)
+    tile = tile.fitted(queries, keys)
+    all_queries, all_keys = up(queries, tile.block_q), up(keys, tile.block_kv)
     q_BHSD = (q_BHSD.astype(jnp.float32) * scale).astype(q_BHSD.dtype)
-    k_BHTD = smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
     valid_BT = _valid(batch, keys, all_keys, lengths_B)
     one_BS = hidden_BT = None
     if valid_BT is not None and padding == "feature":
@@ -137,7 +130,7 @@ def attention(
     q_NSD = _padded(q_BHSD, all_queries, one_BS)
     k_NTD = _padded(without_padding(k_BHTD, lengths_B), all_keys, hidden_BT)
     v_NTD = _padded(without_padding(v_BHTD, lengths_B), all_keys)
-    o_NSD = _run(mask, blocks, q_NSD, k_NTD, v_NTD, valid_BT, interpret=interpret)
+    o_NSD = _run(mask, tile, q_NSD, k_NTD, v_NTD, valid_BT, interpret=interpret)
     o_BHSD = o_NSD.reshape(batch, heads, all_queries, size)[:, :, :queries]
     seen = sees_a_key(queries, keys, lengths_B, causal, window)
     return jnp.where(seen, o_BHSD, jnp.zeros_like(o_BHSD))
@@ -145,7 +138,7 @@ def attention(
 
 def _run(
     mask: Any,
-    blocks: Any,
+    tile: SplashTile,
     q_NSD: jax.Array,
     k_NTD: jax.Array,
     v_NTD: jax.Array,
@@ -159,7 +152,7 @@ def _run(
     with precise:
         kernel = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * heads),
-            block_sizes=blocks,
+            block_sizes=splash_attention_kernel.BlockSizes(**dataclasses.asdict(tile)),
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,

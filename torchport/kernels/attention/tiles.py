@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, overload
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -231,17 +231,7 @@ def read_table(file: Path) -> TileTable:
     return contents
 
 
-@overload
-def best(
-    chip: str, implementation: Literal["splash_transposed", "splash_int8"], head_size: int, bounded: bool
-) -> Tile: ...
-
-
-@overload
-def best(chip: str, implementation: Literal["splash"], head_size: int, bounded: bool = False) -> SplashTile: ...
-
-
-def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = False) -> Tile | SplashTile:
+def best(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Tile | SplashTile:
     """Returns the best tile in the table for a chip and a head size.
 
     Args:
