@@ -58,8 +58,8 @@ def convolved(
     def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
         """Computes one device's part, sample by sample, with the borders of its neighbours."""
         # One sample after the other: the kernel takes the frames of one video.
-        height = part.shape[3] * _ways(form.rows)
-        width = part.shape[4] * _ways(form.columns)
+        height = part.shape[3] * ways(form.rows)
+        width = part.shape[4] * ways(form.columns)
         fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
         fits = fits and (request.zoom == 1 or _upsamples(request, part, weight, given))
         takes_kernel = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
@@ -104,13 +104,13 @@ def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
 
 def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
     """Returns a device's part of a scale or shift, [H, W + 2, T, C], with neighbours' borders; 0 outside the video."""
-    height, width = (scale_CTHW.shape[n] * _ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
+    height, width = (scale_CTHW.shape[n] * ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
     x = scale_CTHW.astype(jnp.float32).transpose(2, 3, 1, 0)
     x, (left, right) = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), edges=False)
     return jnp.concatenate([left, x, right], axis=1)
 
 
-def _ways(axes: tuple[str, ...]) -> int:
+def ways(axes: tuple[str, ...]) -> int:
     return int(lax.axis_size(axes)) if axes else 1
 
 
@@ -221,7 +221,7 @@ def sides(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[j
     """
     first, last = (lax.index_in_dim(x, n, dim) for n in (0, x.shape[dim] - 1))
     before, after = (first, last) if edges else (jnp.zeros_like(first), jnp.zeros_like(last))
-    count = lax.axis_size(axes) if axes else 1
+    count = ways(axes)
     if count == 1:
         return before, after
     number = lax.axis_index(axes)
@@ -237,7 +237,7 @@ def outside(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bo
     takes no other (`_after_last`).
     """
     size = x.shape[dim]
-    count = _valid_here(size, axes, valid)
+    count = valid_from_here(size, axes, valid)
     index = lax.broadcasted_iota(jnp.int32, [size if n == dim else 1 for n in range(x.ndim)], dim)
     last = lax.dynamic_slice_in_dim(x, jnp.clip(count - 1, 0, size - 1), 1, dim)
     return jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
@@ -247,11 +247,11 @@ def _after_last(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...],
     """Returns the slice after a part: the video's padding if the part has its last valid slice, else `after`."""
     size = x.shape[dim]
     last = lax.index_in_dim(x, size - 1, dim)
-    is_end = _valid_here(size, axes, valid) <= size
+    is_end = valid_from_here(size, axes, valid) <= size
     return jnp.where(is_end, last if edges else jnp.zeros_like(last), after)
 
 
-def _valid_here(size: int, axes: tuple[str, ...], valid: int) -> jax.Array:
+def valid_from_here(size: int, axes: tuple[str, ...], valid: int) -> jax.Array:
     """Returns how many valid slices there are from this device's first one on: also those of devices after it."""
     number = lax.axis_index(axes) if axes else jnp.int32(0)
     return valid - number * size

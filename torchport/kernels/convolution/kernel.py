@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torchport.kernels.attention.tiles import LANES, up
 from torchport.kernels.convolution.by_xla import Operands, activated
 
-LANES = 128
 ROWS = 256
 """Positions of one product: the weights, which have to be loaded for each, are loaded less often with more."""
 BLOCK = 256
@@ -60,12 +60,12 @@ class Conv:
     @property
     def channels(self) -> int:
         """C, as the ring has it."""
-        return -(-self.inputs // LANES) * LANES
+        return up(self.inputs, LANES)
 
     @property
     def depth(self) -> int:
         """Channels of a tap in a product: C, in whole registers of the weights."""
-        return -(-self.inputs // 16) * 16
+        return up(self.inputs, 16)
 
     @property
     def side(self) -> int:
@@ -101,12 +101,12 @@ class Conv:
     @property
     def sums(self) -> int:
         """N."""
-        return -(-self.taps * self.pitch // LANES) * LANES
+        return up(self.taps * self.pitch, LANES)
 
     @property
     def block(self) -> int:
         """B."""
-        return min(BLOCK, -(-self.outputs // LANES) * LANES)
+        return min(BLOCK, up(self.outputs, LANES))
 
     @property
     def blocks(self) -> int:

@@ -96,9 +96,7 @@ def _joined(
 
 def _valid(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> jax.Array:
     """Returns how many of a device's rows or columns are no padding."""
-    count = lax.axis_size(axes) if axes else 1
-    number = lax.axis_index(axes) if axes else jnp.int32(0)
-    return jnp.clip(valid_of(size * count) - number * size, 0, size)
+    return jnp.clip(forms.valid_from_here(size, axes, valid_of(size * forms.ways(axes))), 0, size)
 
 
 @dataclasses.dataclass(frozen=True)
