@@ -89,7 +89,7 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
 
     rules, rehearsal = of_task(task, name), preflight.rehearse(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
-    for rule, weight_rules in _by_rule(rules.own.weights, rehearsal.weights):
+    for rule, weight_rules in _by_rule(rules.as_written.weights, rehearsal.weights):
         size = shard.device_bytes(
             {key: shapes[key] for key in weight_rules}, weight_rules, task.job.mesh, task.dtype(name)
         )
@@ -101,8 +101,8 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
             order = tuple(map(_spec_words, (entry.spec, *entry.otherwise)))
             more = ("the first that divides",) if entry.otherwise else ()
             yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
-    by_module = activations.rule_by_module(rehearsal.module, rules.own.activations, rules.place("activations"))
-    for kind in rules.own.activations:
+    by_module = activations.rule_by_module(rehearsal.module, rules.as_written.activations, rules.place("activations"))
+    for kind in rules.as_written.activations:
         notes = ("may be padded",) if kind.uneven else ()
         count = sum(rule is kind for rule in by_module.values())
         if kind.is_shared and not count:

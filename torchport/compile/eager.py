@@ -26,8 +26,8 @@ class FirstNotFinite:
         if self.text or not (bad := _not_finite_counts({"": output})):
             return
         count, size = next(iter(bad.values()))
-        held = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        if weights := _not_finite_counts(held):
+        tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        if weights := _not_finite_counts(tensors):
             cause = f"its '{next(iter(weights))}' has them already"
         elif _not_finite_counts({"args": args, "kwargs": kwargs}):
             cause = "what it is called with has them already"

@@ -55,16 +55,12 @@ Part = tuple[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Stands in a term for a mutable object, which is a node of the graph, or for a tensor.
+    """Stands in a term for a mutable object, which is a node of the graph, or for a tensor."""
 
-    Attributes:
-        kind: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; or a `table`, a
-            tensor of the host whose values are in the program.
-        number: Its number among those of its kind, from 0 on.
-    """
-
+    #: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; or a `table`, a tensor of
+    #: the host whose values are in the program.
     kind: str
-    number: int
+    number: int  #: Its number among those of its kind, from 0 on.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import torch
 
-from torchport import load, shard
+from torchport import load, patch, shard
 from torchport.compile import program, step_cache
 from torchport.compile.eager import Eager, FirstNotFinite, How, plainly
 from torchport.compile.rules import Rules, of_task
@@ -298,11 +298,11 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     written = of_task(task, component)
-    rules, places = written.own.weights, written.places("weights")
+    rules, places = written.as_written.weights, written.places("weights")
     numbers = list(range(len(rules)))
     if stage.without:
-        every = [name for name, _ in published(task, component).named_parameters()]
-        others = shard.firsts(rules, [name for name in every if is_left_out(stage, name)])
+        names = [name for name, _ in published(task, component).named_parameters()]
+        others = shard.firsts(rules, [name for name in names if is_left_out(stage, name)])
         here = shard.firsts(rules, shapes)
         numbers = [n for n in numbers if n in here or n not in others]
     rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
@@ -364,7 +364,7 @@ def compiled(
     weights: Mapping[str, Any],
     mesh: jax.sharding.Mesh,
     *,
-    trace: program.TraceGuard | None = None,
+    trace: patch.Trace | None = None,
     record: Callable[[Any], None] | None = None,
 ) -> program.Compiled:
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
@@ -376,7 +376,7 @@ def compiled(
     bounds, jit = _score_bounds(rules, weights), task.request.execution.jit
     cache = step_cache_of(task, stage)
     # Op by op a stack would be traced whole, and no value of a block could be seen.
-    stacks = rules.own.stacks if task.job.stacked and jit else {}
+    stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
     if cache is not None:
         stacks = step_cache.stacks(cache, stacks)
@@ -407,7 +407,7 @@ def ported(
     mesh: jax.sharding.Mesh,
     *,
     how: How,
-    trace: program.TraceGuard | None,
+    trace: patch.Trace | None,
     attention: Implementation | None = None,
 ) -> program.Compiled:
     """Returns a caller's own module as programs on a mesh; its weights are placed, and nothing is traced yet.
@@ -419,7 +419,7 @@ def ported(
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {axis: mesh.shape[axis] for axis in shard.AXES}
     chosen = shard.match(
-        rules.own.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
+        rules.as_written.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
     )
     if any(tensor.is_meta for tensor in module.parameters()):  # of a plan
         weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
@@ -427,7 +427,7 @@ def ported(
         weights = shard.place(tensors.items(), chosen, mesh)
     bounds = _score_bounds(rules, weights)
     _release(module)
-    more: dict[str, Any] = {"stacks": rules.own.stacks, "spare": rules.of_card, "strict": rules.strict}
+    more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.of_card, "strict": rules.strict}
     network = _network_of(module, rules, chosen, how=how, outputs=("output",), **more)
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
 
@@ -442,11 +442,11 @@ def _network_of(
         rules.name,
         place=rules.place("inputs"),
         places=rules.places("inputs"),
-        precision=rules.own.precision,
-        activations=rules.own.activations,
+        precision=rules.as_written.precision,
+        activations=rules.as_written.activations,
         gathered=shard.gathered(weights),
         place_of=rules.program_place,
-        differing=rules.own.operators,
+        differing=rules.as_written.operators,
         **fields,
     )
 

@@ -189,8 +189,8 @@ def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     )
     written = of_task(task, name)
     # Buffers are made later: rules for them match nothing yet, or only what an earlier rule matches.
-    firsts = shard.firsts(written.own.weights, shapes)
-    rules = [rule for n, rule in enumerate(written.own.weights) if n in firsts]
+    firsts = shard.firsts(written.as_written.weights, shapes)
+    rules = [rule for n, rule in enumerate(written.as_written.weights) if n in firsts]
     rule_of = shard.match(rules, shapes, task.job.mesh, written.place("weights"))
     return shard.device_bytes(shapes, rule_of, task.job.mesh, task.dtype(name))
 
@@ -204,7 +204,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
         module = network.module_of(stage, parts)
         weights = network.weight_rules(task, stage, module)
         place = rules.place("activations")
-        check_called = activations.check(module, rules.own.activations, dict(mesh.shape), place)
+        check_called = activations.check(module, rules.as_written.activations, dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
         largest, attention = [0], _Attention()

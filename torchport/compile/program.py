@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy
@@ -37,11 +37,6 @@ LARGE = 2**20
 """Bytes of a constant that XLA would compile slowly: it becomes an argument of its program."""
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 """Modules that are not called: their items are."""
-
-
-class TraceGuard(Protocol):
-    def check(self) -> None:
-        """Raises StaleTraceError if the patches for the trace are no longer in force."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +112,7 @@ class Compiled:
 
     Args:
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
+        trace: The patches under which it is traced: a later trace under others is refused. None: any will do.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
     """
@@ -130,7 +126,7 @@ class Compiled:
         weights: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         *,
-        trace: TraceGuard | None = None,
+        trace: patch.Trace | None = None,
         attention: dispatch.Context = dispatch.NONE,
         jit: bool = True,
     ) -> None:
@@ -209,7 +205,7 @@ class Compiled:
             The first output, or a tuple of all if they have names.
         """
         arrays, static = self._arrays_and_static(inputs)
-        with _memory(self.network.name):
+        with _lack_of_memory_refused(self.network.name):
             program = self._program(arrays, static) if self.jit else self._tracing()(self._function(static, []))
             output = program(*self._arguments(arrays))
             if not self.network.outputs:
@@ -226,7 +222,7 @@ class Compiled:
             **inputs: As of a call; in place of arrays there may be `jax.ShapeDtypeStruct`s with shardings.
         """
         arrays, static = self._arrays_and_static(inputs)
-        with _memory(self.network.name):
+        with _lack_of_memory_refused(self.network.name):
             return self._program(arrays, static).out_info
 
     def _arrays_and_static(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
@@ -419,7 +415,7 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def _memory(what: str) -> Iterator[None]:
+def _lack_of_memory_refused(what: str) -> Iterator[None]:
     """Turns XLA's out-of-memory error into a refusal with the bytes that XLA requested."""
     try:
         yield

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torchport import shard
-from torchport.config import Document, Frozen, parse_document, validated
+from torchport.config import Document, parse_document, validated
 from torchport.config.card import Card, ScoreBound, Stack, Word
-from torchport.config.strategy import ActivationRule, Axis, Rule, WeightRule, shared_strategies
+from torchport.config.strategy import Axis, NetworkRules, Rule, shared_strategies
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.task import Task
 
@@ -19,15 +19,9 @@ PLACE = "port(strategy=...)"
 MESH = "port(mesh=...)"
 
 
-class _OwnRules(Frozen):
+class WrittenRules(NetworkRules):
     """The rules as they are written: by a card for one component, or by a caller of `port`."""
 
-    weights: list[WeightRule]
-    """The rules for its parameters and buffers."""
-    inputs: list[Rule]
-    """The rules for the tensors that it is called with."""
-    activations: list[ActivationRule] = []
-    """The rules for what its modules return."""
     stacks: dict[str, Stack] = {}
     """By the path of a list of blocks in it: the blocks that are compiled as one."""
     precision: Literal["default", "high", "highest"] = "default"
@@ -41,7 +35,7 @@ class Rules:
     """The rules of one network, and where they are written, for errors."""
 
     name: str
-    own: _OwnRules
+    as_written: WrittenRules
     document: Document
     strategy: Sequence[str | int] = ()  #: Path of the card's strategy; empty for other rules.
     written: str = ""  #: The name that the card's file has for the component.
@@ -60,7 +54,7 @@ class Rules:
 
     @property
     def inputs(self) -> list[Rule]:
-        return [*self.extra, *self.own.inputs]
+        return [*self.extra, *self.as_written.inputs]
 
     def _path(self, kind: Kind) -> list[str | int]:
         rest = [kind, *([self.written] if self.of_card else [])]
@@ -71,7 +65,9 @@ class Rules:
         return self.document.place(self._path(kind))
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
-        places = [self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.own, kind)))]
+        places = [
+            self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.as_written, kind)))
+        ]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
 
     def program_place(self, what: str) -> str:
@@ -92,7 +88,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     if component not in chosen.weights:
         fact = f"The strategy '{strategy}' of '{card.model}' has no rules for '{component}'"
         raise UnknownNameError("port", fact, nearest(component, chosen.weights), name=component)
-    own = _OwnRules(
+    written = WrittenRules(
         weights=chosen.weights[component],
         inputs=chosen.inputs[component],
         activations=chosen.activations.get(component, []),
@@ -103,7 +99,9 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
     at = ["strategies", strategy]
-    return Rules(component, own, document, at, card.written(component), bounds, divides, extra=extra, base=chosen.like)
+    return Rules(
+        component, written, document, at, card.written(component), bounds, divides, extra=extra, base=chosen.like
+    )
 
 
 def of_task(task: Task, component: str) -> Rules:
@@ -121,8 +119,8 @@ def of_shared(name: str, strategy: str) -> Rules:
         fact = f"There is no shared strategy '{strategy}', and no model's card is in force"
         raise UnknownNameError(PLACE, fact, nearest(strategy, known), name=strategy)
     shared = known[strategy].network
-    own = _OwnRules(weights=shared.weights, inputs=shared.inputs, activations=shared.activations)
-    return Rules(name, own, Document(f"port(strategy={strategy!r})", {}, {}))
+    written = WrittenRules(weights=shared.weights, inputs=shared.inputs, activations=shared.activations)
+    return Rules(name, written, Document(f"port(strategy={strategy!r})", {}, {}))
 
 
 def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
@@ -135,7 +133,7 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
         document = parse_document(rules, PLACE)
     else:
         document = Document(PLACE, dict(rules), {}, _places(rules))
-    return Rules(name, validated(_OwnRules, document), document)
+    return Rules(name, validated(WrittenRules, document), document)
 
 
 def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
@@ -149,7 +147,9 @@ def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
 
 def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) -> None:
     """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads."""
-    shard.check_used(mesh, [rules.own.weights, rules.inputs], rules.own.activations, lambda _: MESH, rules.name)
+    shard.check_used(
+        mesh, [rules.as_written.weights, rules.inputs], rules.as_written.activations, lambda _: MESH, rules.name
+    )
     for axis, path in rules.divides.items():
         key = path.partition(".")[2]
         number, place = config.get(key), rules.document.place([*rules.strategy, "divides", axis])

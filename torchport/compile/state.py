@@ -32,32 +32,24 @@ _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 
 @dataclasses.dataclass
 class Snapshot:
-    """What a call of a ported module can reach before or after it: mutable objects, as nodes of a graph, and tensors.
+    """What a call of a ported module can reach before or after it: mutable objects, nodes of a graph, and tensors."""
 
-    Attributes:
-        root: The terms of the arguments, by parameter; after a call, the term of its return value.
-        things: The nodes, by number.
-        parts: The parts of each node; `terms` has them as terms.
-        paths: The names that lead from the arguments to each node; None: it is reached otherwise.
-        inputs: The tensors that are inputs, with their names.
-        firsts: Of each input, the number of the first one that is the same tensor.
-        views: The inputs that lie in another one: its number, and the size, the strides and the offset of the part.
-        tables: The tensors of the host whose values are in the program.
-        marks: What each table's values are recognised by.
-        outputs: The traced tensors that are no inputs.
-    """
-
+    #: The terms of the arguments, by parameter; after a call, the term of its return value.
     root: Any = ()
-    things: list[Any] = dataclasses.field(default_factory=list)
-    parts: list[dict[Part, Any]] = dataclasses.field(default_factory=list)
-    terms: list[dict[Part, Any]] = dataclasses.field(default_factory=list)
+    things: list[Any] = dataclasses.field(default_factory=list)  #: The nodes, by number.
+    parts: list[dict[Part, Any]] = dataclasses.field(default_factory=list)  #: Of each node, its parts.
+    terms: list[dict[Part, Any]] = dataclasses.field(default_factory=list)  #: Of each node, its parts as terms.
+    #: The names that lead from the arguments to each node; None: it is reached otherwise.
     paths: list[tuple[str, ...] | None] = dataclasses.field(default_factory=list)
-    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  #: The program's inputs, by name.
+    #: Of each input, the number of the first one that is the same tensor.
     firsts: list[int] = dataclasses.field(default_factory=list)
+    #: The inputs that lie in another one: its number, and the size, the strides and the offset of the part.
     views: dict[int, tuple[int, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+    #: The tensors of the host whose values are in the program.
     tables: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    marks: tuple[Any, ...] = ()
-    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    marks: tuple[Any, ...] = ()  #: What each table's values are recognised by.
+    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)  #: The traced tensors that are no inputs.
 
     def key(self, submodules: Collection[int]) -> Any:
         """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
@@ -97,32 +89,22 @@ def _kind(thing: Any, is_submodule: bool) -> Any:
 
 
 class Effects(NamedTuple):
-    """What each call of a program returns and changes, described as terms (`graph`).
-
-    Attributes:
-        returned: What it returns.
-        changed: The parts of the nodes that it changes, by number.
-        created: The nodes that it makes, with their parts.
-        written: The numbers of the inputs that it writes to.
-        tables: New values of tables, by number; those that it makes itself have the last numbers.
-        outputs: How many tensors there are for these terms. The program returns those that are no views, then those
-            that it writes to, and then buffers.
-        buffers: The names of the buffers that it has written to, or bound to other tensors.
-        parts: The new tables that lie in another table: its number, and the size, the strides and the offset.
-        views: The outputs that lie in the memory of an input or of another output; see `engine.views`.
-        holder: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
-    """
+    """What each call of a program returns and changes, described as terms (`graph`)."""
 
     returned: Any
-    changed: dict[int, dict[Part, Any]]
-    created: list[tuple[graph.Blank, dict[Part, Any]]]
-    written: list[int]
-    tables: dict[int, torch.Tensor]
+    changed: dict[int, dict[Part, Any]]  #: The parts of the nodes that it changes, by number.
+    created: list[tuple[graph.Blank, dict[Part, Any]]]  #: The nodes that it makes, with their parts.
+    written: list[int]  #: The numbers of the inputs that it writes to.
+    tables: dict[int, torch.Tensor]  #: New values of tables, by number; those that it makes have the last numbers.
+    #: How many tensors there are for these terms. The program returns those that are no views, then those that it
+    #: writes to, and then buffers.
     outputs: int
-    buffers: Sequence[str] = ()
+    buffers: Sequence[str] = ()  #: The names of the buffers that it has written to, or bound to other tensors.
+    #: The outputs that lie in the memory of an input or of another output; see `engine.views`.
     views: Mapping[int, tuple[str, int, tuple[Any, ...]]] = types.MappingProxyType({})
+    #: The new tables that lie in another table: its number, and the size, the strides and the offset.
     parts: Mapping[int, tuple[int, tuple[Any, ...]]] = types.MappingProxyType({})
-    holder: str = ""
+    holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
 
 
 class State:

@@ -73,9 +73,9 @@ def _run_or_reuse(
     """Returns stacked blocks' outputs, computed or taken from `before`; appends to `kept` what later steps reuse."""
     if before is not None:
         kept.append(tuple(before))
-        return tuple(before) if is_state else tuple(one + added for one, added in zip(carry, before, strict=True))
+        return tuple(before) if is_state else tuple(x + added for x, added in zip(carry, before, strict=True))
     outputs = run(carry)
-    kept.append(outputs if is_state else tuple(out - one for out, one in zip(outputs, carry, strict=True)))
+    kept.append(outputs if is_state else tuple(out - x for out, x in zip(outputs, carry, strict=True)))
     return outputs
 
 
@@ -142,7 +142,7 @@ class StepCached:
         if self.step in self.full or not slot.differences:
             return self._computed(slot, inputs)
         if self.cache.differences:
-            reused = _SERIES(slot.differences, float(self.step - slot.step))
+            reused = _series(slot.differences, float(self.step - slot.step))
             return self.compiled(**inputs, **{MODE: "reuse", KEPT: reused})[0]
         output, slot.differences[0] = self.compiled(**inputs, **{MODE: "reuse", KEPT: slot.differences[0]})
         return output
@@ -156,7 +156,7 @@ class StepCached:
         if isinstance(self.cache, Calibrate):
             self._ratios.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
         before = before[: self.cache.differences]
-        slot.differences = [kept, *(_DIVIDED(kept, before, float(self.step - slot.step)) if before else [])]
+        slot.differences = [kept, *(_divided(kept, before, float(self.step - slot.step)) if before else [])]
         slot.step = self.step
         return output
 
@@ -208,14 +208,16 @@ class StepCached:
         return {STATE + CURVE: torch.tensor(self.curve)} if self.curve else {}
 
 
+@functools.partial(jax.jit, donate_argnums=1)
 def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
     """Returns the finite differences of what is kept to what was kept before, one for each order, for `_series`."""
     rows = [kept]
     for old in before:
-        rows.append(jax.tree.map(lambda new, one: ((new - one) / interval).astype(one.dtype), rows[-1], old))
+        rows.append(jax.tree.map(lambda new, past: ((new - past) / interval).astype(past.dtype), rows[-1], old))
     return rows[1:]
 
 
+@jax.jit  # type: ignore[untyped-decorator]
 def _series(differences: list[Any], distance: Any) -> Any:
     """Extrapolates kept values over a distance in steps: a Taylor series with finite differences."""
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
@@ -229,8 +231,5 @@ def _series(differences: list[Any], distance: Any) -> Any:
 
 def _ratio(kept: jax.Array, before: jax.Array) -> jax.Array:
     """Returns the norm of what is kept over the norm of what was kept before, as the mean over tokens."""
-    new, old = (jnp.linalg.norm(one.astype(jnp.float32), axis=-1) for one in (kept, before))
+    new, old = (jnp.linalg.norm(values.astype(jnp.float32), axis=-1) for values in (kept, before))
     return (new / jnp.maximum(old, 1e-12)).mean()
-
-
-_DIVIDED, _SERIES = jax.jit(_divided, donate_argnums=1), jax.jit(_series)
