@@ -43,7 +43,7 @@ from torchport.errors import BadValueError, OutputError, TopologyError, UnknownN
 from torchport.files import folder
 from torchport.kernels.attention import splash, tiles, transposed
 from torchport.kernels.attention.int8 import EXPONENT
-from torchport.kernels.attention.tiles import LANES, TAIL, KernelName, SplashTile, Tile, up
+from torchport.kernels.attention.tiles import LANES, TAIL, KernelName, SplashTile, Tile, rounded_up
 from torchport.plan.tpu.bundles import MATMUL, KernelBundles, Region, Trips, compile_kernel, executed
 from torchport.progress import size_text, track
 from torchport.task import Request, Task, accept
@@ -378,21 +378,23 @@ def least(work: Work, tile: Tile | SplashTile, width: int, flops: int) -> float:
     # K Q^T has the features along the depth, and V^T P the keys, of which there are enough. JAX's own kernel has the
     # features there, or across, in both; one more with the keys where that hides the padding.
     further = padding(work.head_size, width) == "feature"
-    across = work.group * up(work.head_size, LANES // work.group) if is_ours else work.head_size + further
-    scores = up(across, width) / (2 if work.int8 else 1)
-    return half * (scores + (work.head_size if is_ours else up(work.head_size, width)))
+    across = work.group * rounded_up(work.head_size, LANES // work.group) if is_ours else work.head_size + further
+    scores = rounded_up(across, width) / (2 if work.int8 else 1)
+    return half * (scores + (work.head_size if is_ours else rounded_up(work.head_size, width)))
 
 
 def figures(kernel: KernelBundles, work: Work, tile: Tile | SplashTile, chip: Chip, width: int) -> Figures:
     steady = len(steady_bundles(kernel))
     if isinstance(tile, Tile):
         trips, group = transposed_trips(work, tile, chip.cores), work.group
-        lanes = 2 * group * up(work.head_size, LANES // group)
+        lanes = 2 * group * rounded_up(work.head_size, LANES // group)
         steps = trips.loops[0] * max(0, work.keys // tile.block_kv - 1)
     else:
         trips, group = splash_trips(work, tile, chip.cores), 1
         # HBM holds features in whole lanes; the keys may have a further one, which hides padding.
-        lanes = up(work.head_size, LANES) + up(work.head_size + (padding(work.head_size, width) == "feature"), LANES)
+        lanes = rounded_up(work.head_size, LANES) + rounded_up(
+            work.head_size + (padding(work.head_size, width) == "feature"), LANES
+        )
         steps = trips.loops[0]
     waits = max(0, math.ceil(least(work, tile, width, chip.bundle_flops)) - steady)
     step = 4 * tile.block_q * tile.block_kv * work.head_size * group

@@ -86,7 +86,7 @@ def test_components_may_share_a_file_each_with_the_names_of_its_own(tmp_path):
     torch.save({f"{part}.{name}": tensor for part in ("one", "two") for name, tensor in STATE.items()}, tmp_path / "x")
     layout = Layout("x", rename=[rule(r"one\.(.*)", r"\1")], unread=[r"two\..*"])
     assert_filled(filled(tmp_path, layout))
-    assert set(layout.held(tmp_path)) == {f"one.{name}" for name in STATE}
+    assert set(layout.stored_by_file_name(tmp_path)) == {f"one.{name}" for name in STATE}
     dead = dataclasses.replace(layout, rename=[*layout.rename, rule(r"two\.(.*)", r"\1")], places=["c:1", "c:2"])
     assert refusal(DeadRuleError, lambda: filled(tmp_path, dead)).startswith(r"c:2: Rule 2, 'two\.(.*)', matches none")
 

@@ -108,7 +108,7 @@ def constant(value: Any) -> tuple[type, Any] | None:
     return (kind, repr(value)) if kind is complex else None
 
 
-def inner(value: Any) -> Sequence[Any] | None:
+def values_in(value: Any) -> Sequence[Any] | None:
     """Returns the values in an immutable value, such as the items of a tuple; None for any other value."""
     if isinstance(value, tuple):
         return value
@@ -127,7 +127,7 @@ def _is_simple(value: Any) -> bool:
     """Returns whether a dict's key, or a set, frozenset or tuple of such, has no mutable object and no tensor in it."""
     if isinstance(value, tuple | frozenset | set):
         return {*map(type, value)} <= _CONSTANTS or all(map(_is_simple, value))
-    return not (isinstance(value, torch.Tensor) or is_node(value) or inner(value))
+    return not (isinstance(value, torch.Tensor) or is_node(value) or values_in(value))
 
 
 def is_node(value: Any, *, is_long: bool = False) -> bool:
@@ -307,22 +307,22 @@ _HEAP_TYPE = 1 << 9
 """Source: Py_TPFLAGS_HEAPTYPE, a class that Python code defines."""
 
 
-def walk(term: Any) -> Iterator[Any]:
+def terms_in(term: Any) -> Iterator[Any]:
     """Yields a term, the description of a value, and all terms in it."""
     yield term
     if isinstance(term, Whole):
         for each in (*term.terms, *(value for _, value in term.attributes)):
-            yield from walk(each)
+            yield from terms_in(each)
 
 
-def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
+def value_of(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
     """Returns the value that a term describes; `values` has what its references stand for, by kind and number."""
     if isinstance(term, Reference):
         return values[term.kind][term.number]
     if isinstance(term, Whole):
-        whole = _rebuilt(term.type, [make(each, values) for each in term.terms])
+        whole = _rebuilt(term.type, [value_of(each, values) for each in term.terms])
         if term.attributes:
-            vars(whole).update((n, make(each, values)) for n, each in term.attributes)
+            vars(whole).update((n, value_of(each, values)) for n, each in term.attributes)
         return whole
     if isinstance(term, Opaque):
         return term.value
@@ -333,7 +333,7 @@ def make(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
 
 
 def _rebuilt(kind: type, values: list[Any]) -> Any:
-    """Returns an immutable value of a type with these values in it: the reverse of `inner`."""
+    """Returns an immutable value of a type with these values in it: the reverse of `values_in`."""
     if kind is functools.partial:
         function, arguments, keywords = values
         return functools.partial(function, *arguments, **dict(keywords))

@@ -119,9 +119,9 @@ class Ported(torch.nn.Module):
             BadValueError: An argument that is neither tensors nor a constant.
         """
         with _lock:
-            return self._called(args, kwargs)
+            return self._call(args, kwargs)
 
-    def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Calls the program, and changes on the host what forward would; raises if a tensor is left in a global."""
         bound = self.signature.bind(*args, **kwargs).arguments
         given_names = [*bound]
@@ -129,7 +129,7 @@ class Ported(torch.nn.Module):
             if isinstance(parameter.default, list | dict):  # a call may leave something in it
                 bound.setdefault(name, parameter.default)
         unnamed = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        found = self._state.before(bound, unnamed)
+        found = self._state.snapshot_before(bound, unnamed)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         # What determines the program beside its inputs, the tensors. Hooks see which arguments are keywords.
         call = self._state.number(found), tuple(regions), (*kwargs,), (*given_names,)
@@ -141,7 +141,7 @@ class Ported(torch.nn.Module):
         except HostTensorError as error:
             if not self._state.add_input(getattr(error, "tensor", None), found):
                 raise
-            return self._called(args, kwargs)  # the tensor that it writes to is an input now
+            return self._call(args, kwargs)  # the tensor that it writes to is an input now
         finally:
             _found.reset(token)
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
@@ -161,7 +161,7 @@ class Ported(torch.nn.Module):
             value = next(waiting)
             self.compiled.weights[name] = shard.to_jax(value, self.compiled.weights[name].sharding)
             self._state.write_buffer(name, value)
-        return self._state.leave(effects, found, outputs)
+        return self._state.apply(effects, found, outputs)
 
     def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
         """Copies an input's new value into the caller's tensor, as forward would; raises if others share its memory."""
@@ -191,7 +191,7 @@ class Ported(torch.nn.Module):
         tensors = [tensors[first] for first in found.firsts]
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
-        with self._state.entered(found, tensors) as arguments:
+        with self._state.traced_inputs_in_place(found, tensors) as arguments:
             buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
             # These may be written to: the program returns their new values.
             writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
@@ -205,7 +205,7 @@ class Ported(torch.nn.Module):
                     fact = f"It gives the argument '{[*found.inputs][number]}' another shape"
                     raise BadValueError(self.compiled.network.name, fact, "Give a view of it that shape")
             rebound = self._rebound(module, buffers)
-            left = self._state.after(found, traced, returned)
+            left = self._state.snapshot_after(found, traced, returned)
             views = engine.views(left.outputs, tensors)
             effects = self._state.effects(found, left, tensors)._replace(buffers=list(rebound), views=views)
         self._effects[call] = effects

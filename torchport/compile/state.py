@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchport import engine
 from torchport.compile import graph
-from torchport.compile.graph import Opaque, Part, Reference, Whole, make
+from torchport.compile.graph import Opaque, Part, Reference, Whole, value_of
 from torchport.errors import BadValueError
 
 SMALL = 2**14
@@ -129,7 +129,7 @@ class State:
         """Returns a number for a snapshot: calls whose snapshots have the same number share a program."""
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
-    def before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
+    def snapshot_before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
         """Returns a snapshot of the objects and tensors that a call can reach, taken before the call.
 
         Raises a BadValueError for a weight or buffer that was changed since `port`. A tensor in a parameter of
@@ -190,23 +190,23 @@ class State:
         self._made.update((each, True) for each in [*tables, *likes])
         return bool(tables)
 
-    def after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
+    def snapshot_after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
         """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
         survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
-    def entered(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    def traced_inputs_in_place(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end."""
         values = {"thing": before.things, "input": traced, "table": before.tables}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
             for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
-                new = {part: make(term, values) for part, term in terms.items() if _references(term, "input")}
+                new = {part: value_of(term, values) for part, term in terms.items() if _references(term, "input")}
                 if new:
                     self.fill(thing, parts | new)
-            yield {name: make(term, values) for name, term in before.root}
+            yield {name: value_of(term, values) for name, term in before.root}
         finally:
             for thing, parts in zip(before.things, before.parts, strict=True):
                 left = self.parts(thing)
@@ -237,7 +237,7 @@ class State:
         tables = {n: t.clone() for n, t in tables.items()}
         return Effects(after.root, changed, [*created], written, tables, len(after.outputs), parts=parts)
 
-    def leave(self, effects: Effects, found: Snapshot, outputs: Sequence[Any]) -> Any:
+    def apply(self, effects: Effects, found: Snapshot, outputs: Sequence[Any]) -> Any:
         """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value."""
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
@@ -259,21 +259,21 @@ class State:
             "table": [tables[number] for number in sorted(tables)],
         }
         for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
-            self.fill(thing, {part: make(term, values) for part, term in terms.items()})
+            self.fill(thing, {part: value_of(term, values) for part, term in terms.items()})
             self._note(thing, terms, values)
         for number, terms in effects.changed.items():
             old, parts, thing = found.terms[number], found.parts[number], things[number]
-            self.fill(thing, {p: parts[p] if old.get(p) == t else make(t, values) for p, t in terms.items()})
+            self.fill(thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
             self._note(thing, terms, values)
         for number, value in effects.tables.items():
             if number < len(found.tables) and _is_small(value):  # the trace itself has written to a large one
                 _write(found.tables[number], value)
-        return make(effects.returned, values)
+        return value_of(effects.returned, values)
 
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
         """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
         for part, term in terms.items():
-            tensors = [make(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
+            tensors = [value_of(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
             self._made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
                 self._kept.add((Opaque(thing), part))
@@ -375,7 +375,7 @@ class _Survey:
             return self._tensor(value, path, thing, part)
         if (term := graph.constant(value)) is not None:
             return term
-        if (inner := graph.inner(value)) is not None:
+        if (inner := graph.values_in(value)) is not None:
             names = getattr(value, "_fields", range(len(inner)))
             is_long = isinstance(value, tuple | frozenset)
             longer = [(*path, str(name)) if is_long and path is not None else None for name in names]
@@ -455,7 +455,7 @@ def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
 
 
 def _references(term: Any, kind: str) -> list[Reference]:
-    return [each for each in graph.walk(term) if isinstance(each, Reference) and each.kind == kind]
+    return [each for each in graph.terms_in(term) if isinstance(each, Reference) and each.kind == kind]
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -79,7 +79,7 @@ def account_component(
         raise BadValueError(layout.places[0] if layout.places else str(folder), fact, "Remove it, or add 'build'")
     elif component.file is not None:
         # Upstream loads the file strictly, so it refuses wrong keys and shapes.
-        for stored in layout.held(folder).values():
+        for stored in layout.stored_by_file_name(folder).values():
             check_dtype(stored.file, stored.name, stored.dtype, torch.float32)
     elif issubclass(class_of(component.class_), torch.nn.Module):
         _account_pretrained(component, folder)

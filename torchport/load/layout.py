@@ -53,16 +53,16 @@ class Layout:
         """Returns file, dtype and shape of each tensor, by the module's name for it; no tensor is read."""
         if self.is_pickled:
             pickled.check_mapped(self.place(folder))
-        held = self.held(folder)
+        by_file_name = self.stored_by_file_name(folder)
         places = self.places or [str(self.place(folder))] * len(self.rename)
-        names = renaming.module_names(held, self.rename, places, str(self.place(folder)))
+        names = renaming.module_names(by_file_name, self.rename, places, str(self.place(folder)))
         unwanted = tuple(f"{module}." for module in self.without)
-        return {name: held[key] for name, key in names.items() if not name.startswith(unwanted)}
+        return {name: by_file_name[key] for name, key in names.items() if not name.startswith(unwanted)}
 
     def is_unread(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
-    def held(self, folder: Path) -> dict[str, Stored]:
+    def stored_by_file_name(self, folder: Path) -> dict[str, Stored]:
         """Returns file, dtype and shape of each tensor by its name in the files, with the modules in `without`."""
         headers: Iterable[tuple[Path, Mapping[str, Any]]]
         if self.file is not None:

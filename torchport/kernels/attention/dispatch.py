@@ -373,7 +373,7 @@ def _rules(problem: Problem) -> dict[str, Any]:
     return {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
 
 
-def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Array:
     """Calls JAX's Splash Attention with a call's tile, or the best one of the chip."""
     # A further feature hides padding for free where the matrix unit is deeper than the head size.
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
@@ -388,7 +388,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
     return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
 
 
-def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Array:
     """Calls `splash_transposed`, or `splash_int8`; a rehearsal, which has only shapes, gets the queries back."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)

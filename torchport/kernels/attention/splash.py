@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention.plain import Window, limits, sees_a_key, without_padding
-from torchport.kernels.attention.tiles import LANES, SplashTile, up
+from torchport.kernels.attention.tiles import LANES, SplashTile, rounded_up
 
 USUAL_TILE = SplashTile(2048, 2048, 1024)
 HIDDEN = -(2.0**100)
@@ -120,7 +120,7 @@ def attention(
     keys, size = v_BHTD.shape[2:]
     _check_tile(tile)
     tile = tile.fitted(queries, keys)
-    all_queries, all_keys = up(queries, tile.block_q), up(keys, tile.block_kv)
+    all_queries, all_keys = rounded_up(queries, tile.block_q), rounded_up(keys, tile.block_kv)
     q_BHSD = (q_BHSD.astype(jnp.float32) * scale).astype(q_BHSD.dtype)
     valid_BT = _valid(batch, keys, all_keys, lengths_B)
     one_BS = hidden_BT = None

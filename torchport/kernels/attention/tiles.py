@@ -30,7 +30,7 @@ TAIL = 256
 """Keys of a piece of the last, incomplete chunk: the depth of the matrix unit."""
 
 
-def up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
@@ -62,7 +62,7 @@ class Tile:
     def fitted(self, queries: int, keys: int) -> Tile:
         """Returns the tile for this many queries and keys: equal tiles, and no chunk larger than all keys."""
         tiles = math.ceil(queries / self.block_q)
-        block_q = up(math.ceil(queries / tiles), LANES)
+        block_q = rounded_up(math.ceil(queries / tiles), LANES)
         block_kv = min(self.block_kv, max(TAIL, keys // TAIL * TAIL))
         return dataclasses.replace(self, block_q=block_q, block_kv=block_kv, columns=min(self.columns, block_q))
 
@@ -95,9 +95,9 @@ class SplashTile:
 
     def fitted(self, queries: int, keys: int) -> SplashTile:
         """Returns the tile for this many queries and keys, as `splash.attention` takes it: none larger than needed."""
-        compute = min(self.block_kv_compute, up(keys, LANES))
-        block_kv = min(self.block_kv // compute * compute, up(keys, compute))
-        return SplashTile(min(self.block_q, up(queries, LANES)), block_kv, compute)
+        compute = min(self.block_kv_compute, rounded_up(keys, LANES))
+        block_kv = min(self.block_kv // compute * compute, rounded_up(keys, compute))
+        return SplashTile(min(self.block_q, rounded_up(queries, LANES)), block_kv, compute)
 
 
 TABLE = Path(__file__).with_name("tiles.yaml")

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from torchport.kernels.attention.bound import LOG2E
 from torchport.kernels.attention.int8 import Exponent, Int8Softmax, quantised
-from torchport.kernels.attention.tiles import LANES, TAIL, Tile, up
+from torchport.kernels.attention.tiles import LANES, TAIL, Tile, rounded_up
 from torchport.kernels.attention.transposed_kernel import Plan, Refs, attend, kernel, scratch
 
 
@@ -58,8 +58,8 @@ def attention(
         lengths_B = jnp.full((batch,), keys, jnp.int32)
     # Tokens first, as projections have them: the caller's own transposes cancel these.
     q, k, v = (
-        _side_by_side(x, head_size, n)
-        for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
+        _heads_side_by_side(x, head_size, n)
+        for x, n in ((q_BHSD, queries), (k_BHTD, rounded_up(keys, TAIL)), (v_BHTD, rounded_up(keys, TAIL)))
     )
     arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], lengths_B)
     options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes, "int8": int8}
@@ -172,10 +172,10 @@ def grouping(heads: int, size: int) -> tuple[int, int]:
     """
     if size <= LANES // 2 and heads % 2 == 0:
         return 2, LANES // 2
-    return 1, up(size, LANES)
+    return 1, rounded_up(size, LANES)
 
 
-def _side_by_side(x_BHTD: jax.Array, head_size: int, tokens: int) -> jax.Array:
+def _heads_side_by_side(x_BHTD: jax.Array, head_size: int, tokens: int) -> jax.Array:
     """Returns [B, H, T, D] as [B, tokens, F], heads side by side, padded with zeros."""
     batch, heads, have, size = x_BHTD.shape
     if (have, size) != (tokens, head_size):

@@ -91,7 +91,7 @@ def convolved(
         out, after = products, jnp.zeros((2, *products.shape[1:]), jnp.float32)
     else:
         still = request.edges if request.still is None else request.still
-        out, after = _added(products, outputs, still, operands.carry, operands.first)
+        out, after = _sum_of_taps(products, outputs, still, operands.carry, operands.first)
     out = out.transpose(1, 2, 0, 3)
     out = out if bias is None else out + bias.astype(jnp.float32)
     if operands.residual is not None:
@@ -100,7 +100,7 @@ def convolved(
     return out.astype(dtype), after
 
 
-def _added(
+def _sum_of_taps(
     products: jax.Array, outputs: int, still: bool, carry: jax.Array | None, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Adds up the products of the three taps in time [T, H, W, 3 D]; returns frames, and what the next chunk adds."""

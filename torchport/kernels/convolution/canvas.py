@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import PartitionSpec
 
-from torchport.kernels.attention.tiles import up
+from torchport.kernels.attention.tiles import rounded_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +91,15 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
     rows, columns = min(splits, key=lambda split: _positions(height, width, sizes, *split))
     lead = frames % 2 if paired else -frames % multiple
     return Canvas(
-        frames=up(frames + lead, multiple),
-        height=up(height, _ways(sizes, rows)),
-        width=up(width, _ways(sizes, columns)),
+        frames=rounded_up(frames + lead, multiple),
+        height=rounded_up(height, _ways(sizes, rows)),
+        width=rounded_up(width, _ways(sizes, columns)),
         lead=lead,
         valid_height=height,
         valid_width=width,
         rows=rows,
         columns=columns,
-        tail=up(frames + lead, multiple) - frames - lead,
+        tail=rounded_up(frames + lead, multiple) - frames - lead,
         single=not paired or frames % 2 == 1,
     )
 

@@ -112,11 +112,16 @@ def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
     return first[:, None, None]
 
 
+def _frames_in_all(x_BCTHW: torch.Tensor) -> int:
+    """Returns how many frames the whole video has, of which x may be a chunk."""
+    tape = _tape(x_BCTHW)
+    return x_BCTHW.shape[2] * (1 if tape is None else tape.count)
+
+
 def _lead(x_BCTHW: torch.Tensor) -> Any:
     """Returns the number of the last frame made of the first latent frame; in a chunk, counted from there."""
-    frames, tape = x_BCTHW.shape[2], _tape(x_BCTHW)
-    lead = canvas.current().lead_of(frames if tape is None else frames * tape.count)
-    return lead if tape is None else lead - tape.number * frames
+    lead, tape = canvas.current().lead_of(_frames_in_all(x_BCTHW)), _tape(x_BCTHW)
+    return lead if tape is None else lead - tape.number * x_BCTHW.shape[2]
 
 
 def _tape(x: torch.Tensor) -> _Tape | None:
@@ -152,7 +157,10 @@ def conv3d(
     still, taps = edges if still is None else still, weight_DCTHW.shape[2]
     lead = None if still or taps == 1 or _has_no_lead(x_BCTHW) else _lead(x_BCTHW)
     if not engine.is_traced(x_BCTHW):
-        x = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
+        x = x_BCTHW
+        if scaling is not None:
+            scale, shift = (_repeated(each, x) for each in scaling)
+            x = functional.silu(x * scale + shift).to(x.dtype)
         x = x.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
         if gains_C is not None:
             x = functional.normalize(x, dim=1) * math.sqrt(x.shape[1]) * gains_C.view(-1, 1, 1, 1)
@@ -187,9 +195,8 @@ def _repeated(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
 
 def _has_no_lead(x_BCTHW: torch.Tensor) -> bool:
     """Returns whether a video has no frames of padding before its first one."""
-    tape, form = _tape(x_BCTHW), canvas.current()
-    frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
-    return form is canvas.NONE or form.lead_of(frames) == 0
+    form = canvas.current()
+    return form is canvas.NONE or form.lead_of(_frames_in_all(x_BCTHW)) == 0
 
 
 def unfolded(
@@ -232,13 +239,6 @@ def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
     return x
 
 
-def _scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Returns SiLU(x * scale + shift); a row or column of scale and shift may be for several of x."""
-    times = x.shape[4] // scale.shape[4]
-    scale, shift = (each.repeat_interleave(times, 3).repeat_interleave(times, 4) for each in (scale, shift))
-    return functional.silu(x * scale + shift).to(x.dtype)
-
-
 def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns mean and variance of groups of channels, over all frames that upstream decodes together with each frame.
 
@@ -266,8 +266,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns which frames upstream decodes together: each frame's batch [T], and valid frames [batches, T]."""
-    frames, form, tape = x_BCTHW.shape[2], canvas.current(), _TAPE.get()
-    total = frames if tape is None else frames * tape.count
+    frames, form, tape, total = x_BCTHW.shape[2], canvas.current(), _tape(x_BCTHW), _frames_in_all(x_BCTHW)
     device, times = x_BCTHW.device, total // form.frames
     first = torch.tensor(True).to(device) if tape is None else tape.first
     numbers = torch.arange(frames).to(device)
@@ -293,11 +292,11 @@ def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor
     if not engine.is_traced(x_BCTHW) or frames <= most:
         return step(x_BCTHW)
     size = math.gcd(most, frames)
-    video: torch.Tensor = engine.call_jax(functools.partial(_scanned, step, size), x_BCTHW)
+    video: torch.Tensor = engine.call_jax(functools.partial(_scan_chunks, step, size), x_BCTHW)
     return video
 
 
-def _scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Array:
+def _scan_chunks(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Array:
     """Applies a function of torchax tensors to chunks of `size` frames in one `lax.scan`; returns the whole result."""
     batch, channels, frames, height, width = x_BCTHW.shape
     count = frames // size
@@ -399,16 +398,16 @@ def _local_attention(
     def sample(item: tuple[jax.Array, jax.Array]) -> jax.Array:
         # Frames of padding are the first frame once more.
         seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(item[0], lead))
-        return _attended(item[1], k, v, seen)
+        return _one_head(item[1], k, v, seen)
 
     if causal:
         out = lax.map(sample, (jnp.arange(frames), q))
     else:
-        out = lax.map(lambda item: _attended(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
+        out = lax.map(lambda item: _one_head(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
     return jnp.moveaxis(out, 0, 2).reshape(q_BCTHW.shape)
 
 
-def _attended(q_BCS: jax.Array, k_BCT: jax.Array, v_BCT: jax.Array, seen_T: jax.Array | None = None) -> jax.Array:
+def _one_head(q_BCS: jax.Array, k_BCT: jax.Array, v_BCT: jax.Array, seen_T: jax.Array | None = None) -> jax.Array:
     scores = jnp.einsum("bcs,bct->bst", q_BCS * q_BCS.shape[1] ** -0.5, k_BCT, preferred_element_type=jnp.float32)
     scores = scores if seen_T is None else jnp.where(seen_T, scores, -jnp.inf)
     return jnp.einsum("bst,bct->bcs", jax.nn.softmax(scores, axis=-1).astype(v_BCT.dtype), v_BCT)

@@ -119,18 +119,22 @@ def _with_neighbours(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns a part [H, W, T, C], with a row more at each end if rows are split; and the columns on its two sides."""
     if form.rows:
-        x, (above, below) = _sides(x, 0, form.rows, valid_rows, padded=form.height != form.valid_height, edges=edges)
+        x, (above, below) = _part_and_slices_beside(
+            x, 0, form.rows, valid_rows, padded=form.height != form.valid_height, edges=edges
+        )
         x = jnp.concatenate([above, x, below])
-    return _sides(x, 1, form.columns, valid_columns, padded=form.width != form.valid_width, edges=edges)
+    return _part_and_slices_beside(
+        x, 1, form.columns, valid_columns, padded=form.width != form.valid_width, edges=edges
+    )
 
 
-def _sides(
+def _part_and_slices_beside(
     x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, padded: bool, edges: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns a part whose padding is replaced, and the slices before and after it along a dim."""
-    x = outside(x, dim, axes, valid, edges) if padded else x
-    before, after = sides(x, dim, axes, edges)
-    return x, (before, _after_last(after, x, dim, axes, valid, edges=edges) if padded else after)
+    x = padding_replaced(x, dim, axes, valid, edges) if padded else x
+    before, after = slices_beside(x, dim, axes, edges)
+    return x, (before, _slice_after(after, x, dim, axes, valid, edges=edges) if padded else after)
 
 
 def _by_kernel(
@@ -212,7 +216,7 @@ def _note(conv: kernel.Conv, count: int) -> None:
         )
 
 
-def sides(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[jax.Array, jax.Array]:
+def slices_beside(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the slices before and after a device's part along a dim: its neighbours', or the video's padding.
 
     Args:
@@ -230,11 +234,11 @@ def sides(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[j
     return jnp.where(number == 0, before, left), jnp.where(number == count - 1, after, right)
 
 
-def outside(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
+def padding_replaced(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
     """Returns a device's part with padding after the valid slices replaced by the last valid one, or by 0.
 
     A device that has padding alone keeps it: nobody reads it but its neighbour, which has the last valid slice, and
-    takes no other (`_after_last`).
+    takes no other (`_slice_after`).
     """
     size = x.shape[dim]
     count = valid_from_here(size, axes, valid)
@@ -243,7 +247,7 @@ def outside(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bo
     return jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
 
 
-def _after_last(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
+def _slice_after(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
     """Returns the slice after a part: the video's padding if the part has its last valid slice, else `after`."""
     size = x.shape[dim]
     last = lax.index_in_dim(x, size - 1, dim)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torchport.kernels.attention.tiles import LANES, up
+from torchport.kernels.attention.tiles import LANES, rounded_up
 from torchport.kernels.convolution.by_xla import Operands, activated
 
 ROWS = 256
@@ -60,12 +60,12 @@ class Conv:
     @property
     def channels(self) -> int:
         """C, as the ring has it."""
-        return up(self.inputs, LANES)
+        return rounded_up(self.inputs, LANES)
 
     @property
     def depth(self) -> int:
         """Channels of a tap in a product: C, in whole registers of the weights."""
-        return up(self.inputs, 16)
+        return rounded_up(self.inputs, 16)
 
     @property
     def side(self) -> int:
@@ -101,12 +101,12 @@ class Conv:
     @property
     def sums(self) -> int:
         """N."""
-        return up(self.taps * self.pitch, LANES)
+        return rounded_up(self.taps * self.pitch, LANES)
 
     @property
     def block(self) -> int:
         """B."""
-        return min(BLOCK, up(self.outputs, LANES))
+        return min(BLOCK, rounded_up(self.outputs, LANES))
 
     @property
     def blocks(self) -> int:
