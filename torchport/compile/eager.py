@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,21 +53,17 @@ def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
     return module(**inputs)
 
 
+@dataclasses.dataclass(eq=False)
 class Eager:
     """Calls a network in PyTorch on the host, with nothing compiled: the backend `original`."""
 
     batches = False
     drops = False
-
-    def __init__(
-        self, module: torch.nn.Module, how: How = plainly, outputs: Sequence[str] = (), name: str = "the network"
-    ) -> None:
-        self.module = module
-        self.how = how
-        self.outputs = outputs
-        self.name = name
-        #: Finds the first module that returns NaN or infinity; None: it is not looked for.
-        self.first: FirstNotFinite | None = None
+    module: torch.nn.Module
+    how: How = plainly
+    outputs: Sequence[str] = ()  #: The names of its outputs, if more than the first is returned.
+    name: str = "the network"
+    first: FirstNotFinite | None = None  #: Finds the first module that returns NaN; None: it is not looked for.
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         return inputs

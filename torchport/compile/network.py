@@ -315,10 +315,9 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> E
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
     settings = task.settings.shared()
     call = plainly if stage.call is None else functools.partial(stage.call, settings=settings)
-    network = Eager(module_of(stage, parts), call, stage.outputs, name)
-    if not task.request.execution.jit:
-        network.first = FirstNotFinite(network.module, name)
-    return network
+    module = module_of(stage, parts)
+    first = None if task.request.execution.jit else FirstNotFinite(module, name)
+    return Eager(module, call, stage.outputs, name, first)
 
 
 def placed(

@@ -276,12 +276,12 @@ class _Addition(NamedTuple):
     factor: float
 
 
+@dataclasses.dataclass(frozen=True)
 class Additions:
     """What LoRA files add to a component's tensors. A file is read tensor by tensor, when its turn comes."""
 
-    def __init__(self, of_tensor: Mapping[str, Sequence[_Addition]]) -> None:
-        self.of_tensor = of_tensor
-        self._streams: dict[Path, Any] = {}
+    of_tensor: Mapping[str, Sequence[_Addition]]
+    _streams: dict[Path, Any] = dataclasses.field(default_factory=dict)
 
     def merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in float32 with all additions merged; the tensor itself if there are none."""

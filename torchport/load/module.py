@@ -146,20 +146,18 @@ def published(
     maker: Maker, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None
 ) -> torch.nn.Module:
     """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`."""
-    construct = _as_shapes if _takes_arguments(maker) else _construct_on_meta
     if dtype is None:
-        return construct(maker, config, place)
+        return _as_shapes(maker, config, place)
     with default_dtype(getattr(torch, dtype)):
-        return _cast(construct(maker, config, place), getattr(torch, dtype))
-
-
-def _construct_on_meta(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    with torch.device("meta"):
-        return _construct(maker, config, place)
+        return _cast(_as_shapes(maker, config, place), getattr(torch, dtype))
 
 
 def _as_shapes(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module on meta, built with real buffers first: many constructors read values that they compute."""
+    """Returns a module with all weights and buffers on meta."""
+    if not _takes_arguments(maker):
+        with torch.device("meta"):
+            return _construct(maker, config, place)
+    # Its buffers are real first: many constructors read values that they compute.
     module = _without_storage(maker, config, place).to("meta")
     for part in module.modules():
         attributes = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}

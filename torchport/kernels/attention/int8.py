@@ -10,6 +10,7 @@ Source: int8 scores and the keys' mean are ideas of SageAttention (arXiv 2410.02
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torchport.kernels.attention.tiles import LANES
-from torchport.kernels.attention.transposed_kernel import PLAIN, ROWS, Cell, Plan, Refs, Softmax
+from torchport.kernels.attention.transposed_kernel import PLAIN, ROWS, Cell, Softmax
 
 Exponent = Literal["float32", "bfloat16"]
 EXPONENT: dict[str, Exponent] = {"v5e": "float32", "v5p": "float32", "v6e": "bfloat16"}
@@ -103,12 +104,11 @@ def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.round(x.astype(jnp.float32) * factor).astype(jnp.int8)
 
 
+@dataclasses.dataclass(eq=False)
 class Int8Softmax(Softmax):
     """The products and the softmax of one chunk whose keys and queries are int8."""
 
-    def __init__(self, plan: Plan, refs: Refs, rows: Any) -> None:
-        super().__init__(plan, refs)
-        self.rows = rows
+    rows: Any  #: What the scores of each query are multiplied by, float32 [1, block_q].
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
         """Stores the probabilities of a cell (some queries of a head) for `second`; bfloat16 ones in pairs."""

@@ -147,12 +147,13 @@ class Chunks:
         values.wait()
 
 
+@dataclasses.dataclass(eq=False)
 class _Copies:
     """The copies of a chunk's values: they are started some at a time, and awaited together."""
 
-    def __init__(self, copy: Callable[[int], Any], target: Any, done: Any) -> None:
-        self.copy = copy
-        self.target, self.done = target, done
+    copy: Callable[[int], Any]  #: Returns one of them, by its number.
+    target: Any  #: Where all of them go, [n, W, 128].
+    done: Any  #: The semaphore of all of them.
 
     def __len__(self) -> int:
         return int(self.target.shape[0])
@@ -194,12 +195,12 @@ ROWS = (((1,), (1,)), ((), ()))
 PLAIN = (((1,), (0,)), ((), ()))
 
 
+@dataclasses.dataclass(eq=False)
 class Softmax:
     """The products and the softmax of a tile of queries, cell by cell: some queries of a head at a time."""
 
-    def __init__(self, plan: Plan, refs: Refs) -> None:
-        self.plan = plan
-        self.refs = refs
+    plan: Plan
+    refs: Refs
 
     def clear(self) -> None:
         """Resets sums and maximum for a new tile of queries, and separates the queries of its heads."""

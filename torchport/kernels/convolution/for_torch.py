@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,19 +33,14 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 """What makes a video of a video."""
 
 
+@dataclasses.dataclass(eq=False)
 class _Tape:
-    """What the convolutions of one chunk of time leave to those of the next, in the order of the calls.
+    """What the convolutions of one chunk of time leave to those of the next, in the order of the calls."""
 
-    Args:
-        values: What those of the chunk before have left; None: it is not known yet what they leave.
-        number: The chunk's number, from 0.
-    """
-
-    def __init__(self, values: list[Any] | None, number: Any, count: int) -> None:
-        self.values = values
-        self.number = number
-        self.count = count
-        self.left: list[Any] = []
+    values: list[Any] | None  #: What those of the chunk before have left; None: it is not known yet what they leave.
+    number: Any  #: The chunk's number, from 0.
+    count: int  #: How many chunks the video has.
+    left: list[Any] = dataclasses.field(default_factory=list)  #: What the calls of this chunk have left so far.
 
     @property
     def first(self) -> Any:
