@@ -39,6 +39,7 @@ from torchport.errors import (
     TracedValueError,
     UnreadableError,
 )
+from torchport.files.folder import as_named
 from torchport.load.foreign import is_absence, is_cuda
 from torchport.patch import Entry
 from torchport.patch.declared.replacement import Explained
@@ -119,8 +120,7 @@ class Frame:
     @property
     def place(self) -> str:
         """`file:line`, as a path that can be opened from the current folder."""
-        file = Path(self.file)
-        return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{self.line}"
+        return f"{as_named(Path(self.file))}:{self.line}"
 
     @property
     def caller(self) -> str:

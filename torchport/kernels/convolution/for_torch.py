@@ -31,6 +31,8 @@ from torchport.kernels.convolution.canvas import Canvas
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 """What makes a video of a video."""
+CHUNK = 8
+"""Frames of a chunk of time, at most."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -275,19 +277,18 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return batch, ((batch == every_batch) & ~is_padding).float()
 
 
-def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
+def by_chunks(step: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
     """Applies a function to a video a few frames at a time, so that only they are in memory; returns the whole result.
 
     What looks back in time in the function must be `conv3d` or `with_frames_before`.
 
     Args:
-        step: Called with frames, returns frames: as many for each of them, or a multiple.
-        most: Frames of a chunk; they are fewer where this does not divide T.
+        step: Called with `CHUNK` frames, or fewer where these do not divide T. It returns as many for each, or more.
     """
     frames = x_BCTHW.shape[2]
-    if not engine.is_traced(x_BCTHW) or frames <= most:
+    if not engine.is_traced(x_BCTHW) or frames <= CHUNK:
         return step(x_BCTHW)
-    size = math.gcd(most, frames)
+    size = math.gcd(CHUNK, frames)
     video: torch.Tensor = engine.call_jax(functools.partial(_scan_chunks, step, size), x_BCTHW)
     return video
 

@@ -149,7 +149,7 @@ def _by_kernel(
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
     conv, count = _conv(request, rows, x, weight, operands)
     height, width = conv.height, conv.width
-    _note(conv, count)
+    _note(conv)
     weights = kernel.weights_of(weight, conv)
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
     run = functools.partial(kernel.convolved, conv, interpret=dispatch.current().interpret)
@@ -205,15 +205,12 @@ def _conv(
     return conv, count
 
 
-def _note(conv: kernel.Conv, count: int) -> None:
-    """Notes calls of the kernel, for a plan."""
-    note = dispatch.current().note
+def _note(conv: kernel.Conv) -> None:
+    """Notes a call of the kernel, for a plan."""
+    note, build = dispatch.current().note, f"{kernel.__name__}:alone"
     if note is not None:
-        note(
-            dispatch.Pass(
-                conv.name, f"{kernel.__name__}:alone", dataclasses.asdict(conv), kernel.trips(conv), kernel.moved(conv)
-            )
-        )
+        sizes = dataclasses.asdict(conv)
+        note(dispatch.Pass(conv.name, build, sizes, kernel.trips(conv), kernel.moved(conv)))
 
 
 def slices_beside(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[jax.Array, jax.Array]:
