@@ -316,13 +316,14 @@ def attention_call(
         vmem_bytes: What the compiler may use of VMEM; JAX's own kernel takes no such limit.
         padding: How JAX's own kernel hides padded keys.
     """
-    how: dict[str, Any] = {"scale": head_size**-0.5}
+    scale = head_size**-0.5
     if implementation == "splash":
-        how |= {"causal": False, "window": None, "padding": padding, "tile": SplashTile(**tile)}
+        how: dict[str, Any] = {"scale": scale, "causal": False, "window": None, "padding": padding}
+        how["tile"] = SplashTile(**tile)
         attention: Callable[..., jax.Array] = splash.attention
     else:
-        how |= {"bounded": bounded, "tile": Tile(**tile), "vmem_bytes": vmem_bytes}
-        how |= {"int8": EXPONENT[chip] if implementation == "splash_int8" else None}
+        exponent = EXPONENT[chip] if implementation == "splash_int8" else None
+        how = {"settings": transposed.KernelSettings(scale, bounded, Tile(**tile), vmem_bytes, exponent)}
         attention = transposed.attention
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -120,7 +120,11 @@ def test_a_call_is_timed_on_the_devices_that_are_there(monkeypatch):
     from torchport.kernels.attention import transposed
 
     attention = transposed.attention
-    monkeypatch.setattr(attention_tiles.transposed, "attention", lambda *a, **k: attention(*a, **k, interpret=True))
+
+    def interpreted(*tokens, settings, **lengths):
+        return attention(*tokens, **lengths, settings=dataclasses.replace(settings, interpret=True))
+
+    monkeypatch.setattr(attention_tiles.transposed, "attention", interpreted)
     job = sized_workload(V6E, tokens=256, heads=1, head_size=128)
     assert 0 < attention_tiles._seconds(job, "splash_transposed", True, Tile(256, 256, 256)) < 60
 

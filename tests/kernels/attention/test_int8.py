@@ -15,8 +15,7 @@ from torchport.kernels.attention.dispatch import Context, Problem
 from torchport.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
-NAMES = ("scale", "bounded", "tile", "vmem_bytes", "interpret", "int8")
-ATTENTION = jax.jit(transposed.attention, static_argnames=NAMES)
+ATTENTION = jax.jit(transposed.attention, static_argnames="settings")
 QUANTISED = jax.jit(int8.quantised, static_argnums=(2, 3))
 SMALL = Tile(256, 256, 128)
 EXPONENTS = pytest.mark.parametrize("exponent", ["float32", "bfloat16"])
@@ -32,8 +31,8 @@ def normed(seed, tokens, heads=2, common=0.0, batch=1):
 
 
 def attend(q, k, v, exponent, lengths_B=None):
-    options = {"scale": 128**-0.5, "bounded": True, "tile": SMALL, "vmem_bytes": 2**26, "interpret": True}
-    return ATTENTION(q, k, v, lengths_B=lengths_B, int8=exponent, **options)
+    settings = transposed.KernelSettings(128**-0.5, True, SMALL, 2**26, exponent, interpret=True)
+    return ATTENTION(q, k, v, lengths_B=lengths_B, settings=settings)
 
 
 def cosine(a, b):

@@ -25,8 +25,7 @@ from torchport.kernels.attention import bound, transposed, transposed_kernel
 from torchport.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
-NAMES = ("scale", "bounded", "tile", "vmem_bytes", "interpret")
-ATTENTION = jax.jit(transposed.attention, static_argnames=NAMES)
+ATTENTION = jax.jit(transposed.attention, static_argnames="settings")
 SMALL = Tile(256, 256, 128)
 TILES = [Tile(128, 256, 128), Tile(256, 256, 256), SMALL, Tile(384, 256, 256), Tile(512, 512, 256), Tile(512, 256)]
 ROUNDING = 2.0**-8
@@ -44,8 +43,8 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 def attend(q, k, v, lengths_B=None, **options):
     """Attention with the usual scale and a small tile, interpreted."""
-    usual = {"lengths_B": lengths_B, "scale": q.shape[3] ** -0.5, "tile": SMALL, "vmem_bytes": 2**26, "interpret": True}
-    return ATTENTION(q, k, v, **{**usual, **options})
+    usual = {"scale": q.shape[3] ** -0.5, "tile": SMALL, "vmem_bytes": 2**26, "interpret": True}
+    return ATTENTION(q, k, v, lengths_B=lengths_B, settings=transposed.KernelSettings(**{**usual, **options}))
 
 
 def all_of(k):

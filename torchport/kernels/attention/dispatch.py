@@ -391,16 +391,16 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Arr
 def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Array:
     """Calls `splash_transposed`, or `splash_int8`; a rehearsal, which has only shapes, gets the queries back."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
-    options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
+    settings = transposed_settings(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:
         return q
-    return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
+    return transposed.attention(q, k, v, lengths_B=lengths_B, settings=settings)
 
 
-def transposed_options(
+def transposed_settings(
     problem: Problem, queries: int, keys: int, heads: int, head_size: int, *, int8: bool
-) -> dict[str, Any]:
-    """Returns the keywords for a call of `transposed`; with `int8`, for one that multiplies in eight bits."""
+) -> transposed.KernelSettings:
+    """Returns the settings of a call of `transposed`; with `int8`, of one that multiplies in eight bits."""
     if int8:
         _check_int8(problem.chip)
     chip = problem.chip or "v6e"  # interpreted: any tile will do
@@ -410,8 +410,8 @@ def transposed_options(
     assert isinstance(tile, tiles.Tile)  # JAX's own kernel alone has another kind
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
     tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
-    options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
-    return {**options, "int8": EXPONENT[chip] if int8 else None, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
+    exponent, left = EXPONENT[chip] if int8 else None, vmem - tiles.RESERVED
+    return transposed.KernelSettings(problem.scale, problem.bounded, tile, left, exponent, problem.interpret)
 
 
 def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:

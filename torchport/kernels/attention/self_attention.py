@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention import transposed
-from torchport.kernels.attention.dispatch import Problem, Traced, current, platform, score_bound, transposed_options
+from torchport.kernels.attention.dispatch import Problem, Traced, current, platform, score_bound, transposed_settings
 from torchport.kernels.attention.rotary import Heads, Norm, norm_rotary, normalised
 from torchport.kernels.attention.tiles import LANES, TAIL
 
@@ -206,8 +206,8 @@ def _local(
             arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[here]))
 
         def over_all_keys(x_BSF: jax.Array) -> jax.Array:
-            options = transposed_options(problem, x_BSF.shape[1], keys.shape[1], group, padded, int8=_int8(problem))
-            return transposed.side_by_side(x_BSF, arrays, heads=group, head_size=padded, **options)
+            settings = transposed_settings(problem, x_BSF.shape[1], keys.shape[1], group, padded, int8=_int8(problem))
+            return transposed.side_by_side(x_BSF, arrays, heads=group, head_size=padded, settings=settings)
 
         out = over_all_keys(queries).reshape(batch, groups, local, features // groups)
         out = _all_to_all(layout.gathered(out), groups)

@@ -23,30 +23,33 @@ from torchport.kernels.attention.tiles import LANES, TAIL, Tile, rounded_up
 from torchport.kernels.attention.transposed_kernel import Plan, Refs, attend, kernel, scratch
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelSettings:
+    """How a call of the kernel computes: all that its shapes do not say."""
+
+    scale: float  #: What scores are multiplied by.
+    bounded: bool  #: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
+    tile: Tile  #: How the work is cut, before it is fitted to the shapes.
+    vmem_bytes: int
+    #: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+    #: exponentials of scores of this dtype; None: neither.
+    int8: Exponent | None = None
+    interpret: bool = False  #: Run the kernel as plain JAX, on any platform.
+
+
 def attention(
     q_BHSD: jax.Array,
     k_BHTD: jax.Array,
     v_BHTD: jax.Array,
     *,
     lengths_B: jax.Array | None,
-    scale: float,
-    bounded: bool,
-    tile: Tile,
-    vmem_bytes: int,
-    int8: Exponent | None = None,
-    interpret: bool = False,
+    settings: KernelSettings,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the first `lengths` keys of each sample.
 
-    `dispatch.attention` has the other arguments.
-
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
-        bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
-        tile: How the work is cut.
-        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
-            exponentials of scores of this dtype; None: neither.
-        interpret: Run the kernel as plain JAX, on any platform.
+        lengths_B: int32 [B], the number of keys that count; None: all of them.
 
     Returns:
         [B, H, S, D] of q's dtype; 0 where the length is 0. bfloat16 probabilities with bfloat16 inputs, float32 sums.
@@ -62,10 +65,8 @@ def attention(
         for x, n in ((q_BHSD, queries), (k_BHTD, rounded_up(keys, TAIL)), (v_BHTD, rounded_up(keys, TAIL)))
     )
     arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], lengths_B)
-    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes, "int8": int8}
-    options |= {"heads": heads, "head_size": head_size, "interpret": interpret}
-    out = side_by_side(q, [arrays], **options).reshape(batch, queries, all_heads, head_size)
-    return jnp.swapaxes(out[..., :size], 1, 2)
+    out = side_by_side(q, [arrays], heads=heads, head_size=head_size, settings=settings)
+    return jnp.swapaxes(out.reshape(batch, queries, all_heads, head_size)[..., :size], 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +80,9 @@ class Keys:
 
 
 def side_by_side(
-    q_BSF: jax.Array,
-    arrays: Sequence[Keys],
-    *,
-    heads: int,
-    head_size: int,
-    scale: float,
-    bounded: bool,
-    tile: Tile,
-    vmem_bytes: int,
-    int8: Exponent | None = None,
-    interpret: bool = False,
+    q_BSF: jax.Array, arrays: Sequence[Keys], *, heads: int, head_size: int, settings: KernelSettings
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the valid keys of all arrays, of heads that lie side by side.
-
-    `attention` has the other arguments.
 
     Args:
         q_BSF: Queries [B, S, F], bfloat16 or float32.
@@ -104,24 +93,21 @@ def side_by_side(
     Returns:
         [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.
     """
-    features = q_BSF.shape[2]
-    precision = lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None
-    fitted, groups = tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]), features // (heads * head_size)
-    scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
+    int8 = settings.int8
     plan = Plan(
-        fitted,
+        settings.tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]),
         heads,
         head_size,
-        groups,
-        scale=scale * LOG2E,
-        bounded=bounded,
-        precision=precision,
+        groups=q_BSF.shape[2] // (heads * head_size),
+        scale=settings.scale * LOG2E,
+        bounded=settings.bounded,
+        precision=lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None,
         arrays=len(arrays),
-        scores=scores,
-        packed=packed,
+        scores=None if int8 is None else jnp.int8,
+        packed=int8 == "bfloat16",
     )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
-    call = _pallas_call(plan, q_BSF, vmem_bytes, interpret)
+    call = _pallas_call(plan, q_BSF, settings.vmem_bytes, settings.interpret)
     values = [array.values for array in arrays]
     if int8 is None:
         return call(lengths, q_BSF, *(array.keys for array in arrays), *values)
