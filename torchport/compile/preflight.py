@@ -207,8 +207,8 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
         check_called = activations.check(module, rules.as_written.activations, dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
-        largest, attention = [0], _Attention()
-        with _largest_output(module, largest), attention:
+        attention = _Attention()
+        with _largest_output(module) as largest, attention:
             calls = recorder.network_calls(
                 stage, parts, module, network.how(stage, task), task.settings, count=False, **task.noise(stage)
             )
@@ -259,8 +259,11 @@ def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], tas
 
 
 @contextlib.contextmanager
-def _largest_output(module: torch.nn.Module, largest: list[int]) -> Iterator[None]:
-    """Keeps in `largest[0]` the bytes of the largest output of a layer with a matrix, which no compiler can remove."""
+def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
+    """Yields a list whose item is the bytes of the largest output so far of a layer with a matrix, which no compiler
+    can remove.
+    """
+    largest = [0]
 
     def note(_: Any, __: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -270,7 +273,7 @@ def _largest_output(module: torch.nn.Module, largest: list[int]) -> Iterator[Non
     with contextlib.ExitStack() as hooks:
         for part in layers:
             hooks.enter_context(part.register_forward_hook(note))
-        yield
+        yield largest
 
 
 class _Attention(TorchFunctionMode):

@@ -312,6 +312,10 @@ class Compiled:
             output = of_call(output, self.network.outputs, self.network.name)
             return converted(output, engine.constant)
 
+        def as_input(path: str, array: jax.Array) -> Any:
+            """Returns an output, sharded as the input of a later call that it becomes."""
+            return jax.lax.with_sharding_constraint(array, self._sharding(path, array))
+
         def program(weights: dict[str, jax.Array], inputs: dict[str, Any], caches: dict[str, Any]) -> Any:
             """Calls `forward` on JAX arrays; shards outputs as the inputs that they become."""
             output = engine.call_torch(forward, weights, {**inputs, **caches})
@@ -320,7 +324,7 @@ class Compiled:
             named = dict(zip(self.network.outputs, output, strict=True))
             for name in (name for name in self.network.keeps if name not in self.network.free):
                 names.extend(leaves({name: named[name]}))
-                named[name] = each(self._constrained, name, named[name])
+                named[name] = each(as_input, name, named[name])
             return tuple(named.values())
 
         return program
@@ -329,11 +333,6 @@ class Compiled:
         """Refuses a rule for inputs that matches none of these paths, unless the network may lack inputs."""
         if not self.network.spare:
             shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
-
-    def _constrained(self, path: str, array: jax.Array) -> jax.Array:
-        """Returns an output, sharded as the input of a later call that it becomes."""
-        constrained: jax.Array = jax.lax.with_sharding_constraint(array, self._sharding(path, array))
-        return constrained
 
     def _arguments(self, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
         """Returns a program's weights, its inputs, and the inputs whose memory it may use for its outputs, by name."""

@@ -52,10 +52,10 @@ _OTHER_SUMS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
-    """One place where a trainer has written settings."""
+class _Settings:
+    """The settings of a training, from one of the places where a trainer may have written them."""
 
-    name: str
+    name: str  #: The place, for errors.
     values: Mapping[str, Any]  #: The settings of the component, without the name of the network before them.
 
 
@@ -89,17 +89,17 @@ class _Adapter:
             raise CheckpointBrokenError(str(self._file), fact, remedy)
         return next(iter(found), float(rank))
 
-    def _read(self, metadata: Mapping[str, str], keys: Sequence[str]) -> Iterator[_Source]:
+    def _read(self, metadata: Mapping[str, str], keys: Sequence[str]) -> Iterator[_Settings]:
         """Yields the settings in PEFT's file beside the LoRA, and those in the LoRA's metadata."""
         beside = config_beside(self._file)
         if beside and (self._file.stem == "adapter_model" or all(key.startswith("base_model.") for key in keys)):
-            yield _Source(f"'{CONFIG_FILE}' beside it", checkpoint.read_json(beside))
-        yield _Source("its metadata", self._of_component(metadata))
+            yield _Settings(f"'{CONFIG_FILE}' beside it", checkpoint.read_json(beside))
+        yield _Settings("its metadata", self._component_settings(metadata))
         for key, text in sorted(metadata.items()):
             if key == METADATA or re.match(r'\s*\{.*"(\w+\.)?lora_alpha"', text, re.DOTALL):
-                yield _Source(f"'{key}'", self._of_component(self._object(key, text)))
+                yield _Settings(f"'{key}'", self._component_settings(self._json_object(key, text)))
 
-    def _object(self, key: str, text: Any) -> dict[str, Any]:
+    def _json_object(self, key: str, text: Any) -> dict[str, Any]:
         """Returns a JSON object that is a value in the metadata, as text or already parsed; raises for other values."""
         try:
             value = json.loads(text) if isinstance(text, str) else text
@@ -109,7 +109,7 @@ class _Adapter:
             raise self._broken(f"'{key}' in its metadata is no JSON object")
         return value
 
-    def _of_component(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _component_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the network's settings by bare names; one with the network's name in front wins over others."""
         settings = {name: value for name, value in values.items() if not name.startswith("text_encoder")}
         for prefix in dict.fromkeys(("transformer.", f"{self._component}.")):
@@ -119,7 +119,7 @@ class _Adapter:
             settings = {name: value for name, value in settings.items() if not name.startswith(prefix)}
         return settings
 
-    def _check_is_sum(self, source: _Source) -> None:
+    def _check_is_sum(self, source: _Settings) -> None:
         """Refuses an adapter that adds something else than products of two matrices, such as a DoRA."""
         values = source.values
         kind = values.get("peft_type")
@@ -132,7 +132,7 @@ class _Adapter:
         if start not in _KEEPS_THE_BASE:
             raise self._foreign(source, "init_lora_weights", f"'{start}' changes the model's own weights")
 
-    def _foreign(self, source: _Source, name: str, why: str) -> CheckpointForeignError:
+    def _foreign(self, source: _Settings, name: str, why: str) -> CheckpointForeignError:
         """Returns the error for a setting of an adapter that torchport cannot merge."""
         remedy = (
             "torchport merges pairs of matrices alone: merge this one into the checkpoint with PEFT's "
@@ -145,9 +145,9 @@ class _Adapter:
             )
         return CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 
-    def _alphas(self, source: _Source, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Yields the alphas in a source, with their names for errors: of the layer's pattern, or else all general."""
-        if of_layer := self._by_pattern(source, "alpha_pattern", names):
+        if of_layer := self._first_matching(source, "alpha_pattern", names):
             pattern, value = of_layer
             yield f"The alpha of '{pattern}' in {source.name}", self._number(source, pattern, value, "The alpha of ")
             return
@@ -159,9 +159,9 @@ class _Adapter:
                 remedy = f"Call it {' or '.join(map(repr, ALPHAS))}, or remove it if it is not the alpha of these pairs"
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
-    def _check_rank(self, source: _Source, names: Sequence[str], rank: int) -> None:
+    def _check_rank(self, source: _Settings, names: Sequence[str], rank: int) -> None:
         """Raises if a source in the file's metadata gives a layer another rank than its matrices have."""
-        of_layer = self._by_pattern(source, "rank_pattern", names)
+        of_layer = self._first_matching(source, "rank_pattern", names)
         known = [of_layer] if of_layer else [(name, source.values[name]) for name in RANKS if name in source.values]
         for name, value in known:
             if self._number(source, name, value) != rank:
@@ -169,13 +169,13 @@ class _Adapter:
                 remedy = f"Write the file again with the alpha of this rank in '{names[0]}.alpha'"
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
-    def _by_pattern(self, source: _Source, field: str, names: Sequence[str]) -> tuple[str, Any] | None:
+    def _first_matching(self, source: _Settings, field: str, names: Sequence[str]) -> tuple[str, Any] | None:
         """Returns the first pattern of a field that a layer matches as in PEFT, with its value; None without one."""
         patterns = source.values.get(field)
         if _is_unset(patterns):
             return None
         try:
-            for pattern, value in self._object(field, patterns).items():
+            for pattern, value in self._json_object(field, patterns).items():
                 if _SLOW.search(pattern):
                     raise re.error("it repeats a group, and may take for ever", pattern)
                 if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
@@ -184,7 +184,7 @@ class _Adapter:
             raise self._broken(f"{source.name} has an alpha that is none: {error}") from error
         return None
 
-    def _number(self, source: _Source, name: str, value: Any, before: str = "") -> float:
+    def _number(self, source: _Settings, name: str, value: Any, before: str = "") -> float:
         """Returns the value of a setting as a positive number; refuses any other value."""
         try:
             if isinstance(value, bool):
@@ -404,7 +404,7 @@ class _Reader:
         """Yields the names of tensors, each with what the file adds to it; refuses a layer that the file has twice."""
         name_of_layer: dict[str, str] = {}
         for name, keys in self._keys_by_name().items():
-            layer = self._layer(name, next(iter(keys.values())), layers)
+            layer = self._layer_named(name, next(iter(keys.values())), layers)
             if layer in name_of_layer:
                 fact = f"'{name_of_layer[layer]}' and '{name}' are both '{layer}' of '{self.component}'"
                 raise CheckpointForeignError(str(self.file), fact, "Remove one of them", name=name)
@@ -442,9 +442,9 @@ class _Reader:
         remedy = f"torchport merges pairs of matrices and whole differences: {', '.join(PARTS)}"
         return f"{remedy}. Merge this one into the checkpoint, or name a plain LoRA" if piece else remedy
 
-    def _layer(self, name: str, key: str, layers: Mapping[str, set[str]]) -> str:
+    def _layer_named(self, name: str, key: str, layers: Mapping[str, set[str]]) -> str:
         """Returns the layer that a name in the file means, with or without a prefix; raises if none or several fit."""
-        bare = list(self._bare(name))
+        bare = list(self._without_prefixes(name))
         fitting = sorted({layer for each in bare for layer in layers.get(each, ())})
         if len(fitting) == 1:
             return fitting[0]
@@ -455,12 +455,12 @@ class _Reader:
         remedy = f"{renaming.closest(bare[-1], alike)}. {OF_THIS}, or add a rule to the card's 'lora_names'"
         raise self._foreign(f"'{key}' is no layer of '{self.component}'", remedy, key)
 
-    def _bare(self, name: str) -> Iterator[str]:
+    def _without_prefixes(self, name: str) -> Iterator[str]:
         """Yields a name, and what is left of it without each prefix that it begins with."""
         yield name
         for prefix in self.prefixes:
             if name.startswith(prefix):
-                yield from self._bare(name.removeprefix(prefix))
+                yield from self._without_prefixes(name.removeprefix(prefix))
 
     def _layer_additions(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, _Addition]]:
         """Yields what the keys of one layer add to its weight and bias; refuses one matrix without the other."""
@@ -495,15 +495,15 @@ class _Reader:
             raise self._foreign(f"'{down}' is there, and '{self.component}' has no '{weight}'", OF_THIS, down)
         rows, *columns = self.shapes[weight]
         rank, *inner = self.entries[down]["shape"] or [0]
-        if _trimmed(inner) != _trimmed(columns):
+        if _without_trailing_ones(inner) != _without_trailing_ones(columns):
             raise self._shape_error(down, [rank, *columns], weight)
         shape = self.entries[up]["shape"]
         if len(shape) < 2 or shape[1] != rank or rank == 0:
             fact = f"'{down}' has rank {rank}, and '{up}' has shape {shape}"
             raise self._foreign(fact, "The rank must be the same: download the file again", up)
-        if shape[0] != rows or _trimmed(shape[2:]):
+        if shape[0] != rows or _without_trailing_ones(shape[2:]):
             raise self._shape_error(up, [rows, rank], weight)
-        value = self._number(alpha) if alpha else self.adapter.alpha(list(self._bare(name)), rank)
+        value = self._number(alpha) if alpha else self.adapter.alpha(list(self._without_prefixes(name)), rank)
         return self.scale * self.adapter.scale(value, rank)
 
     def _number(self, key: str) -> float:
@@ -521,7 +521,7 @@ class _Reader:
         return CheckpointForeignError(str(self.file), fact, remedy, key=key)
 
 
-def _trimmed(shape: Sequence[int]) -> list[int]:
+def _without_trailing_ones(shape: Sequence[int]) -> list[int]:
     """Returns a shape without trailing ones: files may leave out the kernel dims of a 1x1 convolution."""
     sizes = list(shape)
     while sizes and sizes[-1] == 1:

@@ -159,13 +159,14 @@ class _Pipeline:
                 state.set(each.name, each.default, each.kwargs_type)
         for name, value in values.items():
             state.set(name, value, self.row.marks.get(name))
-        upstreams = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
-        upstreams.addFilter(_is_shown)
+        # Upstream logs a traceback for each block around an exception, which is reported anyway.
+        logger = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+        was_disabled, logger.disabled = logger.disabled, True
         try:
             with torch.no_grad():
                 _, state = blocks(self, state)
         finally:
-            upstreams.removeFilter(_is_shown)
+            logger.disabled = was_disabled
         return state
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -177,8 +178,3 @@ class _Pipeline:
             component.save_pretrained(Path(folder) / name)
             index[name] = [type(component).__module__.partition(".")[0], type(component).__name__]
         (Path(folder) / "model_index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
-    """Returns that no record is: upstream logs a traceback for each block around an exception, which is reported."""
-    return False

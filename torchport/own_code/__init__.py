@@ -30,8 +30,8 @@ VARIABLE = "TORCHPORT_APPLIED"
 BESIDE = ("torchax", "torch/attention", "torch/normalization")
 """The patches that a compiled module needs, of whatever model."""
 
-ENGINE = ("torch", "torchax")
-"""Packages that every port runs on."""
+BENEATH = ("torch", "torchax")
+"""Packages that are under any code: that their patches are applied says nothing of a model's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,7 @@ class PortDefaults:
     strict: bool = False
 
     def prepare(self) -> None:
-        """Gives JAX in this process the machine's devices, before it starts.
-
-        Raises:
-            ConfigError: There is no such machine.
-            MachineError: JAX runs already, with fewer devices.
-        """
+        """Gives JAX in this process the machine's devices; refuses if JAX runs already, with fewer of them."""
         if self.machine is not None:
             from torchport.task import devices
 
@@ -75,10 +70,8 @@ class Session:
         return self.ledger.rows()
 
     def nothing(self) -> NothingAppliedError | None:
-        """Returns an error if no patch was applied, as nobody imported the modules that they change; None otherwise.
-        Patches of torch and of the engine do not count: they are in force around any code.
-        """
-        records = [r for r in self.ledger.records if r.entry.package not in ENGINE and r.outcome is None]
+        """Returns an error if no patch was applied, as nobody imported the modules that they change; None otherwise."""
+        records = [r for r in self.ledger.records if r.entry.package not in BENEATH and r.outcome is None]
         waited = [record for record in records if record.entry.edits and not record.late]
         if not waited or any(record.change is not None for record in waited):
             return None

@@ -129,11 +129,8 @@ def _component(module: torch.nn.Module, card: Card) -> str:
 
 
 def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
-    """Returns a mesh with all of torchport's axes, on the given mesh's devices or the first of the process.
-
-    Raises:
-        UnknownNameError: An axis of another name.
-        MeshError: More devices than there are.
+    """Returns a mesh with all of torchport's axes, on the given mesh's devices or the first of the process. Refuses an
+    axis of another name, and more devices than there are.
     """
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
     for axis in sizes:
