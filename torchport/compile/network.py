@@ -379,7 +379,7 @@ def compiled(
     call = how(stage, task)
     if cache is not None:
         stacks = step_cache.stacks(cache, stacks)
-        call = step_cache.calling(call, cache, name, rules.program_place("stacks"))
+        call = step_cache.calling(call, cache, name, rules.place_of("stacks"))
     network = _network_of(
         module,
         rules,
@@ -444,7 +444,7 @@ def _network_of(
         precision=rules.as_written.precision,
         activations=rules.as_written.activations,
         gathered=shard.gathered(weights),
-        place_of=rules.program_place,
+        place_of=rules.place_of,
         differing=rules.as_written.operators,
         **fields,
     )

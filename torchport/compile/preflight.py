@@ -220,6 +220,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
+    """Returns, for each call of a network, the rule of every input, with the spec that fits; refuses unused rules."""
     rules = of_task(task, component)
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules.inputs, names, rules.place("inputs"), rules.places("inputs"))

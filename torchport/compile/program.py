@@ -44,15 +44,15 @@ class Network:
     """What determines a network's programs beside its mesh, its weights and its inputs."""
 
     module: torch.nn.Module
-    inputs: Sequence[Rule]
-    name: str
-    place: str
-    precision: str
-    places: Sequence[str] = ()
-    activations: Sequence[ActivationRule] = ()
+    inputs: Sequence[Rule]  #: The rules for the tensors that it is called with.
+    name: str  #: The component's name, for errors and the log.
+    place: str  #: Where its rules for inputs are written, for errors.
+    precision: str  #: The precision of its float32 products.
+    places: Sequence[str] = ()  #: Where each of the rules for inputs is written.
+    activations: Sequence[ActivationRule] = ()  #: The rules for what its modules return.
     #: Its repeated blocks that become one block of stacked weights, by the path of their list.
     stacks: Mapping[str, Stack] = dataclasses.field(default_factory=dict)
-    gathered: Set[str] = frozenset()
+    gathered: Set[str] = frozenset()  #: The weights that each device gathers before it uses them.
     #: Returns where one of the card's fields for this network is written, for errors.
     place_of: Callable[[str], str] = str
     how: How = plainly

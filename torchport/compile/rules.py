@@ -42,7 +42,7 @@ class Rules:
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
     #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
-    extra: Sequence[Rule] = ()
+    extra: Sequence[Rule] = ()  #: Rules for inputs that hold before the others: those of a caller of `port`.
     #: Whether an operator is refused that no sample has compared with PyTorch's.
     strict: bool = False
     base: str | None = None  #: The strategy that this one is `like`, for rules that it leaves out.
@@ -65,15 +65,17 @@ class Rules:
         return self.document.place(self._path(kind))
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
+        """Returns where each rule of a kind is written, those of a caller of `port` first."""
         places = [
             self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.as_written, kind)))
         ]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
 
-    def program_place(self, what: str) -> str:
-        if what == "activations":
+    def place_of(self, field: str) -> str:
+        """Returns where a field of a program is written: `activations`, or `stacks.` and the path of some blocks."""
+        if field == "activations":
             return self.place("activations")
-        path = ["stacks", *([self.written] if self.of_card else []), what.removeprefix("stacks.")]
+        path = ["stacks", *([self.written] if self.of_card else []), field.removeprefix("stacks.")]
         return self.document.place(path)
 
 

@@ -461,6 +461,7 @@ def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, d
 
 
 def _new_folder(request: Request) -> Path:
+    """Returns a folder under `outputs/` that is not there yet, named by model, config and time; it is not made."""
     moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
     stem = Path("outputs") / f"{request.model}-{config}-{moment}"

@@ -67,6 +67,7 @@ def prepare(machine: Machine) -> None:
 
 
 def devices(machine: Machine) -> list[Any]:
+    """Returns as many of JAX's devices as a machine has, the first ones of its platform."""
     import jax
 
     all_devices: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)

@@ -126,6 +126,7 @@ def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> l
 
 
 def _of_block(query_gains: Any, key_gains: Any, query_offsets: Any, key_offsets: Any) -> float:
+    """Returns the bound of one block's scores; infinity where its gains do not give one."""
     # All features may share one gain; its size does not say how many features there are.
     if not query_gains or not key_gains or any(gain.size == 1 for gain in (*query_gains, *key_gains)):
         return math.inf

@@ -256,6 +256,7 @@ def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
 
 
 def _local_heads(x_BTF: jax.Array, groups: int) -> jax.Array:
+    """Returns the features of this device's own heads, of those that all devices of `sp` have."""
     if groups == 1:
         return x_BTF
     part = x_BTF.shape[2] // groups

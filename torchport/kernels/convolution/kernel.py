@@ -288,6 +288,7 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
+    """Returns the block specs of what the kernel writes: the video, and the next chunk's carry if there are chunks."""
     block = min(conv.block, conv.outputs)
 
     def upsampled(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
@@ -301,6 +302,7 @@ def _outputs(conv: Conv) -> list[pl.BlockSpec]:
 
 
 def _shapes(conv: Conv) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of what the kernel writes; an upsampled video has its two rows and columns as dims."""
     sizes = (conv.height, conv.width) if conv.zoom == 1 else (conv.height, 2, conv.width, 2)
     made = jax.ShapeDtypeStruct((*sizes, conv.frames, conv.outputs), conv.dtype)
     carry = jax.ShapeDtypeStruct((2, conv.height, conv.width, conv.outputs), jnp.float32)
