@@ -278,23 +278,13 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
     if problem.masked and name not in MASKED:
-        raise AttentionError(
-            f"attention {name}",
-            "It is given a mask, and knows key padding only",
-            "Pass lengths instead of the mask, or use implementation 'plain'",
-            name=name,
-        )
+        remedy = "Pass lengths instead of the mask, or use implementation 'plain'"
+        raise _refusal(name, "It is given a mask, and knows key padding only", remedy)
     if problem.windowed and name not in WINDOWED:
-        raise AttentionError(
-            f"attention {name}",
-            f"It is asked for causal={problem.causal}, window={problem.window}, and computes neither",
-            f"Use one of {', '.join(WINDOWED)}",
-            name=name,
-        )
+        fact = f"It is asked for causal={problem.causal}, window={problem.window}, and computes neither"
+        raise _refusal(name, fact, f"Use one of {', '.join(WINDOWED)}")
     if problem.tile is not None and name not in KERNELS:
-        raise AttentionError(
-            f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
-        )
+        raise _refusal(name, "It is given a tile, and has none", f"Tiles are for {KERNELS}")
     if name in KERNELS:
         _check_kernel(name, problem)
     if name == "splash_int8" and not problem.int8:
@@ -327,38 +317,33 @@ def _by_platform(problem: Problem) -> str:
     return "plain"
 
 
+def _refusal(name: str, fact: str, remedy: str) -> AttentionError:
+    """Returns the error for a call that the implementation of a name does not compute."""
+    return AttentionError(f"attention {name}", fact, remedy, name=name)
+
+
 def _check_kernel(name: str, problem: Problem) -> None:
     """Refuses a call of a TPU kernel on another platform, or with a chip, tile or dtype that it does not take."""
     if problem.platform == "tpu" and problem.chip is None:
-        chips = ", ".join(TPU_CHIPS)
-        raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {chips}; or use 'plain'")
+        raise _refusal(name, "It knows no tile for this TPU", f"Known: {', '.join(TPU_CHIPS)}; or use 'plain'")
     if name == "splash_int8":
         _check_int8(problem.chip)
     if problem.tile is not None and not isinstance(problem.tile, tiles.Tile):
-        raise AttentionError(f"attention {name}", f"The tile is {problem.tile!r}", "It must be a tiles.Tile")
+        raise _refusal(name, f"The tile is {problem.tile!r}", "It must be a tiles.Tile")
     if problem.platform != "tpu" and not problem.interpret:
-        raise AttentionError(
-            f"attention {name}",
-            f"It is a TPU kernel, and this program is for {problem.platform}",
-            "Use implementation 'plain', or run it on a TPU (or for one: under jax.set_mesh of its topology)",
-            name=name,
-        )
+        fact = f"It is a TPU kernel, and this program is for {problem.platform}"
+        remedy = "Use implementation 'plain', or run it on a TPU (or for one: under jax.set_mesh of its topology)"
+        raise _refusal(name, fact, remedy)
     if problem.dtype not in (jnp.bfloat16, jnp.float32):
-        raise AttentionError(
-            f"attention {name}",
-            f"q, k and v are {jnp.dtype(problem.dtype).name}",
-            "Pass bfloat16 or float32, or use implementation 'plain'",
-            name=name,
-        )
+        fact = f"q, k and v are {jnp.dtype(problem.dtype).name}"
+        raise _refusal(name, fact, "Pass bfloat16 or float32, or use implementation 'plain'")
 
 
 def _check_int8(chip: str | None) -> None:
     """Refuses chips that multiply int8 no faster than bfloat16."""
     if chip is not None and chip not in EXPONENT:
         fact = f"{chip} multiplies int8 no faster than bfloat16"
-        raise AttentionError(
-            "attention splash_int8", fact, "Use implementation 'splash_transposed'", name="splash_int8"
-        )
+        raise _refusal("splash_int8", fact, "Use implementation 'splash_transposed'")
 
 
 def _plain(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: Any = None) -> jax.Array:
