@@ -27,11 +27,10 @@ NO_NAMES = {
 """Pronouns and participles that name nothing: a noun says what is returned, a verb what is done."""
 LEFT = {
     "commands": {"together"},
-    "compile": {"apart", "begin", "every", "held", "one", "own"},
+    "compile": {"apart", "begin", "one", "own"},
     "config": {"apart", "every", "like", "of"},
     "errors": {"held", "together"},
-    "load": {"held", "one"},
-    "own_code": {"begin", "told"},
+    "load": {"one"},
     "patch": {"apart", "every", "held", "now", "one", "put", "said"},
     "run": {"together"},
     "stages": {"apart", "begin", "every", "like", "of", "one", "own"},

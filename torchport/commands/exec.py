@@ -26,6 +26,6 @@ def command(**given: Any) -> None:
 
     Arguments, exit code, traceback and signals are the script's own. Its children call torchport.arm.
     """
-    from torchport.own_code.program import Flags, run
+    from torchport.own_code.script_process import Flags, run
 
     run(Flags(**given))

@@ -17,7 +17,7 @@ import jax
 import torch
 
 from torchport import load, patch, shard
-from torchport.compile import program, step_cache
+from torchport.compile import cached_steps, program
 from torchport.compile.eager import Eager, FirstNotFinite, How, plainly
 from torchport.compile.rules import Rules, of_task
 from torchport.config.card import DENOISING, Implementation
@@ -378,17 +378,17 @@ def compiled(
     stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
     if cache is not None:
-        stacks = step_cache.stacks(cache, stacks)
-        call = step_cache.calling(call, cache, name, rules.place_of("stacks"))
+        stacks = cached_steps.stacks(cache, stacks)
+        call = cached_steps.with_cache(call, cache, name, rules.place_of("stacks"))
     network = _network_of(
         module,
         rules,
         weight_rules(task, stage, module),
         stacks=stacks,
         how=call,
-        outputs=stage.outputs if cache is None else ("output", step_cache.KEPT),
-        keeps=stage.keeps if cache is None else (step_cache.KEPT,),
-        free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
+        outputs=stage.outputs if cache is None else ("output", cached_steps.KEPT),
+        keeps=stage.keeps if cache is None else (cached_steps.KEPT,),
+        free=frozenset() if cache is None else frozenset([cached_steps.KEPT]),
         strict=task.request.execution.strict,
     )
     attention = dispatch.Context(task.job.attention, bounds, record)

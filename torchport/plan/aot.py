@@ -20,7 +20,7 @@ import jax
 import torch
 
 from torchport import compile, load, shard
-from torchport.compile import network, ported, preflight, rules, step_cache
+from torchport.compile import cached_steps, network, ported, preflight, rules
 from torchport.compile.in_force import in_force, lowerings
 from torchport.config import xla_flags
 from torchport.config.card import LoraFile
@@ -220,7 +220,7 @@ def _with_cache(
     """Yields a program that computes all blocks, then one that reuses outputs, if a step does and the first fits."""
     steps, computed = task.job.steps, len(cache.computed(task.job.steps))
     a_step = called.times // steps
-    first = dataclasses.replace(called, static=(*called.static, (step_cache.MODE, "full")), times=a_step * computed)
+    first = dataclasses.replace(called, static=(*called.static, (cached_steps.MODE, "full")), times=a_step * computed)
     full, outputs = _program(outline, first, task.machine, dump)
     kept = None if outputs is None else outputs[1]
     # An extrapolation also keeps differences of earlier steps on the devices, besides inputs and outputs.
@@ -231,8 +231,8 @@ def _with_cache(
         blocks = sum(count + cache.apart for count in outline.program.counts.values())
         reused = dataclasses.replace(
             called,
-            inputs={**called.inputs, step_cache.KEPT: kept},
-            static=(*called.static, (step_cache.MODE, "reuse")),
+            inputs={**called.inputs, cached_steps.KEPT: kept},
+            static=(*called.static, (cached_steps.MODE, "reuse")),
             times=a_step * (steps - computed),
             flops=called.flops * cache.apart // blocks,  # only these blocks are computed; other work is small
         )

@@ -21,8 +21,8 @@ import torch
 
 from torchport import compile, patch, save
 from torchport.compile import network
+from torchport.compile.cached_steps import StepCached
 from torchport.compile.program import Compiled
-from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.config.step_cache import computed_by

@@ -14,8 +14,8 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile import jax_cache, network, ported, preflight
+from torchport.compile.cached_steps import StepCached
 from torchport.compile.in_force import in_force, stage_in_force
-from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING
 from torchport.config.step_cache import described

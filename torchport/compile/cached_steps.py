@@ -39,7 +39,7 @@ def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
     return {name: entry.model_copy(update={"last": max(entry.last, cache.apart)}) for name, entry in card.items()}
 
 
-def calling(how: How, cache: StepCache, name: str, place: str) -> How:
+def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
     """Returns a `how`, which calls a network, for a step cache: it also returns the tensors that are kept for later."""
     is_state = isinstance(cache, DeepCache)
 

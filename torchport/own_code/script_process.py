@@ -54,7 +54,7 @@ def run(flags: Flags) -> None:
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
     _check_names(flags)
     arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
-    script.become(flags.words, "torchport.own_code.program:start", arguments)
+    script.become(flags.words, "torchport.own_code.script_process:start", arguments)
 
 
 def _check_names(flags: Flags) -> None:

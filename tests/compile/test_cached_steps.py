@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchport import compile, patch, shard
-from torchport.compile import step_cache
-from torchport.compile.step_cache import StepCached
+from torchport.compile import cached_steps
+from torchport.compile.cached_steps import StepCached
 from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, TaylorSeer
 from torchport.config.strategy import Rule
@@ -69,9 +69,9 @@ def compiled(cache, module=None, stacks=None):
     return compile.Compiled(
         compile.Network(
             module.to("meta"), [RULE], "network", "card.yaml:1", "highest",
-            stacks=step_cache.stacks(cache, stacks),
-            how=step_cache.calling(compile.plainly, cache, "network", "card.yaml:2"),
-            outputs=("output", step_cache.KEPT), keeps=(step_cache.KEPT,), free=frozenset([step_cache.KEPT]),
+            stacks=cached_steps.stacks(cache, stacks),
+            how=cached_steps.with_cache(compile.plainly, cache, "network", "card.yaml:2"),
+            outputs=("output", cached_steps.KEPT), keeps=(cached_steps.KEPT,), free=frozenset([cached_steps.KEPT]),
         ),
         weights, mesh,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from fakes.plain_script import PlainScript
 
 from torchport.errors import BadValueError, UnknownNameError
-from torchport.own_code.program import Flags, axes_of, run
+from torchport.own_code.script_process import Flags, axes_of, run
 
 
 @pytest.fixture
