@@ -196,7 +196,9 @@ class Ported(torch.nn.Module):
             # These may be written to: the program returns their new values.
             writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
             shared = found.memory()
-            alone = [b for name, b in buffers.items() if self._is_alone(name) and self._memory[name] not in shared]
+            alone = [
+                b for name, b in buffers.items() if self._shares_no_memory(name) and self._memory[name] not in shared
+            ]
             engine.freeze((writable, alone), "")
             args, kwargs = self._as_passed(arguments, *call[2:])
             returned = module(*args, **kwargs)
@@ -225,7 +227,7 @@ class Ported(torch.nn.Module):
                 args.append(arguments[name])
         return args, kwargs
 
-    def _is_alone(self, name: str) -> bool:
+    def _shares_no_memory(self, name: str) -> bool:
         """Returns whether no other buffer shares the memory of a buffer."""
         return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
 
@@ -240,7 +242,7 @@ class Ported(torch.nn.Module):
                 continue
             buffers[attribute] = buffer
             form = buffer.shape, buffer.dtype
-            if new is None or (new.shape, new.dtype) != form or not self._is_alone(name):
+            if new is None or (new.shape, new.dtype) != form or not self._shares_no_memory(name):
                 fact = f"It binds the buffer '{name}' to a tensor of another form, or another buffer is the same tensor"
                 raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
             found[name] = new

@@ -207,7 +207,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
         check_called = activations.check(module, rules.as_written.activations, dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
-        attention = _Attention()
+        attention = _AttentionCalls()
         with _largest_output(module) as largest, attention:
             calls = recorder.network_calls(
                 stage, parts, module, network.how(stage, task), task.settings, count=False, **task.noise(stage)
@@ -277,7 +277,7 @@ def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
         yield largest
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionCalls(TorchFunctionMode):
     """Notes the calls of PyTorch's attention, once for each set of shapes."""
 
     def __init__(self) -> None:
@@ -323,7 +323,7 @@ def check_attention(task: Task, rehearsal: Rehearsal) -> None:
 _META = torch.device("meta")
 
 
-class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LargeWithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors of `LARGE` elements, and what is computed from them, without values or memory."""
 
     def __init__(self) -> None:
@@ -350,5 +350,5 @@ class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
     """Makes large tensors without values or memory while the context lasts."""
-    with _Large(), load.default_dtype(torch.float32):
+    with _LargeWithoutValues(), load.default_dtype(torch.float32):
         yield

@@ -281,7 +281,7 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
         raise CheckpointForeignError(
             str(layout.place(folder)),
             f"It {' and '.join(parts)}",
-            SAME if layout == DIFFUSERS and hasattr(module, "from_config") else _cure(missing, foreign),
+            SAME if layout == DIFFUSERS and hasattr(module, "from_config") else _remedy(missing, foreign),
             missing=missing,
             foreign=foreign,
         )
@@ -297,7 +297,7 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
     return stored
 
 
-def _cure(missing: Sequence[str], foreign: Sequence[str]) -> str:
+def _remedy(missing: Sequence[str], foreign: Sequence[str]) -> str:
     """Returns the remedy for tensors that only the module has (`missing`) or only the files have (`foreign`)."""
     other = "or name a checkpoint of this model"
     if missing and foreign:

@@ -45,7 +45,7 @@ def tensors(
     for name, value in kept.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             fact = f"Not tensors by name: {str(name)[:120]!r} is of the type '{type(value).__name__}'"
-            raise CheckpointBrokenError(str(file), fact, _cure(state), name=name)
+            raise CheckpointBrokenError(str(file), fact, _remedy(state), name=name)
     return {name: value.detach() for name, value in kept.items()}
 
 
@@ -159,7 +159,7 @@ def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
     return state
 
 
-def _cure(state: dict[Any, Any]) -> str:
+def _remedy(state: dict[Any, Any]) -> str:
     """Returns the remedy for a dict that holds something else than tensors."""
     inner = [str(name) for name, value in state.items() if isinstance(value, dict)]
     if inner:

@@ -139,7 +139,7 @@ def test_a_bound_by_name_is_the_programs(monkeypatch):
     ],
 )
 def test_the_platform_and_the_request_choose(asked, name):
-    assert dispatch._by_platform(asked) == name
+    assert dispatch._choice_for_platform(asked) == name
 
 
 def test_a_named_implementation_is_that_one_or_an_error():
@@ -217,19 +217,19 @@ def test_few_keys_leave_queries_where_they_are():
 
 def test_only_few_keys_do():
     sizes = {"dp": 2, "sp": 4, "tp": 1}
-    assert dispatch._splitting(sizes, 280, 20) == ("sp",)
-    assert dispatch._splitting(sizes, 280, 70) == ()  # to exchange a quarter of the queries costs no more
-    assert dispatch._splitting(sizes, 281, 20) == ()
-    assert dispatch._splitting({"dp": 2, "tp": 4}, 280, 20) == ()
+    assert dispatch._query_axes(sizes, 280, 20) == ("sp",)
+    assert dispatch._query_axes(sizes, 280, 70) == ()  # to exchange a quarter of the queries costs no more
+    assert dispatch._query_axes(sizes, 281, 20) == ()
+    assert dispatch._query_axes({"dp": 2, "tp": 4}, 280, 20) == ()
 
 
 def test_axes_that_do_not_divide_are_left_out():
     sizes = {"dp": 2, "sp": 4, "tp": 2}
-    assert dispatch._dividing(("dp",), sizes, 2) == ("dp",)
-    assert dispatch._dividing(("dp",), sizes, 3) == ()
-    assert dispatch._dividing(("sp", "tp"), sizes, 8) == ("sp", "tp")
-    assert dispatch._dividing(("sp", "tp"), sizes, 4) == ("sp",)
-    assert dispatch._dividing(("sp", "tp"), sizes, 6) == ("tp",)
+    assert dispatch._dividing_axes(("dp",), sizes, 2) == ("dp",)
+    assert dispatch._dividing_axes(("dp",), sizes, 3) == ()
+    assert dispatch._dividing_axes(("sp", "tp"), sizes, 8) == ("sp", "tp")
+    assert dispatch._dividing_axes(("sp", "tp"), sizes, 4) == ("sp",)
+    assert dispatch._dividing_axes(("sp", "tp"), sizes, 6) == ("tp",)
 
 
 def test_calls_are_noted_with_what_computes_them():

@@ -208,7 +208,7 @@ def attention(
     """Returns softmax(scale * q k^T) v, with padding left out exactly.
 
     Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`, or queries
-    over `sp` (`_splitting`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
+    over `sp` (`_query_axes`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
 
     Args:
         q_BHSD: Queries [B, H, S, D].
@@ -274,7 +274,7 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
     """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
-    name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
+    name = requested or (None if problem.masked else program.implementation) or _choice_for_platform(problem)
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
     if problem.masked and name not in MASKED:
@@ -304,7 +304,7 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
     return _sharded(functools.partial(kernel, problem), problem.windowed)
 
 
-def _by_platform(problem: Problem) -> str:
+def _choice_for_platform(problem: Problem) -> str:
     """Returns the implementation for a call that names none: by platform, dtype, head size, mask and window."""
     if problem.masked:
         return "plain"
@@ -416,9 +416,9 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
             return run(q, k, v, lengths_B)
         _check_axes(mesh)
         sizes = dict(mesh.shape)
-        batch = _dividing(BATCH_AXES, sizes, q.shape[0])
-        tokens = () if windowed else _splitting(sizes, q.shape[2], k.shape[2])
-        heads = _dividing(tuple(axis for axis in HEAD_AXES if axis not in tokens), sizes, q.shape[1])
+        batch = _dividing_axes(BATCH_AXES, sizes, q.shape[0])
+        tokens = () if windowed else _query_axes(sizes, q.shape[2], k.shape[2])
+        heads = _dividing_axes(tuple(axis for axis in HEAD_AXES if axis not in tokens), sizes, q.shape[1])
         queries, keys = PartitionSpec(batch, heads, tokens), PartitionSpec(batch, heads)
         if lengths_B is None:
             whole = functools.partial(run, lengths_B=None)
@@ -429,7 +429,7 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
     return split
 
 
-def _splitting(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
+def _query_axes(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
     """Returns the axes that split the queries rather than the heads, in cross-attention to few keys; else ().
 
     To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
@@ -452,7 +452,7 @@ def _check_axes(mesh: Any) -> None:
         )
 
 
-def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
+def _dividing_axes(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
     """Returns axes whose sizes multiply to a divisor of `count`; an axis that would not divide it is left out."""
     chosen: tuple[str, ...] = ()
     for axis in axes:

@@ -68,7 +68,7 @@ def convolved(
         for n in range(part.shape[0]):
             x = part[n].transpose(2, 3, 1, 0)
             x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
-            of_sample = _of_sample(form, n, Operands(**given))
+            of_sample = _operands_of(form, n, Operands(**given))
             out, kept = run(request, bool(form.rows), x, sides, weight, bias, of_sample)
             outs.append(out.transpose(3, 2, 0, 1))
             carries.append(kept)
@@ -93,7 +93,7 @@ def _upsamples(request: ConvolutionRequest, x: jax.Array, weight: jax.Array, giv
     return request.zoom == 2 and weight.shape[2] == 1 and is_narrow and "scale" not in given
 
 
-def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
+def _operands_of(form: Canvas, number: int, operands: Operands) -> Operands:
     """Returns one sample's operands, laid out as [H, W, T, C], with neighbours' borders for scale and shift."""
     residual = None if operands.residual is None else operands.residual[number].transpose(2, 3, 1, 0)
     carry = None if operands.carry is None else operands.carry[number]
@@ -147,7 +147,7 @@ def _by_kernel(
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
-    conv, count = _conv(request, rows, x, weight, operands)
+    conv, count = _sizes_and_calls(request, rows, x, weight, operands)
     height, width = conv.height, conv.width
     _note(conv)
     weights = kernel.weights_of(weight, conv)
@@ -176,7 +176,7 @@ def _by_kernel(
     return jnp.moveaxis(outs, 0, 2).reshape(*outs.shape[1:3], x.shape[2], -1), kept
 
 
-def _conv(
+def _sizes_and_calls(
     request: ConvolutionRequest, rows: bool, x: jax.Array, weight: jax.Array, operands: Operands
 ) -> tuple[kernel.Conv, int]:
     """Returns the sizes of a call of the kernel, and how many calls there are; `rows`: x has its neighbours' rows."""

@@ -464,10 +464,10 @@ class _Step:
             number = jax.lax.broadcasted_iota(jnp.int32, (1, conv.frames, 1), 1)
             out = out + jnp.where(number >= 1, pltpu.roll(total[1], 1, 1), 0.0)
             out = out + jnp.where(number >= 2, pltpu.roll(total[0], 2, 1), 0.0)
-            for n, before in enumerate(self._before(here)):
+            for n, before in enumerate(self._from_earlier_frames(here)):
                 out = out + jnp.where(number == n, before[:, None, :], 0.0)
         if conv.carried:
-            last, other = (self._taps(self._frame(conv.frames - n)) for n in (1, 2))
+            last, other = (self._taps(self._rows_of_frame(conv.frames - n)) for n in (1, 2))
             width = self.ref["next"].shape[-1]
             self.ref["next"][0, 0, here] = (other[0] + last[1])[:, :width]
             self.ref["next"][1, 0, here] = last[0][:, :width]
@@ -485,12 +485,12 @@ class _Step:
         parts = [[self.ref["sums"].at[n * slabs + m][rows] for m in range(slabs)] for n in range(self.conv.taps)]
         return [jnp.concatenate(part, -1) for part in parts]
 
-    def _frame(self, number: int) -> Any:
+    def _rows_of_frame(self, number: int) -> Any:
         return pl.ds(number, self.conv.columns, stride=self.conv.frames)
 
-    def _before(self, here: Any) -> list[jax.Array]:
+    def _from_earlier_frames(self, here: Any) -> list[jax.Array]:
         """Returns what earlier frames add to the first two output frames, [columns, B] each; [] if that is nothing."""
-        head = self._taps(self._frame(0))
+        head = self._taps(self._rows_of_frame(0))
         still = self.conv.edges if self.conv.still is None else self.conv.still
         start = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
         if not self.conv.carried:

@@ -42,7 +42,10 @@ def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of the whole video's groups, from a device's part and its channels' sums."""
     height, width = x.shape[3:]
-    rows, columns = _valid(form.rows, height, form.valid_rows), _valid(form.columns, width, form.valid_columns)
+    rows, columns = (
+        _valid_slices(form.rows, height, form.valid_rows),
+        _valid_slices(form.columns, width, form.valid_columns),
+    )
     # A device that has padding alone counts for nothing.
     is_padded = form.height != form.valid_height or form.width != form.valid_width
     takes = forms.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
@@ -53,7 +56,7 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
     offset = total / count
     spread = squares / count - offset * offset
-    return _joined(groups, form, near + offset, spread, (rows * columns).astype(jnp.float32))
+    return _over_groups(groups, form, near + offset, spread, (rows * columns).astype(jnp.float32))
 
 
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
@@ -78,7 +81,7 @@ def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Arra
     return summed(call, x, valid, interpret=context.interpret)
 
 
-def _joined(
+def _over_groups(
     groups: int, form: Canvas, mean: jax.Array, variance: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of groups on all devices, from those of each channel on one device, [B, C, T]."""
@@ -94,7 +97,7 @@ def _joined(
     return whole, over_all(variance + difference * difference)
 
 
-def _valid(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> jax.Array:
+def _valid_slices(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> jax.Array:
     """Returns how many of a device's rows or columns are no padding."""
     return jnp.clip(forms.valid_from_here(size, axes, valid_of(size * forms.ways(axes))), 0, size)
 
