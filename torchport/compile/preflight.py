@@ -300,11 +300,8 @@ class _AttentionCalls(TorchFunctionMode):
 def check_attention(task: Task, rehearsal: Rehearsal) -> None:
     """Refuses calls of attention that the job's implementation cannot compute, or for which no tile fits the chip."""
     if task.job.attention == "splash_int8" and not task.card.score_bounds:
-        raise AttentionError(
-            task.job_document.place(["attention"]),
-            f"'splash_int8' is for scores with a bound, and the card '{task.card.model}' has no score_bounds",
-            "Use 'splash_transposed'",
-        )
+        fact = f"'splash_int8' is for scores with a bound, and the card '{task.card.model}' has no score_bounds"
+        raise AttentionError(task.job_document.place(["attention"]), fact, "Use 'splash_transposed'")
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
     context = dispatch.Context(task.job.attention, rehearse=True)
     try:

@@ -426,11 +426,9 @@ def _lack_of_memory_refused(what: str) -> Iterator[None]:
             raise VmemError(what, f"A kernel's tile does not fit: {reason}", "Take a smaller tile") from error
         request = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
         size = f" ({request[1] or request[2]} bytes at once)" if request else ""
-        raise MachineError(
-            what,
-            f"Its activations do not fit into a device's memory{size}",
-            "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
-        ) from error
+        fact = f"Its activations do not fit into a device's memory{size}"
+        remedy = "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine"
+        raise MachineError(what, fact, remedy) from error
 
 
 @contextlib.contextmanager

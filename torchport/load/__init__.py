@@ -154,12 +154,8 @@ def _from_pretrained(component: Component, folder: Path, **options: Any) -> torc
             is_unread = layout_of(component, component.file, []).is_unread
             keys = [key for key in keys if not is_unread(key)]
         if keys:
-            raise CheckpointForeignError(
-                str(folder),
-                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0][:120]}')",
-                SAME,
-                keys=keys,
-            )
+            fact = f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0][:120]}')"
+            raise CheckpointForeignError(str(folder), fact, SAME, keys=keys)
     return module
 
 

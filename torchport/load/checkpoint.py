@@ -165,12 +165,9 @@ def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) 
         return Path(take(repo, revision=revision or "main"))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise CheckpointMissingError(
-            f"--checkpoint {name}",
-            f"It is neither in the cache nor to be had: {reason}",
-            "Check the name and the network, or pass --checkpoint DIR with a copy of it",
-            repo=repo,
-        ) from error
+        fact = f"It is neither in the cache nor to be had: {reason}"
+        remedy = "Check the name and the network, or pass --checkpoint DIR with a copy of it"
+        raise CheckpointMissingError(f"--checkpoint {name}", fact, remedy, repo=repo) from error
 
 
 def _patterns(card: Card, variant: str | None) -> tuple[list[str], bool]:
@@ -197,11 +194,8 @@ def _check_disk(name: str, card: Card) -> None:
     folder = next(parent for parent in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise OutputError(
-            HF_HUB_CACHE,
-            f"{name} takes about {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free here",
-            "Free some space, set HF_HOME to a larger disk, or pass --checkpoint DIR",
-        )
+        fact = f"{name} takes about {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free here"
+        raise OutputError(HF_HUB_CACHE, fact, "Free some space, set HF_HOME to a larger disk, or pass --checkpoint DIR")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -229,12 +223,9 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
     for name, component in card.components.items():
         library, _, class_name = component.class_.partition(":")
         if name not in index:
-            raise CheckpointForeignError(
-                str(file),
-                f"It has no component '{name}'",
-                f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}",
-                component=name,
-            )
+            fact = f"It has no component '{name}'"
+            remedy = f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}"
+            raise CheckpointForeignError(str(file), fact, remedy, component=name)
         words = index[name] if isinstance(index[name], list) else []
         classes = [str(word).removesuffix("Fast") for word in words]  # transformers 4 had two of each tokenizer
         # For a class of a pipeline, diffusers names the folder of that pipeline.
@@ -280,12 +271,9 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
         config = read_json(place / "config.json") if (place / "config.json").is_file() else {}
         class_name = component.class_.partition(":")[2]
         if config.get("_class_name", class_name) != class_name:
-            raise CheckpointForeignError(
-                str(place / "config.json"),
-                f"'{name}' is a {config['_class_name']}",
-                f"The card '{card.model}' wants a {class_name}: name a checkpoint of that model",
-                component=name,
-            )
+            fact = f"'{name}' is a {config['_class_name']}"
+            remedy = f"The card '{card.model}' wants a {class_name}: name a checkpoint of that model"
+            raise CheckpointForeignError(str(place / "config.json"), fact, remedy, component=name)
 
 
 def check_file(folder: Path, file: str) -> None:
@@ -416,13 +404,9 @@ def header(file: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointBrokenError(str(file), "Its header is none of safetensors", AGAIN) from error
     if size != end:
-        raise CheckpointBrokenError(
-            str(file),
-            f"It has {size} bytes, and its header promises {end}",
-            "Download the file again: it is truncated",
-            size=size,
-            promised=end,
-        )
+        fact = f"It has {size} bytes, and its header promises {end}"
+        remedy = "Download the file again: it is truncated"
+        raise CheckpointBrokenError(str(file), fact, remedy, size=size, promised=end)
     try:
         with safe_open(str(file), framework="numpy"):  # its own reader checks dtypes, shapes and offsets
             return dict(entries)

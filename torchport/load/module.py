@@ -278,21 +278,14 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
     if missing or foreign:
         parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
         parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
-        raise CheckpointForeignError(
-            str(layout.place(folder)),
-            f"It {' and '.join(parts)}",
-            SAME if layout == DIFFUSERS and hasattr(module, "from_config") else _remedy(missing, foreign),
-            missing=missing,
-            foreign=foreign,
-        )
+        fact = f"It {' and '.join(parts)}"
+        remedy = SAME if layout == DIFFUSERS and hasattr(module, "from_config") else _remedy(missing, foreign)
+        raise CheckpointForeignError(str(layout.place(folder)), fact, remedy, missing=missing, foreign=foreign)
     for name, (file, name_in_file, dtype, shape) in stored.items():
         if tuple(shape) != tuple(state[name].shape):
-            raise CheckpointForeignError(
-                str(file),
-                f"'{name_in_file}' has shape {shape}",
-                f"The model's has {list(state[name].shape)}: name a checkpoint of this model",
-                name=name,
-            )
+            fact = f"'{name_in_file}' has shape {shape}"
+            remedy = f"The model's has {list(state[name].shape)}: name a checkpoint of this model"
+            raise CheckpointForeignError(str(file), fact, remedy, name=name)
         check_dtype(file, name_in_file, dtype, state[name].dtype)
     return stored
 
@@ -312,23 +305,17 @@ def check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:
     word = str(target).removeprefix("torch.")
     loadable = list(checkpoint.FLOATS) if target.is_floating_point else [checkpoint.CODES[word]]
     if dtype not in loadable:
-        raise CheckpointForeignError(
-            str(file),
-            f"'{name}' is of dtype {dtype}, and the model's is {word}",
-            f"Name a checkpoint whose '{name}' is of {' or '.join(loadable)}",
-            name=name,
-        )
+        fact = f"'{name}' is of dtype {dtype}, and the model's is {word}"
+        remedy = f"Name a checkpoint whose '{name}' is of {' or '.join(loadable)}"
+        raise CheckpointForeignError(str(file), fact, remedy, name=name)
 
 
 def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     """Returns a tensor; refuses one that is still on meta after loading."""
     if tensor.is_meta:
-        raise UnfilledWeightError(
-            str(folder),
-            f"'{name}' has no storage after loading",
-            "It is a buffer that the files do not hold: report it, the class must compute it",
-            name=name,
-        )
+        fact = f"'{name}' has no storage after loading"
+        remedy = "It is a buffer that the files do not hold: report it, the class must compute it"
+        raise UnfilledWeightError(str(folder), fact, remedy, name=name)
     return tensor
 
 

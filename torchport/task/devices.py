@@ -48,22 +48,17 @@ def prepare(machine: Machine) -> None:
         return
     share, rest = divmod(machine.devices, hosts.processes())
     if rest:
-        raise MachineError(
-            f"machine {machine.name}",
-            f"Its devices cannot be shared out evenly among {hosts.processes()} processes",
-            "Name a multiple of the number of processes",
-        )
+        fact = f"Its devices cannot be shared out evenly among {hosts.processes()} processes"
+        raise MachineError(f"machine {machine.name}", fact, "Name a multiple of the number of processes")
     try:
         jax.config.update("jax_num_cpu_devices", share)
         jax.config.update("jax_platforms", "cpu")  # no TPU is woken, or held, for a run beside it
     except RuntimeError as error:
         # JAX fixes the number when its CPU backend starts.
         if len(jax.devices("cpu")) < machine.devices:
-            raise MachineError(
-                f"machine {machine.name}",
-                f"JAX runs in this process with {len(jax.devices('cpu'))} CPU device(s)",
-                f"Start a new process, or call jax.config.update('jax_num_cpu_devices', {machine.devices}) first",
-            ) from error
+            fact = f"JAX runs in this process with {len(jax.devices('cpu'))} CPU device(s)"
+            remedy = f"Start a new process, or call jax.config.update('jax_num_cpu_devices', {machine.devices}) first"
+            raise MachineError(f"machine {machine.name}", fact, remedy) from error
 
 
 def devices(machine: Machine) -> list[Any]:
@@ -97,13 +92,9 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     beside = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
     on_host = f"{size_text(need.host_bytes)} of host memory for weights{beside}"
     wants = [*_on_devices(machine, need), on_host, f"the checkpoint {need.checkpoint}"]
-    raise MachineError(
-        f"machine {machine.name}",
-        f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}",
-        _remedy(machine, need, limit, host, instead),
-        need=need,
-        found=count,
-    )
+    fact = f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}"
+    remedy = _remedy(machine, need, limit, host, instead)
+    raise MachineError(f"machine {machine.name}", fact, remedy, need=need, found=count)
 
 
 def _on_devices(machine: Machine, need: Need) -> list[str]:

@@ -74,27 +74,18 @@ def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None
     """Refuses a call that cuDNN cannot compute. The GPU is checked last, so that the rest is known without one."""
     size, dtype = q_BHSD.shape[3], str(q_BHSD.dtype)
     if dtype not in CUDNN_DTYPES:
-        raise AttentionError(
-            "attention 'cudnn'",
-            f"queries are {dtype}",
-            f"cuDNN takes {' or '.join(CUDNN_DTYPES)}; 'plain' and 'xla' take float32",
-            dtype=dtype,
-        )
+        fact = f"queries are {dtype}"
+        remedy = f"cuDNN takes {' or '.join(CUDNN_DTYPES)}; 'plain' and 'xla' take float32"
+        raise AttentionError("attention 'cudnn'", fact, remedy, dtype=dtype)
     largest = max(CUDNN_HEAD_SIZE.values())
     if size % 8 or size > largest:
-        raise AttentionError(
-            "attention 'cudnn'",
-            f"the head size is {size}",
-            f"cuDNN takes multiples of 8 up to {largest}; 'plain' and 'xla' take any",
-            head_size=size,
-        )
+        fact = f"the head size is {size}"
+        remedy = f"cuDNN takes multiples of 8 up to {largest}; 'plain' and 'xla' take any"
+        raise AttentionError("attention 'cudnn'", fact, remedy, head_size=size)
     if right != 0 and (left, right) != (None, None):
-        raise AttentionError(
-            "attention 'cudnn'",
-            f"the window is {left} to the left and {right} to the right",
-            "cuDNN limits the left side only beside a right side of 0, or causal; 'plain' and 'xla' limit any",
-            window=(left, right),
-        )
+        fact = f"the window is {left} to the left and {right} to the right"
+        remedy = "cuDNN limits the left side only beside a right side of 0, or causal; 'plain' and 'xla' limit any"
+        raise AttentionError("attention 'cudnn'", fact, remedy, window=(left, right))
     _check_gpu(size)
 
 
@@ -113,9 +104,5 @@ def _check_gpu(size: int) -> None:
     hopper = tuple(int(part) for part in capability.split(".")) >= (9, 0)
     largest = CUDNN_HEAD_SIZE["Hopper or later" if hopper else "before Hopper"]
     if size > largest:
-        raise AttentionError(
-            "attention 'cudnn'",
-            f"the head size is {size} on a GPU of compute capability {capability}",
-            f"cuDNN takes at most {largest} there",
-            head_size=size,
-        )
+        fact = f"the head size is {size} on a GPU of compute capability {capability}"
+        raise AttentionError("attention 'cudnn'", fact, f"cuDNN takes at most {largest} there", head_size=size)
