@@ -98,9 +98,9 @@ class Ported(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights and buffers, gathered on the host; those of stacked blocks are stacked."""
-        weights = self.compiled.weights
-        names = [name for name in self.original.state_dict() if name in weights]
-        return {name: shard.to_torch(weights[name]) for name in names or weights}
+        weights, there = self.compiled.weights, self.original.state_dict()
+        names = {name: each for name, each in there.items() if name in weights or not each.is_meta}
+        return {n: shard.to_torch(weights[n]) if n in weights else names[n] for n in names or weights}
 
     def train(self, mode: bool = True) -> Ported:
         """Returns itself for evaluation mode, and refuses training mode with a BadValueError."""
@@ -186,8 +186,8 @@ class Ported(torch.nn.Module):
             inputs[name] if tensor.is_contiguous() else engine.laid(inputs[name], tensor.stride())
             for name, tensor in found.inputs.items()
         ]
-        for number, (base, part) in found.views.items():
-            tensors[number] = tensors[base].as_strided(*part)
+        for number, (base, (size, strides, start)) in found.views.items():
+            tensors[number] = tensors[base].view(-1)[start:].as_strided(size, strides)
         tensors = [tensors[first] for first in found.firsts]
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}

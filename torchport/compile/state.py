@@ -101,7 +101,7 @@ class Effects(NamedTuple):
     outputs: int
     buffers: Sequence[str] = ()  #: The names of the buffers that it has written to, or bound to other tensors.
     #: The outputs that lie in the memory of an input or of another output; see `engine.views`.
-    views: Mapping[int, tuple[str, int, tuple[Any, ...]]] = types.MappingProxyType({})
+    views: Mapping[int, tuple[str, int, engine.Place]] = types.MappingProxyType({})
     #: The new tables that lie in another table: its number, and the size, the strides and the offset.
     parts: Mapping[int, tuple[int, tuple[Any, ...]]] = types.MappingProxyType({})
     holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
@@ -249,9 +249,8 @@ class State:
         inputs = [*found.inputs.values()]
         waiting = iter(outputs)
         outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
-        for number, (kind, base, (size, strides, offset)) in effects.views.items():
-            whole = inputs[base] if kind == "input" else outputs[base]
-            outputs[number] = whole.as_strided(size, strides, whole.storage_offset() + offset)
+        for number, (kind, base, place) in effects.views.items():
+            outputs[number] = place.of(inputs[base] if kind == "input" else outputs[base])
         values = {
             "thing": things,
             "input": inputs,
@@ -468,7 +467,8 @@ def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) ->
     """Returns new values of host tensors that a call leaves, and which of them are views of another's memory."""
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
-    plain = {n: t for n, t in {**dict(enumerate(found)), **tables}.items() if t.layout == torch.strided}
+    every = {**dict(enumerate(found)), **tables}
+    plain = {n: t for n, t in every.items() if t.layout == torch.strided and not (t.is_conj() or t.is_neg())}
     for number, tensor in plain.items():
         groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
     last = max([len(found), *tables])
@@ -491,9 +491,8 @@ def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) ->
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the addresses at which a tensor begins and ends in the host's memory."""
-    memory, size = tensor.untyped_storage().data_ptr(), tensor.itemsize
-    start, end = engine.extent(tensor)
-    return memory + start * size, memory + end * size
+    memory, (start, end) = tensor.untyped_storage().data_ptr(), engine.extent(tensor)
+    return memory + start, memory + end
 
 
 def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
-from torchport.engine.aliasing import extent, lies_in
+from torchport.engine.aliasing import Place, extent, lies_in
 from torchport.engine.conformance import DiffersError, Operators, watching
 from torchport.engine.tracked import (
     alive,
@@ -34,6 +34,7 @@ from torchport.engine.tracked import (
 __all__ = [
     "DiffersError",
     "Operators",
+    "Place",
     "alive",
     "array",
     "begin_trace",

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +30,10 @@ class Storage:
     def __init__(self, value: Any) -> None:
         self.value = value
         self.whose = ""  # what it is, if the network must not write to it: `an argument of the network`
+        self.is_callers = False  # then nobody knows where it begins in the caller's memory
         self.written = False
         self.stale: str | Exception = ""  # why its value is not what PyTorch would have
-        self.size = 0  # elements of its first tensor; sys.maxsize if that is not contiguous
+        self.layout: Any = None  # of its first tensor; see `layout`
         self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
 
     def add(self, tensor: Any, path: tuple[View, ...]) -> None:
@@ -63,19 +64,71 @@ class Storage:
         return [(tensor, path) for tensor, path in found if tensor is not None]
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in another one, its whole, and how it is read; sizes are in elements of its own."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that lies there in a tensor of the host: a view of it."""
+        if self.dtype != whole.dtype:
+            (start, end), first = extent(whole), whole.storage_offset()
+            whole = whole.as_strided(((end - start) // whole.itemsize,), (1,), first).view(self.dtype)
+        part = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+        part = part.conj() if self.is_conj else part
+        return torch._neg_view(part) if self.is_neg else part
+
+
+def place(part: torch.Tensor, whole: torch.Tensor) -> Place:
+    """Returns where a tensor lies in another one of the same storage."""
+    offset = part.storage_offset() - whole.storage_offset() * whole.itemsize // part.itemsize
+    return Place(part.shape, part.stride(), offset, part.dtype, part.is_conj(), part.is_neg())
+
+
+def layout(tensor: torch.Tensor) -> tuple[int, list[int]] | None:
+    """Returns where a tensor begins in its storage, and its dims in their order there; None if it has gaps."""
+    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    step = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != step:
+            return None
+        step *= tensor.shape[dim]
+    return int(tensor.storage_offset()), order
+
+
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns where a tensor begins and where it ends in its storage, in elements; the end is exclusive."""
-    start = int(tensor.storage_offset())
+    """Returns where a tensor begins and where it ends in its storage, in bytes; the end is exclusive."""
+    start, size = int(tensor.storage_offset()), tensor.itemsize
     if not tensor.numel():
-        return start, start
-    return start, start + 1 + sum(int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return start * size, start * size
+    last = start + sum(int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (last + 1) * size
 
 
 def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Returns whether a tensor lies within another tensor of the same storage."""
     (start, end), (first, last) = extent(part), extent(whole)
-    is_plain = part.dtype == whole.dtype and not (part.is_conj() or part.is_neg())
-    return is_plain and first <= start and end <= last
+    return first <= start and end <= last
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors have some elements of a storage in common, and not each the same ones."""
+    (start, end), (first, last) = extent(one), extent(other)
+    is_apart = one.untyped_storage()._cdata != other.untyped_storage()._cdata or max(start, first) >= min(end, last)
+    steps = [[pair for pair in zip(each.shape, each.stride(), strict=True) if pair[0] != 1] for each in (one, other)]
+    if is_apart or (start == first and one.dtype == other.dtype and steps[0] == steps[1]):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    low, size = min(start, first), one.itemsize
+    marks = torch.zeros((max(end, last) - low) // size, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), (start - low) // size).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), (first - low) // size).any())
 
 
 _SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}
@@ -83,14 +136,15 @@ _RESHAPE = {"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "s
 _PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 
 
-def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
+def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
     """Returns how a view's new value enters its base: a function of the base's value and the view's.
 
     None if the view has one element of the base several times.
 
     Args:
         name: The operator's, such as `slice`.
-        args: Its arguments; the first is the base.
+        base: The base, or its shadow.
+        args: The operator's arguments; the first is the base, but for operators without a short inverse.
         item: Which of its outputs the view is.
         shapes: The shapes of its outputs.
         of_index: Returns the same view of a tensor of the host: for a view that has no short inverse.
@@ -101,7 +155,6 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
     def argument(number: int, key: str, default: Any) -> Any:
         return args[number] if len(args) > number else kwargs.get(key, default)
 
-    base = args[0]
     dims = len(base.shape)
     write = _with_part
     if name in _SAME:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import numpy
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.engine.aliasing import Storage, View, extent, inverse, lies_in
+from torchport.engine.aliasing import Place, Storage, View, extent, inverse, layout, lies_in, overlap, place
 from torchport.engine.conformance import DiffersError, operator_name, watched, watching
 
 LARGEST = 2**28
@@ -75,6 +74,7 @@ def prepare(environment: Any) -> None:
         delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
     Tensor._elem = property(_value, _set_value)
     Tensor.numpy, Tensor.tolist, Tensor.__deepcopy__ = _numpy, lambda tensor: _numpy(tensor).tolist(), _copy
+    Tensor.storage_offset = _offset
     Tensor.data = property(torch.Tensor.detach, _set_data)
 
 
@@ -98,6 +98,13 @@ def _numpy(tensor: Any) -> Any:
         with _plain():
             return tensor._shadow.numpy()
     return numpy.asarray(tensor._elem)
+
+
+def _offset(tensor: Any) -> int:
+    """Returns where a tensor begins in its memory; refuses a caller's, which may begin elsewhere in each call."""
+    if tensor._env.dispatch._memory(tensor).is_callers:
+        raise DiffersError("Tensor.storage_offset", "may say something else of its caller's tensor in the next call")
+    return int(tensor._shadow.storage_offset())
 
 
 def _copy(tensor: Any, known: dict[int, Any]) -> Any:
@@ -177,6 +184,9 @@ class Dispatch:
             if function is torch.Tensor.__getitem__ and isinstance(index, self.type):
                 index = self._places(index)
             return function(args[0], index, *args[2:])
+        if function is torch.Tensor.to:  # a tensor that is there already stays the same: PyTorch calls the devices meta
+            args, kwargs = pytree.tree_map(lambda each: _META if _is_engine_device(each) else each, (args, kwargs))
+            return function(*args, **kwargs)
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
         is_through = not is_lowered or function in _THROUGH
         # torchax's lowering may take `out`, and not write to it.
@@ -184,6 +194,8 @@ class Dispatch:
             is_through = True
         if not is_aten and is_through and not makes:
             raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
+        if function is torch.ops.aten.as_strided.default:
+            args, kwargs = self._of_memory(*args, **kwargs), {}
         if is_aten and torch.Tag.inplace_view in function.tags:
             return self._changed_view(function, types, args, kwargs)
         for tensor in traced:
@@ -328,6 +340,10 @@ class Dispatch:
         for tensor in written:
             if is_known(tensor):
                 self._forget(tensor)
+        pairs = itertools.product(written, traced) if not self.lowering else ()
+        with _plain():
+            if any(overlap(one._shadow, other._shadow) for one, other in pairs):
+                raise RuntimeError("an operator writes to a part of what it reads: give it a clone()")
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
@@ -347,9 +363,9 @@ class Dispatch:
             properties.prng = numbers
             how = "draws numbers while the network is traced, the same for every call"
             raise DiffersError(operator_name(function), how, "Draw them outside of it, and pass them as an input")
-        for tensor in traced:
-            if tensor._elem is not before[id(tensor)]:
-                self._write(function, tensor, tensor._elem)
+        # A write gives all tensors of its memory new values.
+        for tensor, value in [(each, each._elem) for each in traced if each._elem is not before[id(each)]]:
+            self._write(function, tensor, value)
         for tensor in written if _name(function) != "copy_" else ():  # what is copied may be the same array
             if tensor._elem is before[id(tensor)]:
                 raise DiffersError(operator_name(function), "does not write to its argument, as PyTorch's does")
@@ -494,17 +510,33 @@ class Dispatch:
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
             memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
-            memory.size = tensor.numel() if tensor._shadow.is_contiguous() else sys.maxsize
+            memory.layout = layout(tensor._shadow)
             tensor._path = ()
             memory.add(tensor, ())
         return memory
 
-    def root(self, tensor: Any) -> Any:
-        """Returns the whole memory of a tensor as a tensor of one dim."""
-        memory = self._memory(tensor)
-        shape = (memory.size,)
+    def span(self, tensors: Sequence[Any]) -> Any:
+        """Returns the part of their memory that has all of some tensors in it, as a tensor of one dim."""
+        memory = self._memory(tensors[0])
+        start, order = memory.layout
+        value = memory.value.transpose(order).ravel()
         with _plain():
-            return self.tensor(memory.value.reshape(shape), torch.empty(shape, dtype=tensor.dtype, device="meta"))
+            shadow = torch.empty(start + value.size, dtype=_empty(value).dtype, device="meta")
+            ends = [extent(tensor._shadow) for tensor in tensors]
+            first = min(start for start, _ in ends) // shadow.itemsize
+            last = -(-max(end for _, end in ends) // shadow.itemsize)
+            return self.tensor(value[first - start : last - start], shadow[first:last])
+
+    def _of_memory(self, tensor: Any, size: Any, strides: Any, offset: int | None = None) -> tuple[Any, ...]:
+        """Returns `as_strided`'s arguments for the whole of a tensor's memory, in which PyTorch counts elements."""
+        start = self.shadow(tensor).storage_offset() if offset is None else offset
+        if offset is not None:
+            _offset(tensor)
+        while (whole := tensor.__dict__.get("_whole")) is not None:
+            tensor = whole
+        if not is_known(tensor) and layout(self.shadow(tensor)) != (0, [*range(tensor.ndim)]):
+            raise DiffersError("aten.as_strided.default", "counts the elements of a tensor with strides of its own")
+        return tensor, size, strides, start
 
     def _share(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Notes that a result is a view of an argument, if PyTorch says that they share memory."""
@@ -542,7 +574,9 @@ class Dispatch:
                 return chosen
 
         def backward(whole: Any, part: Any) -> Any:
-            enter = inverse(_name(function), args, kwargs, item, shapes, of_index)
+            if function is torch.ops.aten.view.dtype:
+                return self.lower(function, (), (self.tensor(part, _empty(part)), shadow.dtype), {})._elem
+            enter = inverse(_name(function), shadow, args, kwargs, item, shapes, of_index)
             if enter is None:
                 raise RuntimeError("more than one element of the written-to tensor refers to one place in memory")
             return enter(whole, part)
@@ -616,6 +650,8 @@ class Dispatch:
         memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
         tensor._array, tensor._shadow = new.__dict__.get("_array"), new._shadow
         tensor._memory, tensor._path = other, new._path
+        if new.__dict__.get("_whole") is not tensor:
+            tensor._whole = new.__dict__.get("_whole")
         other.add(tensor, new._path)
 
 
@@ -655,7 +691,7 @@ def alive() -> list[Any]:
     return [tensor for tensor in found if not is_known(tensor)]
 
 
-def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int, tuple[Any, ...]]]:
+def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int, Place]]:
     """Returns which tensors of a trace lie in the memory of another one, and where.
 
     Args:
@@ -663,10 +699,9 @@ def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int,
         bases: Inputs, each of which is the whole of its memory.
 
     Returns:
-        By number of the output: of which `input` or `output` it is a part, by kind and number, and the size, the
-        strides and the offset of the part.
+        By number of the output: of which `input` or `output` it is a part, by kind and number, and its `Place` there.
     """
-    found: dict[int, tuple[str, int, tuple[Any, ...]]] = {}
+    found: dict[int, tuple[str, int, Place]] = {}
     inputs = {_memory_of(base): number for number, base in enumerate(bases) if not base.__dict__.get("_path")}
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -678,15 +713,14 @@ def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int,
             kind, whole = "output", _container([tensors[number] for number in numbers])
             whole = numbers[whole] if whole < len(numbers) else len(tensors)
             if whole == len(tensors):
-                tensors.append(tensors[numbers[0]]._env.dispatch.root(tensors[numbers[0]]))
+                tensors.append(tensors[numbers[0]]._env.dispatch.span([tensors[number] for number in numbers]))
             base = tensors[whole]
         else:
             continue
         for number in numbers:
             part = tensors[number]._shadow
             if tensors[number] is not base and lies_in(part, base._shadow):
-                offset = part.storage_offset() - base._shadow.storage_offset()
-                found[number] = kind, whole, (part.shape, part.stride(), offset)
+                found[number] = kind, whole, place(part, base._shadow)
     return found
 
 
@@ -696,15 +730,14 @@ def _memory_of(tensor: Any) -> int:
 
 def _container(tensors: Sequence[Any]) -> int:
     """Returns the number of a tensor whose memory contains that of all others, or `len(tensors)`. The largest one
-    counts as it, too, if none overlap or if their storage is much larger than all of them.
+    counts as it, too, if none overlap, or if their memory has gaps.
     """
     shadows = [tensor._shadow for tensor in tensors]
-    largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].numel()))
+    largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].nbytes))
     ends = sorted(map(extent, shadows))
     is_apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
-    is_large = tensors[0]._memory.size > 2 * sum(shadow.numel() for shadow in shadows)
-    inside = all(lies_in(shadow, shadows[largest]) for shadow in shadows)
-    return largest if inside or is_apart or is_large else len(tensors)
+    inside = shadows[largest].is_contiguous() and all(lies_in(shadow, shadows[largest]) for shadow in shadows)
+    return largest if inside or is_apart or tensors[0]._memory.layout is None else len(tensors)
 
 
 def narrow(tensor: Any) -> Any:
@@ -735,7 +768,8 @@ def freeze(tree: Any, whose: str) -> None:
 
     dispatch = default_env().dispatch
     for tensor in dispatch._traced(tree):
-        dispatch._memory(tensor).whose = whose
+        memory = dispatch._memory(tensor)
+        memory.whose, memory.is_callers = whose, True
 
 
 def spoil(tensor: Any, why: str | Exception) -> None:
