@@ -17,7 +17,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -140,11 +140,11 @@ def is_node(value: Any, *, is_long: bool = False) -> bool:
         return is_plain and not isinstance(value, numpy.memmap) and value.nbytes <= SMALL
     if isinstance(value, _BYTES):
         return len(value) <= SMALL
-    library = _is_of_library(kind.__module__)
+    library = is_of_library(kind.__module__)
     if isinstance(value, _ITEMS):
         return (kind.__module__ == "builtins" or not library) and (is_long or len(value) <= LONG)
     if isinstance(value, types.FunctionType):
-        return not _is_of_library(value.__module__)
+        return not is_of_library(value.__module__)
     if isinstance(value, torch.nn.Module):
         return not isinstance(value, torch.jit.ScriptModule)
     opaque = type, types.ModuleType, torch.Tensor, enum.Enum, weakref.ref
@@ -153,7 +153,7 @@ def is_node(value: Any, *, is_long: bool = False) -> bool:
     return hasattr(value, "__dict__") or bool(_slots(kind))
 
 
-def _is_of_library(module: Any, but: Collection[str] = ()) -> bool:
+def is_of_library(module: Any, but: Collection[str] = ()) -> bool:
     """Returns whether a module is Python's own, or of a library whose objects belong to no model.
 
     Args:
@@ -303,6 +303,84 @@ class Blank(NamedTuple):
         return thing
 
 
+def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
+    """Returns the mutable objects and the tensors that values lead to, each with its content; see `changes`.
+
+    Of the modules of Python that are among the values, the content is their global constants, lists, dicts and sets.
+    """
+    found: dict[int, tuple[Any, dict[Part, Any]]] = {}
+    waiting = [*values]
+    known = {id(value) for value in waiting if isinstance(value, types.ModuleType)}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found or constant(value) is not None or type(value).__module__.startswith("torchport."):
+            continue
+        if (within := inner(value)) is not None:
+            waiting.extend(within)
+        elif id(value) in known or isinstance(value, torch.Tensor) or is_node(value):
+            content = _content(value)
+            found[id(value)] = value, content
+            waiting.extend(content.values() if not isinstance(value, torch.Tensor) else ())
+    return [*found.values()]
+
+
+def _content(thing: Any) -> dict[Part, Any]:
+    """Returns the parts of a node; of a tensor what changes when it is written to; of a module what is no function."""
+    if isinstance(thing, torch.Tensor):
+        return {("written", ""): engine.stamp(thing)}
+    if isinstance(thing, types.ModuleType):
+        found = ((name, value) for name, value in vars(thing).items() if name[:2] != "__")
+        return {("global", n): v for n, v in found if constant(v) is not None or isinstance(v, _ITEMS)}
+    return parts(thing)
+
+
+def changes(before: Iterable[tuple[Any, dict[Part, Any]]]) -> list[tuple[Any, Part, Any, Any]]:
+    """Returns which parts of things are others than in their `photo`: the thing, the part, what it was and what it is.
+    A part that is not there counts as None.
+    """
+    return [
+        (thing, part, old.get(part), new.get(part))
+        for thing, old, new in ((thing, old, _content(thing)) for thing, old in before)
+        for part in {**old, **new}
+        if part not in old or part not in new or not _is_still(old[part], new[part])
+    ]
+
+
+def _is_still(one: Any, other: Any) -> bool:
+    """Returns whether a part has not changed: it is the same object, an equal constant, or a tuple of such."""
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(_is_still, one, other))
+    if isinstance(one, frozenset | numpy.dtype):
+        return bool(one == other)
+    return one is other or (constant(one) is not None and constant(one) == constant(other))
+
+
+def are_alike(one: Any, other: Any, pairs: set[tuple[int, int]]) -> bool:
+    """Returns whether two values make the same program: equal constants and tensors, and objects with such parts.
+
+    Args:
+        pairs: The ids of objects that count as alike; those that are looked into are added.
+    """
+    if one is other or (id(one), id(other)) in pairs:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and (one.is_meta or torch.equal(one, other))
+    if isinstance(one, frozenset | numpy.dtype):
+        return bool(one == other)
+    if (term := constant(one)) is not None:
+        return term == constant(other)
+    if (values := inner(one)) is not None:
+        others = inner(other) or ()
+        return len(values) == len(others) and all(are_alike(*pair, pairs) for pair in zip(values, others, strict=True))
+    if not is_node(one) or (isinstance(one, types.FunctionType) and one.__code__ != other.__code__):
+        return Opaque(one) == Opaque(other)
+    pairs.add((id(one), id(other)))
+    mine, its = parts(one), parts(other)
+    return [*mine] == [*its] and all(are_alike(value, its[part], pairs) for part, value in mine.items())
+
+
 _HEAP_TYPE = 1 << 9
 """Source: Py_TPFLAGS_HEAPTYPE, a class that Python code defines."""
 
@@ -365,9 +443,9 @@ def holder_of_traced() -> str:
         referrers = [r for r in gc.get_referrers(*things) if id(r) not in known]
         for referrer in referrers:
             name = modules.get(id(referrer), "")
-            if name and not _is_of_library(name):
+            if name and not is_of_library(name):
                 return f"'{_name(referrer, things)}' of the module '{name}'"
-            if isinstance(referrer, type) and not _is_of_library(referrer.__module__):
+            if isinstance(referrer, type) and not is_of_library(referrer.__module__):
                 return f"the class '{referrer.__qualname__}'"
         things = [r for r in referrers if id(r) not in modules and _is_followed(r)]
         first = first or next((f"a {type(each).__name__}" for each in things), "")
@@ -381,7 +459,7 @@ def _is_followed(thing: Any) -> bool:
     """Returns whether `holder_of_traced` goes on to what refers to a thing: not of frames, classes and libraries."""
     if isinstance(thing, types.FrameType | type):
         return False
-    return engine.is_traced(thing) or not _is_of_library(type(thing).__module__, but=_CARRIERS)
+    return engine.is_traced(thing) or not is_of_library(type(thing).__module__, but=_CARRIERS)
 
 
 def _name(attributes: dict[str, Any], things: Sequence[Any]) -> str:

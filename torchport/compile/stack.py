@@ -12,9 +12,12 @@ is refused by name.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
+import reprlib
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils import _pytree as tree
 
 from torchport import engine
+from torchport.compile import graph
 from torchport.config.card import Stack
 from torchport.errors import StackError, nearest
 from torchport.stages.constants import Constants, converted
@@ -88,6 +92,10 @@ class Stacked(torch.nn.Module):
         self.pending: tuple[torch.Tensor, ...] = ()
         #: Whether a block returns a tuple, by its trace.
         self.returns_tuple = False
+        #: What the blocks have in common, by id; a block must not change that.
+        self.shared: dict[int, Any] = {}
+        #: What is not to change from the first call on.
+        self.photo: list[Any] = []
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -102,9 +110,14 @@ class Stacked(torch.nn.Module):
                 raise
             return _plain_attribute(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "photo" in vars(self) and name not in vars(self):
+            _Block(self, 0).__setattr__(name, value)  # the last block is as the others
+        super().__setattr__(name, value)
+
     def begin(self) -> None:
         """Forgets what a call of the network that ended with an error has left."""
-        self.calls, self.pending = [], ()
+        self.calls, self.pending, self.photo = [], (), []
 
     def noted(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
         """Notes the call of a block before the last. What it returns has no value, and goes to the next block."""
@@ -144,10 +157,20 @@ class Stacked(torch.nn.Module):
             if tensor is not pending:
                 fact = f"Block {number} of '{self.name}' gets a '{name}' that is not what the block before returned"
                 raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
-        leaves, form = tree.tree_flatten(given)  # a copy: upstream may change a list or dict for the next block
+        leaves, form = tree.tree_flatten(given)
         engine.check_read([*leaves, *(() if self.pending else carry)])
         tensors = [leaf for leaf in (*leaves, *carry) if isinstance(leaf, torch.Tensor)]
-        self.calls.append(_Call(carry, leaves, form, [(tensor, engine.stamp(tensor)) for tensor in tensors]))
+        if not self.calls:
+            self.photo = graph.photo([self.block, *self._modules_of_code()])
+        stamps = [(tensor, engine.stamp(tensor)) for tensor in tensors]
+        # A copy: upstream may change a list or dict for the next block.
+        given = copy.deepcopy(given, {id(leaf): leaf for leaf in leaves})
+        self.calls.append(_Call(carry, given, leaves, form, stamps, graph.photo(leaves)))
+
+    def _modules_of_code(self) -> list[types.ModuleType]:
+        """Returns the modules of Python in which the classes of a block are: it may read their globals."""
+        names = {type(part).__module__ for part in self.block.modules()}
+        return [sys.modules[name] for name in sorted(names & sys.modules.keys()) if not graph.is_of_library(name)]
 
     def check_done(self) -> None:
         """Refuses a network that called some of the blocks, and not all."""
@@ -160,10 +183,13 @@ class Stacked(torch.nn.Module):
         self._note(args, kwargs)
         if len(self.calls) < self.count:
             self.check_done()
-        calls = self.calls
+        calls, photo = self.calls, self.photo
         self.begin()
+        if changed := graph.changes(photo):
+            fact = f"The network changes {_named(*changed[0][:2])} between its calls of the blocks '{self.name}'"
+            raise StackError(self.place, fact, UNSTACKED, name=self.name)
         for number, call in enumerate(calls):
-            if any(_is_written(*pair) for pair in call.stamps):
+            if any(_is_written(*pair) for pair in call.stamps) or graph.changes(call.photo):
                 fact = f"The network writes to an argument of '{self.name}.{self.first + number}' after that call"
                 raise StackError(self.place, fact, UNSTACKED, name=self.name)
         before_blocks, spans = calls[0].carry, _spans(calls)
@@ -174,9 +200,7 @@ class Stacked(torch.nn.Module):
                 carry = self._scanned(carry, calls[start:stop], range(start, stop), written)
             return carry
 
-        state = _attributes(self.block)
         outputs = self.around(before_blocks, run)
-        self._check_state(state, _attributes(self.block))
         for number in written:
             others = [leaf for call in calls for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
             others += [*before_blocks[:number], *before_blocks[number + 1 :]]
@@ -196,7 +220,7 @@ class Stacked(torch.nn.Module):
             written: The numbers of the carries that a block wrote to are added.
         """
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        leaves, form = calls[0].leaves, calls[0].form
+        leaves = calls[0].leaves
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         by_call = {number: [call.leaves[number] for call in calls] for number in tensors}
         own = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
@@ -204,14 +228,18 @@ class Stacked(torch.nn.Module):
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, given: Mapping[int, torch.Tensor]) -> Any:
             """Runs one block in PyTorch with its layer of the weights, and returns the next block's inputs."""
-            others = tree.tree_unflatten([given.get(number, leaf) for number, leaf in enumerate(leaves)], form)
+            # One list under two names stays one, and so does a tensor.
+            others = copy.deepcopy(
+                calls[0].given, {id(leaf): given.get(number, leaf) for number, leaf in enumerate(leaves)}
+            )
             arguments = {**others} | dict(zip(self.carries, carry, strict=True))
             engine.freeze((layer, given), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
-            unchanged = dict(whole)
+            unchanged, photo = dict(whole), graph.photo([*others.values(), self.block, *self._modules_of_code()])
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
-                outputs = torch.func.functional_call(self.block, whole, (), arguments)
+                outputs = torch.func.functional_call(self.block, whole, *self._as_passed(arguments))
             self._check_state(unchanged, whole)  # `functional_call` puts there what is assigned anew
+            self._check_changes(photo)
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             self.returns_tuple = isinstance(outputs, tuple)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -242,6 +270,27 @@ class Stacked(torch.nn.Module):
 
         return tuple(engine.call_jax(scan, *converted((carry, weights, shared, own), engine.constant)))
 
+    def _as_passed(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a block's arguments by position, if it takes any number of these, and by keyword."""
+        parameters = inspect.signature(self.block.forward).parameters
+        names = [*parameters]
+        rest = [name for name in names if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL]
+        if not rest or rest[0] not in arguments:
+            return (), arguments
+        first = [arguments.pop(name) for name in names[: names.index(rest[0])]]
+        return (*first, *arguments.pop(rest[0])), arguments
+
+    def _check_changes(self, photo: list[Any]) -> None:
+        """Refuses a block that changes what it was called with, or what was something else before: its trace stands for
+        all blocks. A table that it keeps from then on is the same in all.
+        """
+        kept = {id(thing) for thing, _ in graph.photo([self.block])} - self.shared.keys()
+        for thing, part, old, new in graph.changes(photo):
+            of_inputs = any(engine.is_traced(engine.on_host(each)) for each, _ in graph.photo([new]))
+            if old is not None or of_inputs or id(thing) not in kept:
+                fact = f"A block of '{self.name}' changes {_named(thing, part)} when it is called"
+                raise StackError(self.place, fact, UNSTACKED, name=self.name)
+
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns a block's outputs as the next block's inputs; refuses another number, dtype or shape of them."""
         takes, gives = ([f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in ts] for ts in (carry, outputs))
@@ -264,7 +313,7 @@ class Stacked(torch.nn.Module):
         )
 
     def _check_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Refuses a block that sets its own attributes when it is called: a scan traces one call for all blocks."""
+        """Refuses a block that binds its weights anew when it is called: a scan traces one call for all blocks."""
         changed = [key for key in after if key not in before or after[key] is not before[key]]
         if changed:
             raise StackError(
@@ -274,6 +323,12 @@ class Stacked(torch.nn.Module):
                 name=self.name,
                 attribute=changed[0],
             )
+
+
+def _named(thing: Any, part: graph.Part) -> str:
+    """Returns the name of a part that has changed: `'n' of a Counter`."""
+    kind = "tensor" if isinstance(thing, torch.Tensor) else type(thing).__name__
+    return f"{part[1]!r} of a {kind}" if part[1] != "" else f"a {kind}"
 
 
 class _Block:
@@ -346,6 +401,8 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         for number in range(entry.first + 1, end):
             _check_alike(blocks[entry.first], blocks[number], f"{name}.{number}", where)
         stacked = Stacked(blocks[entry.first], count, entry.carries, name, where, entry.first)
+        others = {id(thing) for thing, _ in graph.photo(blocks[entry.first + 1 : end])}
+        stacked.shared = {id(t): t for t, _ in graph.photo(blocks[entry.first : entry.first + 1]) if id(t) in others}
         parent, _, attribute = name.rpartition(".")
         items = [*blocks[: entry.first], stacked, *blocks[end:]]
         setattr(module.get_submodule(parent), attribute, _StackedList(items))
@@ -403,12 +460,13 @@ def _stacked(parts: Sequence[Any]) -> Any:
 def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, place: str) -> None:
     """Refuses a block that differs from the first in anything but the values of its weights."""
     ours, theirs = dict(first.named_modules()), dict(other.named_modules())
+    pairs = {(id(ours[key]), id(theirs[key])) for key in ours.keys() & theirs.keys()}
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         if key not in ours or key not in theirs or type(ours[key]) is not type(theirs[key]):
             raise StackError(
                 place, f"'{name}' has other modules than the first: '{key}'", "Leave it unstacked", name=name
             )
-        difference = _difference(ours[key], theirs[key])
+        difference = _difference(ours[key], theirs[key], pairs)
         if difference:
             raise StackError(
                 place,
@@ -418,7 +476,7 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
             )
 
 
-def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
+def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple[int, int]]) -> str | None:
     """Says how two modules of one class differ in shapes of weights or in settings, not in submodules; else None."""
     for kind in ("_parameters", "_buffers"):
         tensors = [
@@ -428,33 +486,23 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
         if tensors[0] != tensors[1]:
             return f"its weights, {tensors[1]}"
     mine, its = _settings(first), _settings(other)
-    key = next((key for key in [*mine, *its] if mine.get(key) != its.get(key)), None)
-    return None if key is None else f"'{key}', {mine.get(key)!r} there and {its.get(key)!r} here"
+    for key in {**mine, **its}:
+        if key not in mine or key not in its or not graph.are_alike(mine[key], its[key], pairs):
+            return f"'{key}', {reprlib.repr(mine.get(key))} there and {reprlib.repr(its.get(key))} here"
+    return None
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes of plain types, such as numbers, and the methods that the instance overrides."""
-    attributes = vars(module)
-    settings: dict[str, Any] = {key: value for key, value in attributes.items() if isinstance(value, PLAIN)}
-    # Functions, such as an activation, and lists of plain values.
-    functions = {key: value for key, value in attributes.items() if isinstance(value, types.FunctionType)}
-    settings |= {key: value.__code__ for key, value in functions.items()}
-    settings |= {key: value for key, value in attributes.items() if isinstance(value, types.BuiltinFunctionType)}
-    settings |= {"forward hooks": len(module._forward_hooks) + len(module._forward_pre_hooks)}
-    lists = {key: value for key, value in attributes.items() if isinstance(value, list) and key[0] != "_"}
-    settings |= {key: value for key, value in lists.items() if all(isinstance(each, PLAIN) for each in value)}
-    methods = {key: value for key, value in attributes.items() if callable(value) and hasattr(type(module), key)}
-    return settings | methods
+    """Returns a module's attributes, but for weights and submodules, and its hooks."""
+    settings = {key: value for key, value in vars(module).items() if key not in graph.INTERNAL or key == "training"}
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    theirs = [each for each in hooks if not _is_ours(each)]
+    return settings | {"forward hooks": len(hooks), "a forward hook": theirs}
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns the public attributes of a block and its submodules, by path: all but weights, submodules and hooks."""
-    return {
-        f"{name}.{key}".lstrip("."): value
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if not key.startswith("_")
-    }
+def _is_ours(hook: Any) -> bool:
+    """Returns whether a hook is of the rules for activations, which name each block."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torchport.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,13 +510,21 @@ class _Call:
     """A call of a block by upstream's loop."""
 
     carry: tuple[torch.Tensor, ...]
-    leaves: list[Any]  #: Of all other arguments.
+    given: dict[str, Any]  #: All other arguments.
+    leaves: list[Any]  #: Of them.
     form: Any  #: The tree that they are the leaves of.
     stamps: list[tuple[torch.Tensor, tuple[Any, int]]]  #: All tensors, and what changes when one is written to.
+    photo: list[Any]  #: What the other leaves lead to.
 
     def is_alike(self, other: _Call) -> bool:
         """Whether the arguments of two calls differ in the values of tensors alone."""
-        return self.form == other.form and all(map(_is_alike_leaf, self.leaves, other.leaves))
+        is_alike = self.form == other.form and all(map(_is_alike_leaf, self.leaves, other.leaves))
+        return is_alike and self.firsts() == other.firsts()
+
+    def firsts(self) -> list[int]:
+        """Returns for each tensor among the leaves which is the first that is the same tensor."""
+        tensors = [id(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return [tensors.index(each) for each in tensors]
 
 
 def _is_written(tensor: torch.Tensor, before: tuple[Any, int]) -> bool:
