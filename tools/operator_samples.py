@@ -331,6 +331,7 @@ def _writes(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("transpose_", torch.Tensor.transpose_, (x, 0, 1))
     yield Sample("masked_fill_", torch.Tensor.masked_fill_, (x, mask, 1))
     yield Sample("masked_scatter_", torch.Tensor.masked_scatter_, (x, mask, other))
+    yield Sample("put_", torch.Tensor.put_, (x, torch.tensor([0, 1, 1]), other.ravel()[:3], True))
     yield Sample("scatter_", torch.Tensor.scatter_, (x, 0, places, other))
     yield Sample("scatter_ of a number", torch.Tensor.scatter_, (x, 0, places, 1))
     yield Sample("scatter_add_", torch.Tensor.scatter_add_, (x, 0, places, other))

@@ -79,6 +79,17 @@ def index_add_(self, dim, index, source, *, alpha=1):
     return self.copy_(index_add(self, dim, index, source, alpha=alpha))
 
 
+def put(self, index, source, accumulate=False):
+    """Returns a tensor into whose places, counted in one dim, values are put, or to which they are added."""
+    if accumulate:
+        return index_add(self.reshape(-1), 0, index, source.reshape(-1)).reshape(self.shape)
+
+    def placed(x, places, values):
+        return x.ravel().at[places.ravel()].set(values.ravel()).reshape(x.shape)
+
+    return engine.call_jax(placed, self, index, source)
+
+
 def scatter_add(self, dim, index, src):
     """Returns a tensor to which the values at an index are added."""
     return scatter_reduce(self, dim, index, src, "sum")

@@ -88,6 +88,21 @@ y = x.clone(); z = y + 0; z.add_(1); return y
 m = x.new_zeros(6); w = m.view(2, 3); torch.nn.functional.batch_norm(x, m, m + 1, None, None, True, 1); return w
 y = torch.arange(12.0, device=x.device).view(2, 6); y[0] += x[1]; return y
 y = torch.arange(12.0, device=x.device); z = y.view(2, 6); z.add_(x); return y
+y = x.clone(); z = y.to(y.device); z.add_(1); return y
+y = x.clone(); z = y.to(device=y.device, dtype=y.dtype); z.add_(1); return y
+y = x.clone(); y.view(torch.int16)[:, ::2] = 3; return y
+y = x.clone(); y.view(torch.int32).bitwise_and_(0x7F800000); return y
+y = x.long(); y.view(torch.int32)[:, 0] = 7; return y
+y = torch.complex(x, x); y.view(torch.float32)[:, 1] = 7; return torch.view_as_real(y)
+y = x.clone(); z = y.view(torch.int32); z += 1; y[0] = 5; return z
+y = x.clone(); y.t().as_strided((2,), (1,)).zero_(); return y
+y = x.clone(); return y[1].as_strided((2,), (1,), 4) * y.unfold(1, 2, 3)[1, :, 0]
+y = x.clone(); a, b = y.split([2, 4], 1); b.copy_(a[:, :1].expand(2, 4)); return y
+y = x.clone(); z = torch.einsum("ij->ji", y); z[0] = 9; return y
+y = x.clone(); y[:, ::2].copy_(y[:, 1::2]); return y
+y = x.clone(); y.add_(y.t().t()); return y
+y = x.clone(); y[0].copy_(y[1]); y[1:].sub_(y[:1]); return y
+y = x.clone(); y.put_(torch.tensor([0, 5, 5]), x[0, :3], accumulate=True); return y
 """
 
 STALE = """
@@ -182,6 +197,12 @@ torch.sin(x, out=x); return x
 y = x.new_empty(0); v = y.view(0, 2); torch.cat([x, x], out=y); return v
 x[0] = 1; return x
 a, b = x.chunk(2, -1); a.mul_(2); return x
+y = x.clone(); y[:, 1:] = y[:, :-1]; return y
+y = x.clone(); y.mul_(y[0]); return y
+y = x.clone(); y.view(torch.int32).copy_(y); return y
+return x[1].storage_offset()
+return x.as_strided((2,), (1,), 0)
+return (x.t() + 1).as_strided((2,), (1,))
 """
 """Writes that PyTorch refuses, that need a value while they are traced, or that only a caller would see."""
 

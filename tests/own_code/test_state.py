@@ -461,6 +461,75 @@ def test_views_among_what_a_call_returns_and_finds_share_memory(x, session):
     assert not row.any() and turned.shape == (3, 2) and torch.equal(part, x[1:])
 
 
+def keeps_its_buffer(m, x):
+    m.kept = getattr(m, "kept", m.total)
+    m.kept.add_(x.sum(0))
+    return m.kept, m.total[1:], m.kept is m.total
+
+
+def keeps_the_last(m, x):
+    m.last, m.total = m.total, m.total + x.sum(0)
+    return m.last, m.total
+
+
+def writes_and_binds(m, x):
+    m.total.add_(1)
+    m.total = m.total * 2
+    return m.total
+
+
+@pytest.mark.parametrize("act", [keeps_its_buffer, keeps_the_last, writes_and_binds, lambda m, x: m.part.weight])
+def test_weights_and_buffers_that_calls_return_are_the_modules(act, x, session):
+    modules = [Module(act, part=torch.nn.Linear(3, 2)).eval() for _ in range(2)]
+    for module in modules:
+        module.register_buffer("total", torch.zeros(3))
+        module.part.requires_grad_(False).load_state_dict(modules[0].part.state_dict())
+    modules[1] = torchport.port(modules[1], strategy={**RULES, "weights": RULES["inputs"]})
+    calls = [[module(x + n) for n in range(3)] for module in modules]
+    torch.testing.assert_close(*calls, rtol=0, atol=0)
+    flat = [[t for call in each for t in (call if isinstance(call, tuple) else [call])] for each in calls]
+    identities = [[one is other for one in each for other in each] for each in flat]
+    assert identities[0] == identities[1]
+    flat[1][-1 if act is not keeps_its_buffer else -2].add_(1)
+    with pytest.raises(BadValueError, match=r"'(total|part.weight|weight)' is on the devices\. Set it before port"):
+        modules[1](x)
+
+
+def test_attributes_of_tensors_are_kept(x, session):
+    def act(m, x):
+        m.kept = getattr(m, "kept", x)
+        m.kept.calls = getattr(m.kept, "calls", 0) + 1
+        y = x * m.kept.calls * x.scale * m.weight.scale
+        y.tag = "y"
+        return y
+
+    given = [[x.clone() for _ in range(3)] for _ in range(2)]
+    modules = [Module(act, weight=torch.nn.Parameter(x, requires_grad=False)).eval() for _ in range(2)]
+    for module, tensors in zip(modules, given, strict=True):
+        module.weight.scale = 3
+        for number, tensor in enumerate(tensors):
+            tensor.scale = number
+    modules[1] = torchport.port(modules[1], strategy={**RULES, "weights": RULES["inputs"]})
+    outputs = [list(map(module, tensors)) for module, tensors in zip(modules, given, strict=True)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    assert [list(map(vars, each)) for each in outputs] == [[{"tag": "y"}] * 3] * 2
+    assert list(map(vars, given[0])) == list(map(vars, given[1]))
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda m, x: (setattr(y := x * 2, "tag", [1]), y)[1], "The attribute 'tag' of a tensor is of the type list"),
+        (lambda m, x: setattr(m.weight, "tag", 1) or x, "It sets an attribute of a weight"),
+        (lambda m, x: (setattr(y := torch.ones(2, device=x.device), "tag", 1), y)[1], "depends on no input"),
+    ],
+)
+def test_attributes_of_tensors_that_a_program_cannot_keep_are_refused(act, words, x, session):
+    module = Module(act, weight=torch.nn.Parameter(x)).eval()
+    with pytest.raises(BadValueError, match=words):
+        torchport.port(module, strategy={**RULES, "weights": RULES["inputs"]})(x)
+
+
 class Halves(torch.nn.Module):
     """It has the parts of a cache as attributes, too, and writes to a part and to the whole."""
 
@@ -516,6 +585,11 @@ def adds_to_slices(m, x):
         (adds_to_slices, {"parts": [*torch.zeros(3, 2, 3)]}),
         (lambda m, x: (y := x * 2, y[:, :2], y[:, 1:])[1:], {}),
         (lambda m, x: (x * 2).chunk(3, -1), {}),
+        (lambda m, x: (y := x.t() + 1, y[0], y[1:]), {}),
+        (lambda m, x: (y := x.t() + 1, y[:2], y[1:])[1:], {}),
+        (lambda m, x: (y := x * 2, y.view(torch.int16), y[1].view(torch.int32)), {}),
+        (lambda m, x: (y := torch.complex(x, x), y.imag, y.conj()[0]), {}),
+        (lambda m, x: (x.view(torch.int32), x), {}),
         (lambda m, x: (m.table[1:], x + m.table), {"table": torch.zeros(3)}),
         (keeps_parts_of_a_table, {}),
         (lambda m, x: x + m.table, {"table": torch.ones(3).expand(2, 3)}),

@@ -57,10 +57,10 @@ Part = tuple[str, Any]
 class Reference:
     """Stands in a term for a mutable object, which is a node of the graph, or for a tensor."""
 
-    #: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; or a `table`, a tensor of
-    #: the host whose values are in the program.
+    #: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; a `table`, a tensor of the
+    #: host whose values are in the program; a `weight` or a buffer of the module; or a `new` buffer.
     kind: str
-    number: int  #: Its number among those of its kind, from 0 on.
+    number: Any  #: Its number among those of its kind, from 0 on; of a weight its name.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,7 +393,7 @@ def terms_in(term: Any) -> Iterator[Any]:
             yield from terms_in(each)
 
 
-def value_of(term: Any, values: Mapping[str, Sequence[Any]]) -> Any:
+def value_of(term: Any, values: Mapping[str, Any]) -> Any:
     """Returns the value that a term describes; `values` has what its references stand for, by kind and number."""
     if isinstance(term, Reference):
         return values[term.kind][term.number]

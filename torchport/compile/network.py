@@ -457,6 +457,7 @@ def _release(module: torch.nn.Module) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 shape = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                vars(shape).update(vars(parameter))
                 owner._parameters[name] = shapes.setdefault(id(parameter), shape)
 
 

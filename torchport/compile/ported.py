@@ -99,7 +99,7 @@ class Ported(torch.nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights and buffers, gathered on the host; those of stacked blocks are stacked."""
         weights, there = self.compiled.weights, self.original.state_dict()
-        names = {name: each for name, each in there.items() if name in weights or not each.is_meta}
+        names = {name: each for name, each in there.items() if name in weights or not getattr(each, "is_meta", 0)}
         return {n: shard.to_torch(weights[n]) if n in weights else names[n] for n in names or weights}
 
     def train(self, mode: bool = True) -> Ported:
@@ -157,11 +157,25 @@ class Ported(torch.nn.Module):
         outputs = [next(waiting) for _ in range(effects.outputs - len(effects.views))]
         for number in effects.written:
             self._write(number, next(waiting), found)
-        for name in effects.buffers:
+        weights, new = state.Held(self._of_host), {}
+        weights.update((name, self._of_host(name)) for name, _ in effects.buffers)
+        for name, is_new in effects.buffers:
             value = next(waiting)
             self.compiled.weights[name] = shard.to_jax(value, self.compiled.weights[name].sharding)
-            self._state.write_buffer(name, value)
-        return self._state.apply(effects, found, outputs)
+            new[name] = self._state.write_buffer(name, value, is_new)
+            self._memory[name] = new[name].untyped_storage().data_ptr()
+        return self._state.apply(effects, found, outputs, {"weight": weights, "new": new})
+
+    @torch.inference_mode(False)  # a tensor of inference has no count of writes
+    def _of_host(self, name: str) -> torch.Tensor:
+        """Returns a weight or a buffer on the host: the same tensor each time, and the next call refuses a write."""
+        prefix, _, attribute = name.rpartition(".")
+        buffer: torch.Tensor | None = self.original.get_submodule(prefix)._buffers.get(attribute)
+        if buffer is not None:
+            return buffer
+        if name not in self._state.lent:
+            self._state.lend(name, torch.nn.Parameter(shard.to_torch(self.compiled.weights[name]), False))
+        return self._state.lent[name][0]
 
     def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
         """Copies an input's new value into the caller's tensor, as forward would; raises if others share its memory."""
@@ -189,10 +203,15 @@ class Ported(torch.nn.Module):
         for number, (base, (size, strides, start)) in found.views.items():
             tensors[number] = tensors[base].view(-1)[start:].as_strided(size, strides)
         tensors = [tensors[first] for first in found.firsts]
+        for tensor, each in zip(tensors, given, strict=True):
+            vars(tensor).update(vars(each))
+        self._state.give_attributes()
+        attributes = [engine.attributes(each) for each in module.parameters()]
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
-        with self._state.traced_inputs_in_place(found, tensors) as arguments:
-            buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
+        buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
+        weights = dict(module.named_parameters()) | buffers
+        with self._state.traced_inputs_in_place(found, tensors, weights) as arguments:
             # These may be written to: the program returns their new values.
             writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
             shared = found.memory()
@@ -206,13 +225,20 @@ class Ported(torch.nn.Module):
                 if (tensor.shape, tensor.stride()) != form:
                     fact = f"It gives the argument '{[*found.inputs][number]}' another shape"
                     raise BadValueError(self.compiled.network.name, fact, "Give a view of it that shape")
+            if attributes != [engine.attributes(each) for each in module.parameters()]:
+                fact = "It sets an attribute of a weight, and a later call would not see that"
+                raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute of the module")
             rebound = self._rebound(module, buffers)
-            left = self._state.snapshot_after(found, traced, returned)
-            views = engine.views(left.outputs, tensors)
-            effects = self._state.effects(found, left, tensors)._replace(buffers=list(rebound), views=views)
+            known: dict[tuple[str, Any], Any] = {("weight", name): each for name, each in weights.items()}
+            known |= {("new", name): each for name, is_new, each in rebound if is_new}
+            known |= {("input", number): each for number, each in enumerate(tensors)}
+            references = {id(each): graph.Reference(*key) for key, each in known.items()}
+            left = self._state.snapshot_after(found, references | traced, returned)
+            views, changed = engine.views(left.outputs, known), [each[:2] for each in rebound]
+            effects = self._state.effects(found, left, tensors)._replace(buffers=changed, views=views)
         self._effects[call] = effects
         outputs = (output for number, output in enumerate(left.outputs) if number not in views)
-        return ((*outputs, *(tensors[n] for n in effects.written), *rebound.values()),)
+        return ((*outputs, *(tensors[n] for n in effects.written), *(each for *_, each in rebound)),)
 
     def _as_passed(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
         """Returns the positional arguments and the keyword arguments, as the caller has passed them."""
@@ -231,21 +257,27 @@ class Ported(torch.nn.Module):
         """Returns whether no other buffer shares the memory of a buffer."""
         return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
 
-    def _rebound(self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns new values of changed buffers, and restores the old tensors; raises if shape or dtype has changed."""
-        found = {}
+    def _rebound(
+        self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, bool, torch.Tensor]]:
+        """Returns the buffers that were written to, and those that are other tensors by now, and restores the old ones;
+        raises if shape or dtype has changed. Each has its name, whether it is another tensor, and its value.
+        """
+        found = []
         for name, buffer in before.items():
             prefix, _, attribute = name.rpartition(".")
             buffers = module.get_submodule(prefix)._buffers
             new = buffers.get(attribute)
-            if new is buffer and not engine.was_written(buffer):
+            if engine.was_written(buffer):
+                found.append((name, False, buffer))
+            if new is buffer:
                 continue
             buffers[attribute] = buffer
             form = buffer.shape, buffer.dtype
             if new is None or (new.shape, new.dtype) != form or not self._shares_no_memory(name):
                 fact = f"It binds the buffer '{name}' to a tensor of another form, or another buffer is the same tensor"
                 raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
-            found[name] = new
+            found.append((name, True, new))
         return found
 
 

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ SMALL = 2**14
 """Bytes of the largest table that is known by its values, not by its identity and PyTorch's count of writes."""
 OF_MODULE = "(state)."
 """How the name of an input begins that is no argument; no parameter has it."""
+_BESIDE = "Keep it beside the tensor, in an object or a dict"
 _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 """Kinds of parts whose names are part of a tensor's name."""
 
@@ -54,7 +55,9 @@ class Snapshot:
     def key(self, submodules: Collection[int]) -> Any:
         """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
         kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
-        inputs = tuple((name, *_form(tensor), is_read_only(tensor)) for name, tensor in self.inputs.items())
+        inputs = tuple(
+            (name, *_form(tensor), is_read_only(tensor), _tags(tensor)) for name, tensor in self.inputs.items()
+        )
         terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
         firsts = *self.firsts, *self.views.items()
         return self.root, kinds, terms, inputs, firsts, self.marks
@@ -71,6 +74,11 @@ class Snapshot:
         first, last = _bytes_of(inputs[number])
         ends = [_bytes_of(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
         return any(max(first, start) < min(last, end) for start, end in ends)
+
+
+def _tags(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns the attributes that somebody has given to a tensor, as terms."""
+    return tuple((name, graph.constant(value)) for name, value in engine.attributes(tensor).items())
 
 
 def _types(key: Any) -> Any:
@@ -99,12 +107,26 @@ class Effects(NamedTuple):
     #: How many tensors there are for these terms. The program returns those that are no views, then those that it
     #: writes to, and then buffers.
     outputs: int
-    buffers: Sequence[str] = ()  #: The names of the buffers that it has written to, or bound to other tensors.
-    #: The outputs that lie in the memory of an input or of another output; see `engine.views`.
-    views: Mapping[int, tuple[str, int, engine.Place]] = types.MappingProxyType({})
+    #: The names of the buffers that it has written to (False), or bound to other tensors (True).
+    buffers: Sequence[tuple[str, bool]] = ()
+    #: The outputs that lie in the memory of an input, a weight or another output; see `engine.views`.
+    views: Mapping[int, tuple[str, Any, engine.Section]] = types.MappingProxyType({})
     #: The new tables that lie in another table: its number, and the size, the strides and the offset.
     parts: Mapping[int, tuple[int, tuple[Any, ...]]] = types.MappingProxyType({})
+    #: What upstream has set as attributes of inputs and outputs, by kind and number.
+    attributes: Mapping[tuple[str, int], dict[str, Any]] = types.MappingProxyType({})
     holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
+
+
+class Held(dict[str, torch.Tensor]):
+    """The weights and buffers on the host by name, each taken there when it is asked for."""
+
+    def __init__(self, take: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self.take = take
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return self.take(name)
 
 
 class State:
@@ -122,6 +144,8 @@ class State:
         }
         self._kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
         self._made = WeakIdKeyDictionary()  # tensors that calls have left
+        self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls have returned
+        self._weights: dict[int, str] = {}  # the names of buffers and of lent weights, by id
         self._numbers: dict[Any, int] = {}
         self._submodules: frozenset[int] = frozenset()
 
@@ -141,6 +165,11 @@ class State:
                 known = self._owned.get((id(part), name))
                 if known is not None and (known[0] is not tensor or known[1] != tensor._version):
                     self.refuse(name)
+        for name, (tensor, version) in self.lent.items():
+            if tensor._version != version:
+                self.refuse(name)
+        buffers = {id(buffer): name for name, buffer in self.module.named_buffers() if self._is_owned(name)}
+        self._weights = buffers | {id(tensor): name for name, (tensor, _) in self.lent.items()}
         self._submodules = frozenset(map(id, submodules))
         survey = _Survey(self, Snapshot(things=submodules), None)
         names = [() if name in unnamed else (name,) for name in arguments]
@@ -151,19 +180,52 @@ class State:
             fact = "What a call reaches has tuples in tuples, deeper than Python can follow"
             raise BadValueError(self.place, fact, "Keep a flat list, or an object for each level") from error
 
+    def give_attributes(self) -> None:
+        """Gives the traced weights the attributes that somebody has given to those on the host."""
+        for part in self.module.modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if (known := self._owned.get((id(part), name))) is not None and engine.is_traced(tensor):
+                    vars(tensor).update(vars(known[0]))
+
+    def check_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Returns the attributes that somebody has given to a tensor; refuses those that are no constants."""
+        found = engine.attributes(tensor)
+        for name, value in found.items():
+            if graph.constant(value) is None:
+                fact = f"The attribute '{name}' of a tensor is of the type {type(value).__name__}, and no constant"
+                raise BadValueError(self.place, fact, _BESIDE)
+        return found
+
     def refuse(self, name: str) -> None:
         """Raises a BadValueError for a new value of a weight, a buffer or a submodule: the devices have the old one."""
         remedy = "Set it before port, or port the module anew"
         raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
 
-    def write_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Writes a buffer's new value from the devices into the module on the host, where it may be read."""
+    def lend(self, name: str, weight: torch.nn.Parameter) -> None:
+        """Notes a weight that a call returns: a write to it would be lost, and the next call refuses it."""
+        self.lent[name] = weight, weight._version
+
+    def _is_owned(self, name: str) -> bool:
+        prefix, _, attribute = name.rpartition(".")
+        return (id(self.module.get_submodule(prefix)), attribute) in self._owned
+
+    def weight(self, tensor: torch.Tensor) -> Reference | None:
+        """Returns the reference to a tensor that is a buffer of the module, or a weight that a call has returned."""
+        name = self._weights.get(id(tensor))
+        return None if name is None else Reference("weight", name)
+
+    def write_buffer(self, name: str, value: torch.Tensor, is_new: bool) -> torch.Tensor:
+        """Gives a buffer its new value from the devices on the host, where it may be read, and returns the buffer."""
         prefix, _, attribute = name.rpartition(".")
         owner = self.module.get_submodule(prefix)
         buffer = owner._buffers[attribute]
         assert buffer is not None
-        _write(buffer, value)
+        if is_new:
+            buffer = owner._buffers[attribute] = value
+        else:
+            _write(buffer, value)
         self._owned[id(owner), attribute] = buffer, buffer._version
+        return buffer
 
     def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
         """Makes host tensors that lie in a tensor's memory inputs of later calls; returns whether there are any.
@@ -196,14 +258,17 @@ class State:
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
-    def traced_inputs_in_place(self, before: Snapshot, traced: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    def traced_inputs_in_place(
+        self, before: Snapshot, traced: Sequence[Any], weights: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end."""
-        values = {"thing": before.things, "input": traced, "table": before.tables}
+        values = {"thing": before.things, "input": traced, "table": before.tables, "weight": weights}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
             for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
-                new = {part: value_of(term, values) for part, term in terms.items() if _references(term, "input")}
+                mine = {part: t for part, t in terms.items() if _references(t, "input") or _references(t, "weight")}
+                new = {part: value_of(term, values) for part, term in mine.items()}
                 if new:
                     self.fill(thing, parts | new)
             yield {name: value_of(term, values) for name, term in before.root}
@@ -235,9 +300,14 @@ class State:
         if len(after.tables) > len(before.tables):
             tables, parts = _parts_of(tables, before.tables)
         tables = {n: t.clone() for n, t in tables.items()}
-        return Effects(after.root, changed, [*created], written, tables, len(after.outputs), parts=parts)
+        given = {("input", n): (traced[n], vars(each)) for n, each in enumerate(before.inputs.values())}
+        given |= {("output", n): (each, {}) for n, each in enumerate(after.outputs)}
+        found = {key: (self.check_attributes(tensor), known) for key, (tensor, known) in given.items()}
+        new = {key: attributes for key, (attributes, known) in found.items() if attributes != known}
+        whole = after.root, changed, [*created], written, tables, len(after.outputs)
+        return Effects(*whole, parts=parts, attributes=new)
 
-    def apply(self, effects: Effects, found: Snapshot, outputs: Sequence[Any]) -> Any:
+    def apply(self, effects: Effects, found: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
         """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value."""
         there = len(found.things)
         things = [*found.things, *(blank.new() for blank, _ in effects.created)]
@@ -250,13 +320,17 @@ class State:
         waiting = iter(outputs)
         outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
         for number, (kind, base, place) in effects.views.items():
-            outputs[number] = place.of(inputs[base] if kind == "input" else outputs[base])
+            outputs[number] = place.of({"input": inputs, "output": outputs, **weights}[kind][base])
         values = {
+            **weights,
             "thing": things,
             "input": inputs,
             "output": outputs,
             "table": [tables[number] for number in sorted(tables)],
         }
+        for (kind, number), attributes in effects.attributes.items():
+            vars(values[kind][number]).clear()
+            vars(values[kind][number]).update(attributes)
         for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
             self.fill(thing, {part: value_of(term, values) for part, term in terms.items()})
             self._note(thing, terms, values)
@@ -269,7 +343,7 @@ class State:
                 _write(found.tables[number], value)
         return value_of(effects.returned, values)
 
-    def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Sequence[Any]]) -> None:
+    def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Any]) -> None:
         """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
         for part, term in terms.items():
             tensors = [value_of(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
@@ -410,8 +484,13 @@ class _Survey:
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
         """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
         snapshot = self.snapshot
+        if self.traced is None and (reference := self.state.weight(tensor)) is not None:
+            return reference
         if self.traced is not None:
-            tensor = tensor if id(tensor) in self.tensors else engine.on_host(tensor)
+            given, tensor = tensor, tensor if id(tensor) in self.tensors else engine.on_host(tensor)
+            for attribute in engine.attributes(given) if given is not tensor else ():
+                fact = f"The attribute '{attribute}' is of a tensor that depends on no input"
+                raise BadValueError(self.state.place, fact, _BESIDE)
             if engine.is_traced(tensor) and id(tensor) not in self.tensors:
                 self.tensors[id(tensor)] = Reference("output", len(snapshot.outputs))
                 snapshot.outputs.append(tensor)
@@ -430,6 +509,7 @@ class _Survey:
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"
             raise BadValueError(self.state.place, fact, "Pass it as to_dense()", name=name)
+        self.state.check_attributes(tensor)
         while snapshot.inputs.get(name, tensor) is not tensor:
             name += "'"
         if name not in snapshot.inputs:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance, tracked
-from torchport.engine.aliasing import Place, extent, lies_in
+from torchport.engine.aliasing import Section, extent, lies_in
 from torchport.engine.conformance import DiffersError, Operators, watching
 from torchport.engine.tracked import (
     alive,
+    attributes,
     check_read,
     freeze,
     laid,
@@ -34,9 +35,10 @@ from torchport.engine.tracked import (
 __all__ = [
     "DiffersError",
     "Operators",
-    "Place",
+    "Section",
     "alive",
     "array",
+    "attributes",
     "begin_trace",
     "call_jax",
     "call_kernel",

@@ -64,7 +64,7 @@ class Storage:
         return [(tensor, path) for tensor, path in found if tensor is not None]
 
 
-class Place(NamedTuple):
+class Section(NamedTuple):
     """Where a tensor lies in another one, its whole, and how it is read; sizes are in elements of its own."""
 
     shape: torch.Size
@@ -84,15 +84,15 @@ class Place(NamedTuple):
         return torch._neg_view(part) if self.is_neg else part
 
 
-def place(part: torch.Tensor, whole: torch.Tensor) -> Place:
+def place(part: torch.Tensor, whole: torch.Tensor) -> Section:
     """Returns where a tensor lies in another one of the same storage."""
-    offset = part.storage_offset() - whole.storage_offset() * whole.itemsize // part.itemsize
-    return Place(part.shape, part.stride(), offset, part.dtype, part.is_conj(), part.is_neg())
+    offset = int(part.storage_offset() - whole.storage_offset() * whole.itemsize // part.itemsize)
+    return Section(part.shape, part.stride(), offset, part.dtype, part.is_conj(), part.is_neg())
 
 
 def layout(tensor: torch.Tensor) -> tuple[int, list[int]] | None:
     """Returns where a tensor begins in its storage, and its dims in their order there; None if it has gaps."""
-    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
     step = 1
     for dim in reversed(order):
         if tensor.shape[dim] != 1 and tensor.stride(dim) != step:

@@ -14,14 +14,14 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.engine.aliasing import Place, Storage, View, extent, inverse, layout, lies_in, overlap, place
+from torchport.engine.aliasing import Section, Storage, View, extent, inverse, layout, lies_in, overlap, place
 from torchport.engine.conformance import DiffersError, operator_name, watched, watching
 
 LARGEST = 2**28
@@ -53,6 +53,9 @@ _OF_ITS_DTYPE = {"fmod", "hardshrink", "nextafter", "pow", "remainder", "softshr
 
 _NO_DTYPE = re.compile("only support|not supported for")
 """What PyTorch says of a dtype on every device but meta. `not implemented for` is the host's: a GPU may compute it."""
+
+_OF_ENGINE = {"_env", "_array", "_shadow", "_memory", "_path", "_whole", "_cast", "_made_in"}
+"""Attributes of a traced tensor that are the engine's; all others are upstream's."""
 
 _META = torch.device("meta")
 _UNKNOWN = object()
@@ -343,7 +346,9 @@ class Dispatch:
         pairs = itertools.product(written, traced) if not self.lowering else ()
         with _plain():
             if any(overlap(one._shadow, other._shadow) for one, other in pairs):
-                raise RuntimeError("an operator writes to a part of what it reads: give it a clone()")
+                raise RuntimeError(
+                    "an operator reads some elements of the written-to tensor, and others: pass it a clone()"
+                )
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
@@ -669,6 +674,11 @@ def is_known(tensor: Any) -> bool:
     return shadow is not None and shadow.device.type == "cpu"
 
 
+def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns the attributes that upstream has given to a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OF_ENGINE}
+
+
 def on_host(value: Any) -> Any:
     """Returns PyTorch's host tensor in place of a traced tensor with known values; anything else as it is."""
     has_values = isinstance(value, torch.Tensor) and is_known(value)
@@ -691,24 +701,24 @@ def alive() -> list[Any]:
     return [tensor for tensor in found if not is_known(tensor)]
 
 
-def views(tensors: list[Any], bases: Sequence[Any]) -> dict[int, tuple[str, int, Place]]:
+def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int, tuple[str, Any, Section]]:
     """Returns which tensors of a trace lie in the memory of another one, and where.
 
     Args:
         tensors: Outputs. Where some overlap and none has all others in it, their whole memory is appended.
-        bases: Inputs, each of which is the whole of its memory.
+        bases: Inputs and weights by kind and number or name, each of which is the whole of its memory.
 
     Returns:
-        By number of the output: of which `input` or `output` it is a part, by kind and number, and its `Place` there.
+        By number of the output: of which base or `output` it is a part, by kind and number, and its `Section` there.
     """
-    found: dict[int, tuple[str, int, Place]] = {}
-    inputs = {_memory_of(base): number for number, base in enumerate(bases) if not base.__dict__.get("_path")}
+    found: dict[int, tuple[str, Any, Section]] = {}
+    inputs = {_memory_of(base): key for key, base in bases.items() if not base.__dict__.get("_path")}
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
         groups.setdefault(_memory_of(tensor), []).append(number)
     for memory, numbers in groups.items():
         if memory in inputs:
-            kind, whole, base = "input", inputs[memory], bases[inputs[memory]]
+            (kind, whole), base = inputs[memory], bases[inputs[memory]]
         elif len(numbers) > 1:
             kind, whole = "output", _container([tensors[number] for number in numbers])
             whole = numbers[whole] if whole < len(numbers) else len(tensors)
