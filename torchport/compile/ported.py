@@ -174,7 +174,8 @@ class Ported(torch.nn.Module):
         if buffer is not None:
             return buffer
         if name not in self._state.lent:
-            self._state.lend(name, torch.nn.Parameter(shard.to_torch(self.compiled.weights[name]), False))
+            weight = torch.nn.Parameter(shard.to_torch(self.compiled.weights[name]), False)
+            self._state.lent[name] = weight, weight._version
         return self._state.lent[name][0]
 
     def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:

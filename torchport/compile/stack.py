@@ -159,13 +159,11 @@ class Stacked(torch.nn.Module):
                 raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
         leaves, form = tree.tree_flatten(given)
         engine.check_read([*leaves, *(() if self.pending else carry)])
-        tensors = [leaf for leaf in (*leaves, *carry) if isinstance(leaf, torch.Tensor)]
         if not self.calls:
             self.photo = graph.photo([self.block, *self._modules_of_code()])
-        stamps = [(tensor, engine.stamp(tensor)) for tensor in tensors]
         # A copy: upstream may change a list or dict for the next block.
         given = copy.deepcopy(given, {id(leaf): leaf for leaf in leaves})
-        self.calls.append(_Call(carry, given, leaves, form, stamps, graph.photo(leaves)))
+        self.calls.append(_Call(carry, given, leaves, form, graph.photo([*leaves, *carry])))
 
     def _modules_of_code(self) -> list[types.ModuleType]:
         """Returns the modules of Python in which the classes of a block are: it may read their globals."""
@@ -189,7 +187,7 @@ class Stacked(torch.nn.Module):
             fact = f"The network changes {_named(*changed[0][:2])} between its calls of the blocks '{self.name}'"
             raise StackError(self.place, fact, UNSTACKED, name=self.name)
         for number, call in enumerate(calls):
-            if any(_is_written(*pair) for pair in call.stamps) or graph.changes(call.photo):
+            if graph.changes(call.photo):
                 fact = f"The network writes to an argument of '{self.name}.{self.first + number}' after that call"
                 raise StackError(self.place, fact, UNSTACKED, name=self.name)
         before_blocks, spans = calls[0].carry, _spans(calls)
@@ -513,8 +511,7 @@ class _Call:
     given: dict[str, Any]  #: All other arguments.
     leaves: list[Any]  #: Of them.
     form: Any  #: The tree that they are the leaves of.
-    stamps: list[tuple[torch.Tensor, tuple[Any, int]]]  #: All tensors, and what changes when one is written to.
-    photo: list[Any]  #: What the other leaves lead to.
+    photo: list[Any]  #: All tensors, and what the other leaves lead to.
 
     def is_alike(self, other: _Call) -> bool:
         """Whether the arguments of two calls differ in the values of tensors alone."""
@@ -525,11 +522,6 @@ class _Call:
         """Returns for each tensor among the leaves which is the first that is the same tensor."""
         tensors = [id(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         return [tensors.index(each) for each in tensors]
-
-
-def _is_written(tensor: torch.Tensor, before: tuple[Any, int]) -> bool:
-    value, count = engine.stamp(tensor)
-    return value is not before[0] or count != before[1]
 
 
 def _spans(calls: Sequence[_Call]) -> list[tuple[int, int]]:

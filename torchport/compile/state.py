@@ -144,8 +144,8 @@ class State:
         }
         self._kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
         self._made = WeakIdKeyDictionary()  # tensors that calls have left
-        self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls have returned
-        self._weights: dict[int, str] = {}  # the names of buffers and of lent weights, by id
+        self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls return, and counts of writes
+        self.weights: dict[int, str] = {}  # the names of weights, lent ones and buffers, by id
         self._numbers: dict[Any, int] = {}
         self._submodules: frozenset[int] = frozenset()
 
@@ -160,16 +160,17 @@ class State:
         `unnamed`, as in `**kwargs`, is named `mask`, not `kwargs.mask`.
         """
         submodules = [*self.module.modules()]
-        for part in submodules:
+        self.weights = {id(tensor): name for name, (tensor, _) in self.lent.items()}
+        for prefix, part in self.module.named_modules():
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 known = self._owned.get((id(part), name))
                 if known is not None and (known[0] is not tensor or known[1] != tensor._version):
                     self.refuse(name)
+                if known is not None:
+                    self.weights.setdefault(id(tensor), f"{prefix}.{name}".lstrip("."))
         for name, (tensor, version) in self.lent.items():
             if tensor._version != version:
                 self.refuse(name)
-        buffers = {id(buffer): name for name, buffer in self.module.named_buffers() if self._is_owned(name)}
-        self._weights = buffers | {id(tensor): name for name, (tensor, _) in self.lent.items()}
         self._submodules = frozenset(map(id, submodules))
         survey = _Survey(self, Snapshot(things=submodules), None)
         names = [() if name in unnamed else (name,) for name in arguments]
@@ -200,19 +201,6 @@ class State:
         """Raises a BadValueError for a new value of a weight, a buffer or a submodule: the devices have the old one."""
         remedy = "Set it before port, or port the module anew"
         raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
-
-    def lend(self, name: str, weight: torch.nn.Parameter) -> None:
-        """Notes a weight that a call returns: a write to it would be lost, and the next call refuses it."""
-        self.lent[name] = weight, weight._version
-
-    def _is_owned(self, name: str) -> bool:
-        prefix, _, attribute = name.rpartition(".")
-        return (id(self.module.get_submodule(prefix)), attribute) in self._owned
-
-    def weight(self, tensor: torch.Tensor) -> Reference | None:
-        """Returns the reference to a tensor that is a buffer of the module, or a weight that a call has returned."""
-        name = self._weights.get(id(tensor))
-        return None if name is None else Reference("weight", name)
 
     def write_buffer(self, name: str, value: torch.Tensor, is_new: bool) -> torch.Tensor:
         """Gives a buffer its new value from the devices on the host, where it may be read, and returns the buffer."""
@@ -320,7 +308,7 @@ class State:
         waiting = iter(outputs)
         outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
         for number, (kind, base, place) in effects.views.items():
-            outputs[number] = place.of({"input": inputs, "output": outputs, **weights}[kind][base])
+            outputs[number] = place.within({"input": inputs, "output": outputs, **weights}[kind][base])
         values = {
             **weights,
             "thing": things,
@@ -484,8 +472,8 @@ class _Survey:
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
         """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
         snapshot = self.snapshot
-        if self.traced is None and (reference := self.state.weight(tensor)) is not None:
-            return reference
+        if self.traced is None and id(tensor) in self.state.weights:
+            return Reference("weight", self.state.weights[id(tensor)])
         if self.traced is not None:
             given, tensor = tensor, tensor if id(tensor) in self.tensors else engine.on_host(tensor)
             for attribute in engine.attributes(given) if given is not tensor else ():

@@ -74,7 +74,7 @@ class Section(NamedTuple):
     is_conj: bool
     is_neg: bool
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that lies there in a tensor of the host: a view of it."""
         if self.dtype != whole.dtype:
             (start, end), first = extent(whole), whole.storage_offset()
@@ -116,19 +116,19 @@ def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return first <= start and end <= last
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether two tensors have some elements of a storage in common, and not each the same ones."""
-    (start, end), (first, last) = extent(one), extent(other)
-    is_apart = one.untyped_storage()._cdata != other.untyped_storage()._cdata or max(start, first) >= min(end, last)
-    steps = [[pair for pair in zip(each.shape, each.stride(), strict=True) if pair[0] != 1] for each in (one, other)]
-    if is_apart or (start == first and one.dtype == other.dtype and steps[0] == steps[1]):
+    (start, end), (begin, stop) = extent(first), extent(other)
+    is_apart = first.untyped_storage()._cdata != other.untyped_storage()._cdata or max(start, begin) >= min(end, stop)
+    steps = [[pair for pair in zip(each.shape, each.stride(), strict=True) if pair[0] != 1] for each in (first, other)]
+    if is_apart or (start == begin and first.dtype == other.dtype and steps[0] == steps[1]):
         return False
-    if one.dtype != other.dtype:
+    if first.dtype != other.dtype:
         return True
-    low, size = min(start, first), one.itemsize
-    marks = torch.zeros((max(end, last) - low) // size, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), (start - low) // size).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), (first - low) // size).any())
+    low, size = min(start, begin), first.itemsize
+    marks = torch.zeros((max(end, stop) - low) // size, dtype=torch.bool)
+    marks.as_strided(first.shape, first.stride(), (start - low) // size).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), (begin - low) // size).any())
 
 
 _SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}

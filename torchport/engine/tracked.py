@@ -343,12 +343,8 @@ class Dispatch:
         for tensor in written:
             if is_known(tensor):
                 self._forget(tensor)
-        pairs = itertools.product(written, traced) if not self.lowering else ()
-        with _plain():
-            if any(overlap(one._shadow, other._shadow) for one, other in pairs):
-                raise RuntimeError(
-                    "an operator reads some elements of the written-to tensor, and others: pass it a clone()"
-                )
+        if not self.lowering:
+            _check_apart(written, traced)
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
@@ -658,6 +654,13 @@ class Dispatch:
         if new.__dict__.get("_whole") is not tensor:
             tensor._whole = new.__dict__.get("_whole")
         other.add(tensor, new._path)
+
+
+def _check_apart(written: Sequence[Any], traced: Sequence[Any]) -> None:
+    """Refuses to write to a tensor of which some elements are read as others: PyTorch leaves open what comes out."""
+    with _plain():
+        if any(overlap(tensor._shadow, other._shadow) for tensor in written for other in traced):
+            raise RuntimeError("an operator reads some elements of the written-to tensor as others: pass it a clone()")
 
 
 def _empty(array: Any) -> torch.Tensor:
