@@ -118,17 +118,17 @@ def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether two tensors have some elements of a storage in common, and not each the same ones."""
-    (start, end), (begin, stop) = extent(first), extent(other)
-    is_apart = first.untyped_storage()._cdata != other.untyped_storage()._cdata or max(start, begin) >= min(end, stop)
+    (start, end), (head, tail) = extent(first), extent(other)
+    is_apart = first.untyped_storage()._cdata != other.untyped_storage()._cdata or max(start, head) >= min(end, tail)
     steps = [[pair for pair in zip(each.shape, each.stride(), strict=True) if pair[0] != 1] for each in (first, other)]
-    if is_apart or (start == begin and first.dtype == other.dtype and steps[0] == steps[1]):
+    if is_apart or (start == head and first.dtype == other.dtype and steps[0] == steps[1]):
         return False
     if first.dtype != other.dtype:
         return True
-    low, size = min(start, begin), first.itemsize
-    marks = torch.zeros((max(end, stop) - low) // size, dtype=torch.bool)
+    low, size = min(start, head), first.itemsize
+    marks = torch.zeros((max(end, tail) - low) // size, dtype=torch.bool)
     marks.as_strided(first.shape, first.stride(), (start - low) // size).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), (begin - low) // size).any())
+    return bool(marks.as_strided(other.shape, other.stride(), (head - low) // size).any())
 
 
 _SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}
