@@ -315,7 +315,7 @@ def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
         value = waiting.pop()
         if id(value) in found or constant(value) is not None or type(value).__module__.startswith("torchport."):
             continue
-        if (within := inner(value)) is not None:
+        if (within := values_in(value)) is not None:
             waiting.extend(within)
         elif id(value) in known or isinstance(value, torch.Tensor) or is_node(value):
             content = _content(value)
@@ -371,8 +371,8 @@ def are_alike(one: Any, other: Any, pairs: set[tuple[int, int]]) -> bool:
         return bool(one == other)
     if (term := constant(one)) is not None:
         return term == constant(other)
-    if (values := inner(one)) is not None:
-        others = inner(other) or ()
+    if (values := values_in(one)) is not None:
+        others = values_in(other) or ()
         return len(values) == len(others) and all(are_alike(*pair, pairs) for pair in zip(values, others, strict=True))
     if not is_node(one) or (isinstance(one, types.FunctionType) and one.__code__ != other.__code__):
         return Opaque(one) == Opaque(other)
