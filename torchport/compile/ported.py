@@ -157,7 +157,7 @@ class Ported(torch.nn.Module):
         outputs = [next(waiting) for _ in range(effects.outputs - len(effects.views))]
         for number in effects.written:
             self._write(number, next(waiting), found)
-        weights, new = state.Held(self._of_host), {}
+        weights, new = state.HostWeights(self._of_host), {}
         weights.update((name, self._of_host(name)) for name, _ in effects.buffers)
         for name, is_new in effects.buffers:
             value = next(waiting)

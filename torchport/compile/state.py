@@ -118,7 +118,7 @@ class Effects(NamedTuple):
     holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
 
 
-class Held(dict[str, torch.Tensor]):
+class HostWeights(dict[str, torch.Tensor]):
     """The weights and buffers on the host by name, each taken there when it is asked for."""
 
     def __init__(self, take: Callable[[str], torch.Tensor]) -> None:
@@ -535,8 +535,8 @@ def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) ->
     """Returns new values of host tensors that a call leaves, and which of them are views of another's memory."""
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
-    every = {**dict(enumerate(found)), **tables}
-    plain = {n: t for n, t in every.items() if t.layout == torch.strided and not (t.is_conj() or t.is_neg())}
+    by_number = {**dict(enumerate(found)), **tables}
+    plain = {n: t for n, t in by_number.items() if t.layout == torch.strided and not (t.is_conj() or t.is_neg())}
     for number, tensor in plain.items():
         groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
     last = max([len(found), *tables])
