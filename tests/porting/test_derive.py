@@ -56,6 +56,7 @@ def test_a_video_pipelines_card_says_what_its_code_does(texts):
             "width": "width",
             "guidance_scale": "guidance_scale",
         },
+        "init": {"force_zeros_for_empty_prompt": False},
     }
     assert card["frames"] == {"multiple_of": 6, "plus": 1} and card["size_multiple_of"] == 16
     assert card["stacks"] == {

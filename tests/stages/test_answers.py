@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from torchport.config.card import Component, PipelineCall
+from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError
 from torchport.save import video
 from torchport.stages import diffusers_pipeline
@@ -32,7 +32,6 @@ CALL = PipelineCall(
     edits=True,
     host=["vae"],
 )
-FLOAT = Component(class_="x:Y", dtype="float32", precision="high")
 DTYPES = dict.fromkeys(("network", "text", "seer", "vae"), torch.float32)
 
 
@@ -150,7 +149,7 @@ def settings(tmp_path_factory):
 
 def stages(name="Editing", **changes):
     card = types.SimpleNamespace(
-        pipeline=f"{__name__}:{name}", call=CALL.model_copy(update=changes), components={"text": FLOAT}
+        pipeline=f"{__name__}:{name}", call=CALL.model_copy(update=changes), text_encoders=("text",)
     )
     return {stage.name: stage for stage in diffusers_pipeline._stages(card, "card.yaml:1")}
 

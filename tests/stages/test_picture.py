@@ -1,5 +1,6 @@
 """The first frame: what a viewer shows of a picture, or a refusal by its format; nothing else is started on a file."""
 
+import fractions
 import io
 import random
 import struct
@@ -205,7 +206,7 @@ def test_the_first_frames_of_a_video_are_read_and_nothing_else_is_one(tmp_path):
         wanted = [frame.to_image().tobytes() for frame in opened.decode(video=0)]
     assert [frame.tobytes() for frame in picture.read(file, 3)] == wanted[:3]
     for content, frames, words in (
-        (file.read_bytes(), 5, "It has 4 frames, and the job 5. Set frames to at most 4, or name a longer video."),
+        (file.read_bytes(), 5, "It has 4 of the job's 5 frames. Name a longer video, or take fewer frames."),
         (file.read_bytes()[:300], 3, "It is no video that can be read. Name a video in MP4, MOV, MKV, WebM or AVI."),
         (b"#EXTM3U\n#EXTINF:1,\nclip.mov\n", 1, "It is no video that can be read."),  # it names other files to open
         (b"ffconcat version 1.0\nfile clip.mov\n", 1, "It is no video that can be read."),
@@ -214,3 +215,40 @@ def test_the_first_frames_of_a_video_are_read_and_nothing_else_is_one(tmp_path):
         other.write_bytes(content)
         with pytest.raises(BadValueError, match=words):
             picture.read(other, frames)
+
+
+def clip(file, rotation=0, **stream_options):
+    """Writes a video of three frames, 16 x 8, that players turn."""
+    with av.open(str(file), "w") as opened:
+        stream = opened.add_stream("libx264", rate=8, options={"preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = 16, 8, "yuv420p"
+        for name, value in stream_options.items():
+            setattr(stream.codec_context, name, value)
+        for level in (0, 100, 200):
+            pixels = numpy.full((8, 16, 3), level, numpy.uint8)
+            pixels[:, :8] = 255
+            opened.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        opened.mux(stream.encode())
+    data = bytearray(file.read_bytes())
+    if rotation:  # the matrix of the track's header, for a quarter turn
+        at = data.index(b"tkhd") + 4 + 40
+        data[at : at + 20] = struct.pack(">5i", 0, 65536, 0, -65536, 0)
+        file.write_bytes(data)
+    return file
+
+
+def test_a_video_is_as_a_player_shows_it(tmp_path):
+    assert picture.read(clip(tmp_path / "plain.mp4"), 1)[0].size == (16, 8)
+    turned = picture.read(clip(tmp_path / "phone.mp4", rotation=90), 1)[0]
+    assert turned.size == (8, 16)
+    white = numpy.asarray(turned).mean((1, 2))  # what was on the left is at the top
+    assert white[0] > 200 > 100 > white[-1]
+    with pytest.raises(BadValueError, match=r"Its pixels are not square\. Save it with square pixels"):
+        picture.read(clip(tmp_path / "wide.mp4", sample_aspect_ratio=fractions.Fraction(2)), 1)
+    file = clip(tmp_path / "damaged.mp4")
+    data = bytearray(file.read_bytes())
+    start = data.index(b"mdat") + 4
+    data[start + 700 : -600] = bytes(len(data[start + 700 : -600]))
+    file.write_bytes(data)
+    with pytest.raises(BadValueError, match="It is no video that can be read"):
+        picture.read(file, 3)

@@ -556,6 +556,12 @@ class Card(Frozen):
         return self.call is not None and "frames" not in self.call.settings.values()
 
     @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """The components with weights that its pipeline encodes prompts with."""
+        names = [] if self.call is None else self.call.encoders
+        return tuple(name for name in names if self.components[name].dtype is not None)
+
+    @property
     def edits(self) -> bool:
         """Whether its pipeline takes the frames of a video."""
         return self.call is not None and self.call.edits

@@ -243,8 +243,12 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
 
 
 def derived_folder() -> Path:
-    """Returns the folder of cards that were derived from pipelines with the installed diffusers and transformers."""
+    """Returns the folder of cards that were derived from pipelines with the installed diffusers and transformers.
+
+    Some processors of transformers are there only with torchvision.
+    """
     versions = [f"{name}-{importlib.metadata.version(name)}" for name in ("diffusers", "transformers")]
+    versions += ["torchvision"] if importlib.util.find_spec("torchvision") else []
     return cache.folder() / "derived" / "-".join(versions)
 
 

@@ -63,9 +63,7 @@ def batch(guidance_scale: float) -> int:
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
-    asked = card.call.encoders if card.call.answers else []
-    text_encoders = tuple(name for name in asked if card.components[name].dtype is not None)
-    pipeline = _Stages(card.pipeline, card.call, place, text_encoders)
+    pipeline = _Stages(card.pipeline, card.call, place, card.text_encoders if card.call.answers else ())
     encoding = _encoding(pipeline)
     return *encoding, *_denoising(pipeline, tuple(stage.name for stage in encoding)), _decoding(pipeline)
 
@@ -193,8 +191,9 @@ class _Stages(UpstreamPipeline):
         if len(encoded) != expected:
             fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
             raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
+        wanted = self._embeddings(settings)
         for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
-            if (value is None) != (self.card.embeddings[name] is None):
+            if name in wanted if value is None else self.card.embeddings[name] is None:
                 fact = f"'{self.name}.encode_prompt' returns a {type(value).__name__} as '{name}'"
                 raise BadValueError(self.place, fact, "Write its shape in 'embeddings', or null for None", name=name)
         return encoded

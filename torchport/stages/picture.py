@@ -72,11 +72,18 @@ def _frames(file: Path, count: int) -> list[Any]:
         if not formats:
             raise BadValueError(place, "It is no video that can be read", named)
         with av.open(str(file), format=formats[0]) as container:
-            frames = [frame.to_image() for frame in itertools.islice(container.decode(video=0), count)]
-    if len(frames) < count:
-        remedy = f"Set frames to at most {len(frames)}, or name a longer video"
-        raise BadValueError(place, f"It has {len(frames)} frames, and the job {count}", remedy)
-    return frames
+            stream = container.streams.video[0]
+            stream.codec_context.options = {"err_detect": "explode"}  # FFmpeg would make up what is damaged
+            frames = [*itertools.islice(container.decode(stream), count)]
+            if not frames or any(frame.is_corrupt for frame in frames):
+                raise BadValueError(place, "It is no video that can be read", named)
+            if (stream.sample_aspect_ratio or 1) != 1:
+                raise BadValueError(place, "Its pixels are not square", "Save it with square pixels")
+            pictures = [frame.to_image().rotate(frame.rotation, expand=True) for frame in frames]
+    if len(pictures) < count:
+        remedy = "Name a longer video, or take fewer frames"
+        raise BadValueError(place, f"It has {len(pictures)} of the job's {count} frames", remedy)
+    return pictures
 
 
 def _formats(start: bytes) -> Iterator[str]:

@@ -313,7 +313,8 @@ def accept_like(task: Task, request: Request) -> Task:
     job and family from that task. It does not read the image: a series reads its images itself.
     """
     _check_request(request, task.card, dry=False)
-    _check_image(request, task.family, dry=False, reads_picture=False)
+    frames = task.job.frames if task.card.edits else None
+    _check_image(request, task.family, dry=False, reads_picture=False, frames=frames)
     folder, settings = request.out or _new_folder(request), _settings(request, task.card, task.job)
     return dataclasses.replace(task, request=request, settings=settings, folder=folder)
 
@@ -419,20 +420,21 @@ def _check_image(
     Args:
         frames: Of a video that is edited; None for a picture.
     """
+    kind = "picture" if frames is None else "video"
     if request.image is None:
         if (
             family.TAKES_IMAGE == families.ALWAYS
             and request.stage in (*families.with_image(family.STAGES), "all")
             and not dry
         ):
-            fact = f"It is missing, and '{request.model}' begins with an image"
+            fact = f"It is missing, and '{request.model}' begins with {'an image' if frames is None else 'a video'}"
             raise BadValueError("--image", fact, "Add --image FILE")
         return
     if not family.TAKES_IMAGE:
         fact = f"'{request.model}' begins with text alone"
         raise BadValueError(f"--image {request.image}", fact, "Leave the flag out")
     if not request.image.is_file():
-        raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
+        raise BadValueError(f"--image {request.image}", "There is no such file", f"Name a {kind}")
     if reads_picture:
         picture.read(request.image, frames)  # raises if it cannot be read
 

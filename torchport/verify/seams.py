@@ -235,7 +235,8 @@ def _run_upstream(
     if task.card.call is None:
         _run_pipeline(task, parts, calls, inputs, _UpstreamLoop(parts["scheduler"], generator))
         return
-    upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, task.card_document.place(["call"]))
+    place, text_encoders = task.card_document.place(["call"]), task.card.text_encoders
+    upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, place, text_encoders)
     loop = _UpstreamLoop(parts["scheduler"], generator, latents=upstream.latents)
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
     before = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
