@@ -171,8 +171,9 @@ def test_a_video_from_an_image_needs_one(small):
         )
 
 
-def test_an_image_that_comes_too_late_is_refused(small, original, tmp_path):
-    other = tmp_path / "other.png"
+@pytest.mark.parametrize("name", ["other.png", "first.png"])  # the name of the image that was encoded
+def test_an_image_that_comes_too_late_is_refused(small, original, tmp_path, name):
+    other = tmp_path / name
     Image.new("RGB", (64, 64), "red").save(other)
     request = dataclasses.replace(small, image=other, stage="denoise", inputs=original, out=tmp_path / "out")
     with pytest.raises(

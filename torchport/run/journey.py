@@ -423,7 +423,11 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
     """Refuses a flag that contradicts an earlier stage's artefact: the flag would have no effect."""
     for key, value in task.flag_settings().items():
         earlier = manifest.settings.get(key, value)
-        if key not in stage.uses and earlier != value:
+        is_other = earlier != value
+        if key == "image" and "image_digest" in manifest.settings:  # the file may have another name, or content
+            is_other = manifest.settings["image_digest"] != task.image_digest
+            value = f"{value}, which holds something else"
+        if key not in stage.uses and is_other:
             fact = f"'{manifest.stage}' was made with {key} {earlier!r}, and '{stage.name}' is asked for with {value!r}"
             remedy = "Leave the flag out: it has no effect here; or make the earlier stage again with it"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)

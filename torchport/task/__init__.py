@@ -175,6 +175,12 @@ class Task:
             listed.append({**row, "config": _sha256(beside)} if beside else row)
         return listed
 
+    @functools.cached_property
+    def image_digest(self) -> str:
+        """What tells the image's file from others."""
+        assert self.settings.image is not None
+        return hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
+
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
         settings = dataclasses.asdict(self.settings)
@@ -186,7 +192,7 @@ class Task:
                 name: self.card.components[name].precision for name in self.settings.dtypes
             }
         if "image" in manifest_settings and self.settings.image is not None:
-            manifest_settings["image_digest"] = hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
+            manifest_settings["image_digest"] = self.image_digest
         if stage.name in DENOISING:
             manifest_settings["lora"] = self.loras
         if stage.name == "encode":
