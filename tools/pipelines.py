@@ -77,7 +77,6 @@ PIPELINES = [
     "HunyuanVideo15ModularPipeline",
     "HunyuanVideo15Pipeline",
     "HunyuanVideoPipeline",
-    "Kandinsky5T2VPipeline",
     "Krea2ModularPipeline",
     "Krea2Pipeline",
     "Krea2TurboModularPipeline",
