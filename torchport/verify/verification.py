@@ -31,7 +31,7 @@ from torchport.task import Request, Task, accept, devices
 from torchport.verify import decoder, reference, seams
 from torchport.verify.borders import Port, inner_values
 from torchport.verify.comparing import Measurements
-from torchport.verify.recording import BlockKey, RecordedCall, read, split_by_call
+from torchport.verify.recording import BlockKey, RecordedCall, read, split_by_call, tensors_of
 from torchport.verify.report import FAULT, Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
 from torchport.verify.units import MeasuredUnit, Units
 from torchport.verify.yardstick import LEVELS, channel_ratio, distance
@@ -379,7 +379,7 @@ def causes_of_network(
     def error(port: Port) -> float | None:
         outputs = [port.called(values, [], {})[0] for values in inputs]
         parts = split_by_call(outputs, calls)
-        return None if parts is None else distance(parts[unit.call], calls[unit.call].wide_output)
+        return None if parts is None else distance(parts[unit.call], tensors_of(calls[unit.call].wide_output))
 
     if _is_cured(unit.rounding, _error_without(task, stage, folder, None, error)):
         return Search((), {})  # right on one device: no patch is at fault
