@@ -546,5 +546,9 @@ def test_a_derived_card_is_as_the_published_index(tmp_path):
     chosen = {"scheduler": "diffusers:UniPCMultistepScheduler", "tokenizer": "transformers:GemmaTokenizer"}
     assert classes == {"transformer": "diffusers:Net", "odd": "diffusers:Odd", **chosen}
     assert checkpoint.as_published(card, "tiny") is card
+    # What is no class and no plain value is left to those who refuse it.
+    odd = {"scheduler": 5, "tokenizer": ["transformers"], "odd": {"a": 1}, "boundary": {"a": 1}, "size": [3]}
+    (tmp_path / "model_index.json").write_text(json.dumps(odd))
+    assert checkpoint.as_published(card, str(tmp_path)) == card
     other = of_pipeline("small", boundary=None)
     assert checkpoint.as_published(other, str(tmp_path)) is other

@@ -97,8 +97,8 @@ def described(name: str, card: Card) -> Path | None:
     return folder
 
 
-_WITHOUT_WEIGHTS = {"diffusers": r"\w+Scheduler", "transformers": r"\w+(Tokenizer|Processor|FeatureExtractor)"}
-"""By library, the names of classes of which an index may choose one."""
+_WITHOUT_WEIGHTS = r"diffusers:\w+Scheduler|transformers:\w+(Tokenizer|Processor|FeatureExtractor)"
+"""The classes of which an index may choose one."""
 
 
 def as_published(card: Card, name: str) -> Card:
@@ -110,13 +110,14 @@ def as_published(card: Card, name: str) -> Card:
     if card.call is None or not card.model.startswith(DERIVED) or is_tiny(name):
         return card
     _, index = pipeline_index(local(name) or _snapshot(name, list(_CONFIGURATIONS)))
-    init = {key: index.get(key, value) for key, value in card.call.init.items() if not isinstance(index.get(key), list)}
+    plain = (bool, int, float, str, type(None))  # anything else is refused later, by `check_init` or `check_index`
+    init = {key: index[key] for key in card.call.init if key in index and type(index[key]) in plain}
     parts = dict(card.components)
     for part, component in parts.items():
-        library, cls = (str(word) for word in (index.get(part) or ["", ""])[:2])
-        cls = cls.removesuffix("Fast")  # transformers 4 had two of each tokenizer
-        if component.dtype is None and re.fullmatch(_WITHOUT_WEIGHTS.get(library, " "), cls):
-            parts[part] = component.model_copy(update={"class_": f"{library}:{cls}"})
+        # transformers 4 had two of each tokenizer.
+        path = ":".join(map(str, index[part])).removesuffix("Fast") if isinstance(index.get(part), list) else ""
+        if component.dtype is None and re.fullmatch(_WITHOUT_WEIGHTS, path):
+            parts[part] = component.model_copy(update={"class_": path})
     call = card.call.model_copy(update={"init": {**card.call.init, **init}})
     return card.model_copy(update={"call": call, "components": parts})
 

@@ -193,7 +193,8 @@ class _Stages(UpstreamPipeline):
             raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
         wanted = self._embeddings(settings)
         for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
-            if name in wanted if value is None else self.card.embeddings[name] is None:
+            is_unlike = name in wanted if value is None else self.card.embeddings[name] is None
+            if is_unlike:
                 fact = f"'{self.name}.encode_prompt' returns a {type(value).__name__} as '{name}'"
                 raise BadValueError(self.place, fact, "Write its shape in 'embeddings', or null for None", name=name)
         return encoded
