@@ -69,6 +69,66 @@ def test_the_package_does_not_grow(root):
     assert stale == {}, "write the lower counts of `python tools/house.py` into pyproject.toml"
 
 
+def bound(body):
+    """The names that statements of a module bind at its level, also under `if`, `try` and `with`."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        else:
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            yield from bound(child for child in ast.walk(node) if child is not node and isinstance(child, ast.stmt))
+
+
+@pytest.fixture(scope="module")
+def names(modules, root):
+    """The names of each module of the package. One with a `__getattr__` may have any."""
+    known = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): set(bound(tree.body))
+        for file, (_, tree) in modules.items()
+    }
+    for module in known:
+        package, _, name = module.rpartition(".")
+        known.get(package, set()).add(name)
+    return {module: there for module, there in known.items() if "__getattr__" not in there}
+
+
+def missing_names(tree, names):
+    """Names that a file takes from modules of the package, and that these do not have."""
+    modules, others = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in names:
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                if alias.name not in names[node.module]:
+                    yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.arg):
+            others.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            others.add(node.id)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in others:
+            module = modules.get(node.value.id)
+            if module in names and node.attr not in names[module] and not node.attr.startswith("__"):
+                yield f"{module}.{node.attr}"
+
+
+@pytest.mark.parametrize("folder", ["patches", "benchmarks", "tools", "tests"])
+def test_what_is_taken_from_a_module_is_there(root, names, folder):
+    """Types are not checked there, and some of it runs by hand or at night alone."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in (root / folder).rglob("*.py")}
+    assert [f"{file}: {name}" for file, tree in trees.items() for name in missing_names(tree, names)] == []
+
+
+def test_a_name_that_is_gone_is_found(names):
+    source = "from torchport.errors import Gone\nfrom torchport.kernels.convolution import forms as f\nf.gone, f.kernel"
+    found = ["torchport.errors.Gone", "torchport.kernels.convolution.forms.gone"]
+    assert list(missing_names(ast.parse(source), names)) == found
+
+
 def test_every_count_of_the_package_counts(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

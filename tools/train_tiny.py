@@ -757,13 +757,13 @@ def coarse(values: torch.Tensor) -> torch.Tensor:
 
 def seeded(name: str) -> Path:
     """Returns the folder of a card's seeded checkpoint."""
+    from torchport import stages
     from torchport.config.pack import find_pack
     from torchport.load import tiny
-    from torchport.stages import module
 
     pack = find_pack()
     card, document = pack.card(name)
-    return tiny.write(card.with_trained({}), module.file_of(pack, card, document.place(["family"])))
+    return tiny.write(card.with_trained({}), stages.file_of(pack, card, document.place(["family"])))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def on_parts(conv, x_BTHWC, spec):
     def local(state, x):
         for dim, axes in enumerate(spec):
             if axes:
-                before, after = forms.sides(x, dim, axes, edges=False)
+                before, after = forms.slices_beside(x, dim, axes, edges=False)
                 x = jnp.concatenate([before, x, after], dim)
         return nnx.merge(graph, state)(x)
 
