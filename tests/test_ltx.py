@@ -18,7 +18,7 @@ from torchport.load import tiny
 from torchport.processes.stopping import Stopping
 from torchport.run.path import run
 from torchport.stages import file_of
-from torchport.stages.replay import Replay
+from torchport.stages.replay import Replay, latents_of
 from torchport.task import Request
 
 PROMPT, NEGATIVE, SEED = "A cat walks past a red sign", "blurry", 3
@@ -74,8 +74,14 @@ def ported(small, original, tmp_path_factory):
             return made[strategy]
         request, after = denoising(small, strategy, original, tmp_path_factory.mktemp(strategy)), []
         with pytest.MonkeyPatch.context() as context:
-            state = Replay._state
-            context.setattr(Replay, "_state", lambda self, value: after.append(value[0]) or state(self, value))
+            returned = Replay.returned
+
+            def noted(self, *given):
+                result = returned(self, *given)
+                after.append(latents_of(self.state))
+                return result
+
+            context.setattr(Replay, "returned", noted)
             run(request)
         run(dataclasses.replace(request, stage="decode", inputs=request.out))
         made[strategy] = request.out, after[-3:]  # a rehearsal takes the steps before
