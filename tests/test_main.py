@@ -138,7 +138,11 @@ def test_a_missing_prompt_is_refused(refused):
 
 
 @pytest.mark.parametrize(
-    ("model", "hint"), [("WanPipeline", " A pipeline has 'diffusers:' before its name."), ("wan", "")]
+    ("model", "hint"),
+    [
+        ("WanPipeline", " A pipeline has 'diffusers:' before its name."),
+        ("wan", " '--config demo' is the model's demo."),
+    ],
 )
 def test_a_job_that_is_missing_is_asked_for_and_a_pipeline_without_its_prefix_known(torchport, capsys, model, hint):
     code, out, err = torchport("run", "--model", model, "--prompt", "x", capsys=capsys)

@@ -102,6 +102,12 @@ def test_a_config_is_found_here_then_in_the_pack_then_by_its_name_alone(pack, tm
     assert pack.job("mine.yaml")[1].place(["fps"]).startswith("mine.yaml:")
 
 
+@pytest.mark.parametrize("model", ["hunyuan", "wan"])
+def test_demo_is_the_models_own(pack, model):
+    card, _ = pack.card(model)
+    assert pack.job("demo", card=card)[0] == pack.job(card.demo)[0]
+
+
 def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp_path, monkeypatch):
     line = line_of(pack, "demo", "frames:")
     monkeypatch.chdir(pack.root)

@@ -23,5 +23,6 @@ def command(paths: tuple[str, ...]) -> None:
         card, document = read
         terminal.say(f"{name:12} {card.title}")
         terminal.say(f"{'':12} checkpoint {card.checkpoint}; strategies {', '.join(card.strategies)}")
+        terminal.say(f"{'':12} demo {card.demo}")
         terminal.say(f"{'':12} {document.file} ({pack.home(name).name})")
     sys.exit(code)

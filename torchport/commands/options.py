@@ -83,7 +83,7 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
     }
     callback = None if default else functools.partial(_pipelines_job, published)
     without = default or words.get(published, "a pipeline's demo")
-    text = f"The job, such as configs/demo.yaml: sizes, machine [{without}]."
+    text = f"The job, a file or `demo`, the model's own: sizes, machine [{without}]."
     return click.option("--config", metavar="FILE", help=text, callback=callback)
 
 
@@ -103,7 +103,8 @@ def _pipelines_job(published: str, context: click.Context, parameter: click.Para
     """Returns the config that `--config` names; raises if it is missing, but a pipeline has a job by default."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
-        hint = f"A pipeline has '{DERIVED}' before its name." if model.endswith("Pipeline") else None
+        name = f"A pipeline has '{DERIVED}' before its name."
+        hint = name if model.endswith("Pipeline") else "'--config demo' is the model's demo."
         raise click.MissingParameter(hint, ctx=context, param=parameter)
     given = [text.partition("=")[2] for text in context.params.get("overrides", ()) if text.startswith("checkpoint=")]
     checkpoint = context.params.get("checkpoint") or (given[-1] if given else None)

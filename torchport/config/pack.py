@@ -187,11 +187,15 @@ class Pack:
         homes = [pack for pack in self.home(card.model).layers() if has_file(pack.root / card.demo)]
         return str(homes[0].root / card.demo) if homes else card.demo
 
-    def job(self, name: str, overrides: Sequence[str] = ()) -> tuple[Job, Document]:
-        """Returns a config, by path or name, with `a.b=c` overrides applied; refuses an unknown name."""
+    def job(self, name: str, overrides: Sequence[str] = (), card: Card | None = None) -> tuple[Job, Document]:
+        """Returns a config, by path or name, with `a.b=c` overrides applied; refuses an unknown name.
+
+        Args:
+            card: The model's, whose own demo is meant by `demo`.
+        """
         from torchport.config.card import Job
 
-        file = self._job_file(name)
+        file = self._job_file(self.demo(card) if card is not None and name == "demo" else name)
         document = self.read(file)
         for override in overrides:
             document = overridden(document, override)

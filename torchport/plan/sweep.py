@@ -77,7 +77,7 @@ def sweep(
     job_request = on_slice(request, topology_name)
     pack = find_pack(request.paths)
     card, _ = pack.card(request.model)
-    job, document = pack.job(request.config, job_request.overrides)
+    job, document = pack.job(request.config, job_request.overrides, card)
     machine = parse_machine(job.machine, document.place(["machine"]))
     require_tpu(machine)
     valid: list[tuple[SweptMesh, Task]] = []

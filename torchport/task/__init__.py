@@ -273,7 +273,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     """
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
-    job, job_document = pack.job(request.config, request.overrides)
+    job, job_document = pack.job(request.config, request.overrides, card)
     _check_request(request, card, dry)
     check_job(job, card, job_document, pack.cards())
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
