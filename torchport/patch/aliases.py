@@ -112,7 +112,7 @@ def _pairs(record: Record) -> list[_Pair]:
     the patch changes one name alone, or nobody else has the original.
     """
     change = record.change
-    if not isinstance(change, Placed) or not change.held or not change.slot.in_holder:
+    if not isinstance(change, Placed) or not change.has_holders or not change.slot.in_holder:
         return []
     original, entry = function_in(change.slot.raw), record.entry
     home = getattr(original, "__module__", None)
@@ -184,17 +184,17 @@ def expression(thing: Any) -> str | None:
     for _ in range(_HEIGHT):
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
-        referrers = _referrers([held for held, _ in level])
-        owners = _referrers([each for every in referrers.values() for each in every if isinstance(each, dict)])
-        for held, steps in level:
-            for referrer in referrers[id(held)]:
+        referrers = _referrers([item for item, _ in level])
+        owners = _referrers([each for found in referrers.values() for each in found if isinstance(each, dict)])
+        for item, steps in level:
+            for referrer in referrers[id(item)]:
                 owned = owners.get(id(referrer), [])
-                name = _of_home(referrer, held, homes, owned)
+                name = _of_home(referrer, item, homes, owned)
                 if name is not None:
                     return f"{name}{steps}"
                 if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
                     seen.add(id(referrer))
-                    above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, held, owned)]
+                    above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, item, owned)]
         level = above
         # Their lists would be found next.
         del referrers
@@ -207,47 +207,47 @@ def _referrers(things: list[Any]) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {id(thing): [] for thing in things}
     for referrer in gc.get_referrers(*things) if things else ():
         if referrer is not things:
-            for number in {id(held) for held in gc.get_referents(referrer)} & found.keys():
+            for number in {id(item) for item in gc.get_referents(referrer)} & found.keys():
                 found[number].append(referrer)
     return found
 
 
-def _of_home(referrer: Any, held: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
+def _of_home(referrer: Any, thing: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
     """Returns `module.name`, or `module.Class.name`, where a referrer is the namespace of a module or class."""
     if id(referrer) in homes:
-        keys = (key for key, value in list(referrer.items()) if value is held)
+        keys = (key for key, value in list(referrer.items()) if value is thing)
         return next((f"{homes[id(referrer)]}.{key}" for key in keys), None)
     if isinstance(referrer, type):
-        keys = (key for key, value in list(_attributes(referrer).items()) if value is held)
+        keys = (key for key, value in list(_attributes(referrer).items()) if value is thing)
         return next((f"{referrer.__module__}.{referrer.__qualname__}.{key}" for key in keys), None)
     if isinstance(referrer, dict):
         classes = (owner for owner in owners if isinstance(owner, type))
-        return next(filter(None, (_of_home(owner, held, homes, []) for owner in classes)), None)
+        return next(filter(None, (_of_home(owner, thing, homes, []) for owner in classes)), None)
     return None
 
 
-def _steps(referrer: Any, held: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
-    """Yields ways to write `held`: an object, and what to write after it, such as `.name` or `[0]`. The object is
+def _steps(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
+    """Yields ways to write `thing`: an object, and what to write after it, such as `.name` or `[0]`. The object is
     `referrer`, or one of `owners` that has it as `__dict__`. Keys and members of sets have no such step: it is empty.
     """
     if isinstance(referrer, dict):
-        if any(key is held for key in list(dict.keys(referrer))):
+        if any(key is thing for key in list(dict.keys(referrer))):
             yield referrer, ""
-        for key in [key for key, value in list(dict.items(referrer)) if value is held]:
+        for key in [key for key, value in list(dict.items(referrer)) if value is thing]:
             named = [owner for owner in owners if _attributes_of(owner) is referrer]
             yield from ((owner, f".{key}") for owner in named)
             if not named:
                 yield referrer, f"[{key!r}]"
     elif isinstance(referrer, (set, frozenset)):
         yield referrer, ""  # a member has no name, and neither has a key
-    elif isinstance(referrer, (types.FunctionType, functools.partial)) and type(held) is tuple:
+    elif isinstance(referrer, (types.FunctionType, functools.partial)) and type(thing) is tuple:
         fields = ("__closure__", "__defaults__", "args")
-        yield from ((referrer, f".{field}") for field in fields if getattr(referrer, field, None) is held)
+        yield from ((referrer, f".{field}") for field in fields if getattr(referrer, field, None) is thing)
     elif isinstance(referrer, (list, tuple)):
-        yield from ((referrer, f"[{index}]") for index, value in enumerate(referrer) if value is held)
+        yield from ((referrer, f"[{index}]") for index, value in enumerate(referrer) if value is thing)
     else:
         names = _attributes_of(referrer)
-        yield from ((referrer, f".{key}") for key, value in list((names or {}).items()) if value is held)
+        yield from ((referrer, f".{key}") for key, value in list((names or {}).items()) if value is thing)
 
 
 def _attributes_of(owner: Any) -> dict[str, Any] | None:

@@ -81,9 +81,9 @@ class Trace:
     def check(self) -> None:
         """Refuses to trace a program again while other patches are in force than at its first trace."""
         for key in sorted(self.digests.keys() | registry.digests.keys()):
-            before, now = self.digests.get(key), registry.digests.get(key)
-            if before != now:
-                what = "is not in force" if now is None else "has changed"
+            before, current = self.digests.get(key), registry.digests.get(key)
+            if before != current:
+                what = "is not in force" if current is None else "has changed"
                 what = "was not in force then" if before is None else what
                 fact = f"A program is traced again, and '{key}' {what}"
                 remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"

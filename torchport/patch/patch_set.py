@@ -188,15 +188,15 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
 def _leave(patches: _PatchSet) -> None:
     """Undoes a set of patches. Sets that were entered later and are still in force go first, and are an error."""
     above = registry.sets[registry.sets.index(patches) + 1 :] if patches in registry.sets else []
-    for one in reversed([patches, *above]):
-        one.leave()
-        if one in registry.sets:
-            registry.sets.remove(one)
+    for entered in reversed([patches, *above]):
+        entered.leave()
+        if entered in registry.sets:
+            registry.sets.remove(entered)
     if above:
         fact = "A set of patches is left while a later one is in force; both are undone"
         error = ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
-        for one in above:
-            one.ledger.keep(error)  # whoever entered it goes on without its patches, and has to hear of it
+        for entered in above:
+            entered.ledger.keep(error)  # whoever entered it goes on without its patches, and has to hear of it
         raise error
 
 

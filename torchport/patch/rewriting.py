@@ -36,7 +36,7 @@ from torchport.source.bindings import (
 )
 
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")
-_ONE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"
+_SINGLE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"
 
 
 class PatternError(ValueError):
@@ -59,7 +59,7 @@ class Run:
 
 def statements(text: str) -> list[ast.stmt]:
     """Returns the statements of a pattern; raises PatternError for bad Python, a misplaced hole, or holes alone."""
-    marked = _HOLE.sub(lambda hole: (_MANY if hole[1] else _ONE) + hole[2], textwrap.dedent(text))
+    marked = _HOLE.sub(lambda hole: (_MANY if hole[1] else _SINGLE) + hole[2], textwrap.dedent(text))
     try:
         body = ast.parse(marked).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -117,7 +117,7 @@ def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: C
 
 def _match(pattern: object, node: object, captured: Captured) -> bool:
     """Returns whether one node fits a pattern's node; `captured` gets the source that each hole stands for."""
-    if isinstance(pattern, ast.Name) and pattern.id.startswith(_ONE) and isinstance(node, ast.expr):
+    if isinstance(pattern, ast.Name) and pattern.id.startswith(_SINGLE) and isinstance(node, ast.expr):
         seen = ast.dump(node).replace("Store()", "Load()")
         return captured.setdefault(pattern.id, seen) == seen
     if isinstance(pattern, ast.AST):
@@ -131,7 +131,7 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
         # Without recursion: a list of numbers may be longer than Python's stack is deep.
         return len(pattern) == len(node) and all(_match(p, n, captured) for p, n in zip(pattern, node, strict=True))
     if isinstance(pattern, str):
-        return pattern.replace(_MANY, "$...").replace(_ONE, "$") == node  # inside strings a `$` is only a `$`
+        return pattern.replace(_MANY, "$...").replace(_SINGLE, "$") == node  # inside strings a `$` is only a `$`
     return type(pattern) is type(node) and pattern == node
 
 
@@ -148,14 +148,14 @@ class Edit:
     reads: frozenset[str]  #: The names that the call passes and the function does not bind itself.
 
 
-def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
+def parameters(entry: Entry, function: Callable[..., Any]) -> list[str]:
     """Returns the names of the parameters of `put`, all passed by keyword; raises for `*args` and the like."""
-    every = inspect.signature(put).parameters.values()
-    for parameter in every:
+    found = inspect.signature(function).parameters.values()
+    for parameter in found:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             fact = f"'{entry.reference}' takes '{parameter}' for '{entry.id}'"
             raise SignatureError(entry.place, fact, "Name each value it needs as a parameter", patch=entry.id)
-    return [parameter.name for parameter in every]
+    return [parameter.name for parameter in found]
 
 
 @functools.lru_cache(maxsize=8)

@@ -58,7 +58,7 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     for file in _files(stack if home is None else stack[stack.index(home) :], names):
         for entry in read_file(file):
             previous = by_id.get(entry.id, entry)
-            lower, upper = sorted((previous, entry), key=lambda one: -stack.index(_root(one)))
+            lower, upper = sorted((previous, entry), key=lambda each: -stack.index(_root(each)))
             if previous is not entry:
                 _check_double(upper, lower)
             by_id[entry.id] = upper
@@ -90,7 +90,7 @@ def _is_copy(entry: Entry, other: Entry) -> bool:
     """Returns whether two entries say the same, and their functions stand in files with the same bytes."""
     if entry.model_dump() != other.model_dump():
         return False
-    files = [one.folder / one.reference.partition(":")[0] for one in (entry, other) if one.reference]
+    files = [each.folder / each.reference.partition(":")[0] for each in (entry, other) if each.reference]
     return not files or (all(map(has_file, files)) and filecmp.cmp(files[0], files[1], shallow=False))
 
 

@@ -51,7 +51,7 @@ def load(entry: Entry, reference: str) -> Any:
     name = reference.partition(":")[2]
 
     def does_not_load(error: BaseException) -> ReplacementError:
-        fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
+        fact = f"'{path.name}' does not load for '{entry.id}': {words_of(error)}"
         return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 
     with Explained(does_not_load):
@@ -71,13 +71,13 @@ def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
     """Returns the module of a Python file that stands among the patches of an upstream, loading it once."""
 
     def error(cause: BaseException) -> ReplacementError:
-        return ReplacementError(place, f"'{as_named(path)}' does not load: {said(cause)}", "Mend the file")
+        return ReplacementError(place, f"'{as_named(path)}' does not load: {words_of(cause)}", "Mend the file")
 
     with Explained(error):
         return _module(path, f"torchport_patches.{upstream}.{path.stem}")
 
 
-def said(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     """Returns an exception in words, without a full stop."""
     text = " ".join(str(error).split()).rstrip(".") or "no message"
     return f"{type(error).__name__}: {text}"

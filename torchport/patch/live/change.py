@@ -47,10 +47,10 @@ class Placed:
     value: Any
     retire: Retire | None = None  #: Makes a function that was put there fall through to the original.
     stop: Callable[[], None] | None = None  #: Makes a class that was put there what it was.
-    held: bool = True  #: Whether somebody besides its namespace held the original.
+    has_holders: bool = True  #: Whether somebody besides its namespace held the original.
 
     def stands(self) -> bool:
-        return self.slot.now() is self.value
+        return self.slot.current() is self.value
 
     def undo(self) -> None:
         """Restores the original, unless something else stands in its place by now, and ends the counting of calls."""
@@ -71,12 +71,12 @@ class Recompiled:
     old: types.CodeType
     new: types.CodeType
     name: str
-    put: Callable[..., Any]
+    call: Callable[..., Any]
 
     def stands(self) -> bool:
         is_called = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
-        calls_put = is_called and self.function.__globals__.get(self.name) is self.put
-        return calls_put and any(function is self.function for function in layers(self.slot.now()))
+        makes_call = is_called and self.function.__globals__.get(self.name) is self.call
+        return makes_call and any(function is self.function for function in layers(self.slot.current()))
 
     def undo(self) -> None:
         if self.function.__code__ is self.new:
@@ -90,14 +90,14 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     if entry.rewrite:
         return _recompile(entry, module, loaded, calls)
     slot = locate(entry, module)
-    held = held_elsewhere(slot)
+    has_holders = held_elsewhere(slot)
     check_scope(entry, slot)
     if entry.kind == "replace" and is_dispatching(slot.raw):  # it goes on dispatching, and whoever holds it holds this
-        slot, held = Default(slot.raw, slot.name, slot.raw.registry[object], True, slot.path), False
+        slot, has_holders = Default(slot.raw, slot.name, slot.raw.registry[object], True, slot.path), False
     placed = _stand_in(entry, slot, loaded, calls)
-    placed.held = held
+    placed.has_holders = has_holders
     try:
-        placed.slot.put(placed.value)
+        placed.slot.assign(placed.value)
     except TypeError as error:
         fact = f"{entry.target} cannot be set: {error}"
         raise TargetError(entry.place, fact, "Patch the name that its caller looks up", patch=entry.id) from error
@@ -157,11 +157,11 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     # home are those of the home: a module may have a thousand such texts.
     pairs = zip(io.StringIO(edit.text).readlines(), linecache.getlines(old.co_filename), strict=False)
     linecache.cache[filename] = (len(edit.text), None, [was if was == line else line for line, was in pairs], filename)
-    put, _ = counting(loaded, calls)
-    function.__globals__[edit.name] = put
+    call, _ = counting(loaded, calls)
+    function.__globals__[edit.name] = call
     function.__code__ = new
     forget(slot.raw)
-    return Recompiled(slot, function, old, new, edit.name, put)
+    return Recompiled(slot, function, old, new, edit.name, call)
 
 
 def _check_globals(entry: Entry, function: types.FunctionType, edit: rewriting.Edit) -> None:

@@ -20,17 +20,17 @@ ABSENT = object()
 class Place:
     """A place that refers to an object, which can be exchanged there."""
 
-    def now(self) -> Any:
+    def current(self) -> Any:
         """Returns what stands there, or `ABSENT`."""
         raise NotImplementedError
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         raise NotImplementedError
 
     def exchange(self, old: Any, new: Any) -> None:
         """Puts `new` where `old` stands. What somebody else has put there since stays."""
-        if self.now() is old:
-            self.put(new)
+        if self.current() is old:
+            self.assign(new)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Value(Place):
     names: dict[Any, Any]
     key: Any
 
-    def now(self) -> Any:
+    def current(self) -> Any:
         return dict.get(self.names, self.key, ABSENT)
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         dict.__setitem__(self.names, self.key, value)
 
 
@@ -54,10 +54,10 @@ class ClassAttribute(Place):
     owner: type
     name: str
 
-    def now(self) -> Any:
+    def current(self) -> Any:
         return vars(self.owner).get(self.name, ABSENT)
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         type.__setattr__(self.owner, self.name, value)
 
 
@@ -66,10 +66,10 @@ class _Item(Place):
     items: list[Any]
     index: int
 
-    def now(self) -> Any:
+    def current(self) -> Any:
         return self.items[self.index] if self.index < len(self.items) else ABSENT
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         self.items[self.index] = value
 
 
@@ -80,13 +80,13 @@ class _TupleItem(Place):
     outer: Place
     index: int
 
-    def now(self) -> Any:
-        whole = self.outer.now()
+    def current(self) -> Any:
+        whole = self.outer.current()
         return whole[self.index] if type(whole) is tuple and self.index < len(whole) else ABSENT
 
-    def put(self, value: Any) -> None:
-        whole = self.outer.now()
-        self.outer.put((*whole[: self.index], value, *whole[self.index + 1 :]))
+    def assign(self, value: Any) -> None:
+        whole = self.outer.current()
+        self.outer.assign((*whole[: self.index], value, *whole[self.index + 1 :]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class _StaticMethod(Place):
 
     outer: Place
 
-    def now(self) -> Any:
-        method = self.outer.now()
+    def current(self) -> Any:
+        method = self.outer.current()
         return method.__func__ if type(method) is staticmethod else ABSENT
 
-    def put(self, value: Any) -> None:
-        self.outer.put(staticmethod(value))
+    def assign(self, value: Any) -> None:
+        self.outer.assign(staticmethod(value))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def weak_references(thing: Any) -> list[Holder]:
     if isinstance(thing, type):
         return []
     ours = registry.stand_ins.valuerefs()
-    references = [one for one in weakref.getweakrefs(thing) if not any(one is reference for reference in ours)]
+    references = [known for known in weakref.getweakrefs(thing) if not any(known is reference for reference in ours)]
     return [Holder("an unknown holder", None, None, None, reference) for reference in references]
 
 
@@ -311,8 +311,8 @@ def _places_in(container: Any, thing: Any) -> Iterator[Place | None]:
         attributes = names if isinstance(names, dict) else {}
         places = [Value(attributes, key) for key, value in list(attributes.items()) if value is thing]
         places += [Key(attributes)] if any(key is thing for key in list(attributes)) else []
-    apart = any(referent is names for referent in referents)  # then its values are no referents
-    explained = 0 if apart else len(places)
+    has_dict = any(referent is names for referent in referents)  # then its values are no referents
+    explained = 0 if has_dict else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:
         yield None
     yield from places

@@ -31,7 +31,7 @@ class Slot:
     in_holder: bool  #: Whether it stands in the holder's own namespace.
     path: tuple[Any, ...]  #: The objects that were passed on the way, the module first.
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         """Puts a value there. A class is set through `type`, so that its method caches are dropped."""
         if isinstance(self.holder, type):
             type.__setattr__(self.holder, self.name, value)
@@ -41,13 +41,13 @@ class Slot:
     def restore(self) -> None:
         """Puts the original back, or removes the name again if the holder only inherited it."""
         if self.in_holder:
-            self.put(self.raw)
+            self.assign(self.raw)
         elif isinstance(self.holder, type):
             type.__delattr__(self.holder, self.name)
         else:
             del vars(self.holder)[self.name]
 
-    def now(self) -> Any:
+    def current(self) -> Any:
         """Returns what stands there now, or a mark that equals nothing if the name is gone."""
         return vars(self.holder).get(self.name, _ABSENT)
 
@@ -55,10 +55,10 @@ class Slot:
 class Default(Slot):
     """The default implementation of a `functools.singledispatch` function. The holder is that function."""
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         self.holder.register(object, value)
 
-    def now(self) -> Any:
+    def current(self) -> Any:
         return self.holder.registry.get(object, _ABSENT)
 
 

@@ -65,7 +65,7 @@ def parsed(entry: Entry, reference: str) -> Any:
     binding = binding_at(tree, (name,))
     node = binding.node
     if node is None and not binding.open:
-        known = [one.name for one in definitions(tree.body) if not one.name.startswith("_")]
+        known = [each.name for each in definitions(tree.body) if not each.name.startswith("_")]
         raise no_such_name(entry, path, name, known)
     if isinstance(node, ast.ClassDef):
         return type(name, (), {})

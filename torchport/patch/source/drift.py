@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import Parameter
 from pathlib import Path
@@ -51,10 +52,10 @@ def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Re
     if None in versions.values():
         source = source_of(entry)
         assert source is not None
-        now = revision(package_folder(source))
-        if now.commit is not None:
+        fresh = revision(package_folder(source))
+        if fresh.commit is not None:
             known = {name: version for name, version in versions.items() if version is not None}
-            return row.model_copy(update={"versions": known, "commit": now.commit, "dirty": now.dirty})
+            return row.model_copy(update={"versions": known, "commit": fresh.commit, "dirty": fresh.dirty})
     return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
 
 
@@ -106,34 +107,34 @@ def check(entry: Entry) -> str:
     locked = read_lock(entry.folder).get(entry.target)
     if locked is None:
         return "unlocked" if under(entry) else "no source"
-    now = current_row(entry)
-    if now is None:
+    fresh = current_row(entry)
+    if fresh is None:
         raise _refusal(entry, locked, "the source is gone")
-    if any(_same(row, now) for row in locked.rows):
+    if any(_same(row, fresh) for row in locked.rows):
         return "locked"
 
     def likeness(row: LockRow) -> tuple[float, int]:
-        same = _hashes(row).items() & _hashes(now).items()
-        return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
+        same = _hashes(row).items() & _hashes(fresh).items()
+        return difflib.SequenceMatcher(None, row.statements.split(), fresh.statements.split()).ratio(), len(same)
 
     row = max(locked.rows, key=likeness)
-    raise _refusal(entry, locked, "; ".join(_differences(entry, row, now)))
+    raise _refusal(entry, locked, "; ".join(_differences(entry, row, fresh)))
 
 
-def _same(row: LockRow, now: LockRow) -> bool:
+def _same(row: LockRow, fresh: LockRow) -> bool:
     """Returns whether a lock row records the source as it is now; it may record callees of other patches, too."""
-    relied = _hashes(now).items() <= _hashes(row).items()
-    return relied and (row.signature, row.tree) == (now.signature, now.tree)
+    relied = _hashes(fresh).items() <= _hashes(row).items()
+    return relied and (row.signature, row.tree) == (fresh.signature, fresh.tree)
 
 
-def _differences(entry: Entry, row: LockRow, now: LockRow) -> list[str]:
+def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
     """Returns in words what changed between a lock row and upstream now: signature, callees, statements."""
     lines = []
-    if row.signature != now.signature:
-        lines.append(f"its signature was {row.signature}, is {now.signature}")
-    lines += _first_four(_changed_callees(entry, _hashes(row), is_same_tree=row.tree == now.tree))
+    if row.signature != fresh.signature:
+        lines.append(f"its signature was {row.signature}, is {fresh.signature}")
+    lines += _first_four(_changed_callees(entry, _hashes(row), is_same_tree=row.tree == fresh.tree))
     source = source_of(entry)
-    if row.tree != now.tree and isinstance(source, SourceFile):
+    if row.tree != fresh.tree and isinstance(source, SourceFile):
         node = source.where(entry.path).node
         lines += _first_four(changes(row.statements.split(), node, source.text) if node is not None else [])
     return lines
@@ -179,7 +180,7 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
         One line per target that is new, changed or dropped; empty if the locks are as they should be.
     """
     changed: list[str] = []
-    for entry, target in ((one, target) for one in entries for target in one.relies_on):
+    for entry, target in ((each, target) for each in entries for target in each.relies_on):
         if definition(home_of(target)) is None:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
@@ -199,7 +200,7 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
 def review(entry: Entry, entries: Iterable[Entry]) -> str:
     """Returns, as a unified diff, how the lock file of `entries` would change if an entry were locked as it is now."""
     before = read_lock(entry.folder)
-    same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.edits]
+    same = [each for each in entries if each.target == entry.target and each.folder == entry.folder and each.edits]
     after, _ = _new_lock({key: rows for key, rows in before.items() if key == entry.target}, same)
     others = {key: rows for key, rows in before.items() if key != entry.target}
     name = Path(entry.place.rpartition(":")[0]).with_name(LOCK).as_posix()
@@ -214,7 +215,7 @@ def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
     if not entry.edits or check(entry) != "unlocked":
         return None
     before = read_lock(entry.folder)
-    same = [one for one in (*entries, entry) if one.target == entry.target and one.edits]
+    same = [each for each in (*entries, entry) if each.target == entry.target and each.edits]
     after, _ = _new_lock({}, same)
     return _yaml((before | after).values())
 
@@ -226,15 +227,15 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     changed: list[str] = []
     revision = functools.cache(git.revision)  # it reads a package whole
     for entry in entries:
-        now = current_row(entry)
-        if now is None:
+        fresh = current_row(entry)
+        if fresh is None:
             continue
         earlier = current.get(entry.target)  # a row has the callees of all the entries of one target
-        relied = {**(_hashes(earlier) if earlier else {}), **_hashes(now)}
-        now = _with_versions(now.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
-        current[entry.target] = now
+        relied = {**(_hashes(earlier) if earlier else {}), **_hashes(fresh)}
+        fresh = _with_versions(fresh.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
+        current[entry.target] = fresh
         old = before[entry.target].rows if entry.target in before else []
-        after[entry.target] = Locked(target=entry.target, rows=_rows(old, now))
+        after[entry.target] = Locked(target=entry.target, rows=_rows(old, fresh))
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
             word = "changed" if target in before and target in after else "new" if target in after else "dropped"
@@ -242,41 +243,40 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     return after, changed
 
 
-def _rows(old: Sequence[LockRow], now: LockRow) -> list[LockRow]:
+def _rows(old: Sequence[LockRow], fresh: LockRow) -> list[LockRow]:
     """Returns a target's rows with one for its source now, in place of the row with the same source, or at the end."""
-    same = next((row for row in old if _same(row, now)), None)
-    if same is not None and not _says_more(now, same):
-        now = now.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
-    rows = [
-        now if row is same else row for row in old if row is same or not (_same(row, now) or _is_superseded(row, now))
-    ]
-    return rows if same is not None else [*rows, now]
+    same = next((row for row in old if _same(row, fresh)), None)
+    if same is not None and not _says_more(fresh, same):
+        fresh = fresh.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
+    kept = [row for row in old if row is same or not (_same(row, fresh) or _is_superseded(row, fresh))]
+    rows = [fresh if row is same else row for row in kept]
+    return rows if same is not None else [*rows, fresh]
 
 
-def _is_superseded(row: LockRow, now: LockRow) -> bool:
+def _is_superseded(row: LockRow, fresh: LockRow) -> bool:
     """Returns whether an old row is for the same version or commit as the new one, which then replaces it."""
-    if row.commit is None and now.commit is not None:
+    if row.commit is None and fresh.commit is not None:
         return "unknown" in row.versions.values()
     # What a commit has stays known, though its checkout has changes now.
-    return (row.versions, row.commit) == (now.versions, now.commit) and (
-        row.commit is None or row.dirty or not now.dirty
+    return (row.versions, row.commit) == (fresh.versions, fresh.commit) and (
+        row.commit is None or row.dirty or not fresh.dirty
     )
 
 
-def _says_more(now: LockRow, row: LockRow) -> bool:
+def _says_more(fresh: LockRow, row: LockRow) -> bool:
     """Returns whether a new row tells more than an old one of the same source: a commit, or one without changes."""
     if row.commit is None:
-        return now.commit is not None and "unknown" in row.versions.values()
-    return row.dirty and now.commit is not None and not now.dirty
+        return fresh.commit is not None and "unknown" in row.versions.values()
+    return row.dirty and fresh.commit is not None and not fresh.dirty
 
 
 def _yaml(locked: Iterable[Locked]) -> str:
     """Returns the text of a lock file. Rows with the same tree have their statements once."""
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
-    for one in sorted(locked, key=lambda one: one.target):
-        out += [f"- target: {one.target}", "  rows:"]
+    for each in sorted(locked, key=operator.attrgetter("target")):
+        out += [f"- target: {each.target}", "  rows:"]
         written: set[str] = set()
-        for row in one.rows:
+        for row in each.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
             seen = [f"versions: {{{versions}}}"] if versions or row.commit is None else []
             seen += [f'commit: "{row.commit}"'] if row.commit is not None else []

@@ -214,18 +214,18 @@ def _origin(spot: _Spot) -> _Spot | None:
     test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
     if not isinstance(test, ast.Name) or test.id in arguments(spot.function):
         return None
-    makers = [one for one in _spots(spot.names, spot.function) if test.id in names_bound([one.statement])]
+    makers = [each for each in _spots(spot.names, spot.function) if test.id in names_bound([each.statement])]
     statement = makers[0].statement if len(makers) == 1 else None
     plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1 and names_bound([statement]) == {test.id}
     return makers[0] if plain else None
 
 
-def _rewrites(spot: _Spot, put: str) -> Iterator[dict[str, Any]]:
+def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
     """Yields the possible `rewrite` fields of an entry for a statement, the simplest first."""
     inside = names_bound([spot.statement])
     after = sorted(read_after(spot.function, spot.chain, spot.block, spot.index + 1) & inside)
     for match in _matches(spot.statement):
-        change: dict[str, Any] = {"match": match, "put": put}
+        change: dict[str, Any] = {"match": match, "put": function}
         if len(inside) > 1:
             change["gives"] = after
         times = len(list(runs(spot.function, statements(match))))
@@ -270,8 +270,8 @@ def _all_fields(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
     """Returns all fields of an entry, in their usual order."""
     fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fields.get("fits") or fits(package)}
     order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "why", *fixed, "equivalence")
-    every = {**fixed, **fields}
-    return {key: every[key] for key in (*order, *(key for key in every if key not in order)) if key in every}
+    merged = {**fixed, **fields}
+    return {key: merged[key] for key in (*order, *(key for key in merged if key not in order)) if key in merged}
 
 
 def fits(package: str) -> dict[str, str]:
