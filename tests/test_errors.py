@@ -8,7 +8,7 @@ import pytest
 
 from torchport import errors
 from torchport.commands import explain
-from torchport.errors import BadValueError, TorchportError, UnknownKeyError, kinds, nearest, together
+from torchport.errors import BadValueError, TorchportError, UnknownKeyError, combined, kinds, nearest
 
 
 def classes():
@@ -46,7 +46,7 @@ def test_the_text_is_place_fact_remedy_and_survives_pickling_with_its_culprit(ki
 
 
 def test_a_notebook_shows_the_report_and_no_traceback():
-    shown = together([BadValueError("a.yaml:3", "'x' is 1", "It must be 2"), UnknownKeyError("b", "c", "d")])
+    shown = combined([BadValueError("a.yaml:3", "'x' is 1", "It must be 2"), UnknownKeyError("b", "c", "d")])
     assert shown._render_traceback_() == shown.report().splitlines()
     assert [line.split()[0] for line in shown._render_traceback_()] == ["error[TP107]", "error[TP103]"]
 
@@ -114,14 +114,14 @@ def test_control_characters_are_shown_and_not_obeyed():
 
 
 def test_mistakes_that_are_found_together_are_one_error_with_a_line_and_an_id_each():
-    error = together([BadValueError("a:1", "One", "Mend it"), UnknownKeyError("a:2", "Two", "Mend it", key="x")])
+    error = combined([BadValueError("a:1", "One", "Mend it"), UnknownKeyError("a:2", "Two", "Mend it", key="x")])
     assert type(error) is BadValueError and str(error) == "a:1: One. Mend it.\na:2: Two. Mend it."
     assert error.sentence() == "a:1: One. Mend it."
     assert error.report() == "error[TP107] a:1: One. Mend it.\nerror[TP103] a:2: Two. Mend it."
     again = pickle.loads(pickle.dumps(error))
     assert again.report() == error.report() and again.others[0].key == "x"
     alone = BadValueError("a:1", "One", "Mend it")
-    assert together([alone]) is alone and alone.report() == "error[TP107] a:1: One. Mend it."
+    assert combined([alone]) is alone and alone.report() == "error[TP107] a:1: One. Mend it."
 
 
 def test_the_lines_below_an_error_are_printable_and_travel_with_it():

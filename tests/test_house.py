@@ -27,9 +27,7 @@ NO_NAMES = {
 """Pronouns and participles that name nothing: a noun says what is returned, a verb what is done."""
 LEFT = {
     "commands": {"together"},
-    "compile": {"apart", "begin", "one", "own"},
     "config": {"apart", "every", "like", "of"},
-    "errors": {"held", "together"},
     "load": {"one"},
     "patch": {"put"},
     "run": {"together"},

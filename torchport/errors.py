@@ -62,7 +62,7 @@ class TorchportError(Exception):
         return self.report().splitlines()
 
 
-def together(mistakes: Sequence[TorchportError]) -> TorchportError:
+def combined(mistakes: Sequence[TorchportError]) -> TorchportError:
     """Returns several mistakes as one error: the first, with the others below it."""
     first, *others = mistakes
     if others:
@@ -424,7 +424,7 @@ class OutputError(SaveError):
     """The output folder or file cannot be written, or the disk is full."""
 
     id = "TP604"
-    held: bool = False
+    is_locked: bool = False
     """Whether another run has the folder locked."""
 
 

@@ -109,13 +109,13 @@ def test_a_later_run_counts_the_calls_of_the_programs_that_it_takes_over(program
 
     ledger, x, program.bound.how = patch.Ledger([record], "denoise"), torch.ones(2, 8), how
     loaded = ledger.trace()
-    program.begin(ledger)
+    program.start_run(ledger)
     for scale in (1.0, 2.0, 2.0):
         program(x=x, scale=scale)
     assert [row["calls"] for row in ledger.rows()] == [2]
     assert program.rows() == [{"jax_cache": False, "operators": {"same": 4}}] * 2
     later = ledger.of_run(loaded)
-    program.begin(later)
+    program.start_run(later)
     with pytest.raises(NotCalledError):
         later.check_called()
     for scale in (1.0, 1.0, 3.0):  # one program of the earlier run, and one that is traced now

@@ -346,38 +346,38 @@ def changes(before: Iterable[tuple[Any, dict[Part, Any]]]) -> list[tuple[Any, Pa
     ]
 
 
-def _is_still(one: Any, other: Any) -> bool:
+def _is_still(before: Any, after: Any) -> bool:
     """Returns whether a part has not changed: it is the same object, an equal constant, or a tuple of such."""
-    if type(one) is tuple and type(other) is tuple:
-        return len(one) == len(other) and all(map(_is_still, one, other))
-    if isinstance(one, frozenset | numpy.dtype):
-        return bool(one == other)
-    return one is other or (constant(one) is not None and constant(one) == constant(other))
+    if type(before) is tuple and type(after) is tuple:
+        return len(before) == len(after) and all(map(_is_still, before, after))
+    if isinstance(before, frozenset | numpy.dtype):
+        return bool(before == after)
+    return before is after or (constant(before) is not None and constant(before) == constant(after))
 
 
-def are_alike(one: Any, other: Any, pairs: set[tuple[int, int]]) -> bool:
+def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
     """Returns whether two values make the same program: equal constants and tensors, and objects with such parts.
 
     Args:
         pairs: The ids of objects that count as alike; those that are looked into are added.
     """
-    if one is other or (id(one), id(other)) in pairs:
+    if left is right or (id(left), id(right)) in pairs:
         return True
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return False
-    if isinstance(one, torch.Tensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and (one.is_meta or torch.equal(one, other))
-    if isinstance(one, frozenset | numpy.dtype):
-        return bool(one == other)
-    if (term := constant(one)) is not None:
-        return term == constant(other)
-    if (values := values_in(one)) is not None:
-        others = values_in(other) or ()
-        return len(values) == len(others) and all(are_alike(*pair, pairs) for pair in zip(values, others, strict=True))
-    if not is_node(one) or (isinstance(one, types.FunctionType) and one.__code__ != other.__code__):
-        return Opaque(one) == Opaque(other)
-    pairs.add((id(one), id(other)))
-    mine, its = parts(one), parts(other)
+    if isinstance(left, torch.Tensor):
+        return (left.shape, left.dtype) == (right.shape, right.dtype) and (left.is_meta or torch.equal(left, right))
+    if isinstance(left, frozenset | numpy.dtype):
+        return bool(left == right)
+    if (term := constant(left)) is not None:
+        return term == constant(right)
+    if (values := values_in(left)) is not None:
+        theirs = values_in(right) or ()
+        return len(values) == len(theirs) and all(are_alike(*pair, pairs) for pair in zip(values, theirs, strict=True))
+    if not is_node(left) or (isinstance(left, types.FunctionType) and left.__code__ != right.__code__):
+        return Opaque(left) == Opaque(right)
+    pairs.add((id(left), id(right)))
+    mine, its = parts(left), parts(right)
     return [*mine] == [*its] and all(are_alike(value, its[part], pairs) for part, value in mine.items())
 
 

@@ -29,8 +29,8 @@ from torchport.errors import (
     NotFiniteError,
     TorchportError,
     UnknownNameError,
+    combined,
     nearest,
-    together,
 )
 from torchport.files.folder import expand_home
 from torchport.kernels.attention import bound, dispatch
@@ -262,7 +262,7 @@ def check_classes(task: Task) -> None:
                 fact = f"'{component.class_}' is a {type(cls).__name__}, and '{name}' is a network"
                 mistakes.append(BadValueError(place, fact, "Name a class that is a torch.nn.Module", name=name))
     if mistakes:
-        raise together(mistakes)
+        raise combined(mistakes)
 
 
 def check_heads(task: Task) -> None:

@@ -160,7 +160,7 @@ class Compiled:
         self._origins: dict[Any, Origin] = {}
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
 
-    def begin(self, ledger: patch.Ledger) -> None:
+    def start_run(self, ledger: patch.Ledger) -> None:
         """Begins a run, the first one or another one with the same weights and programs.
 
         Args:
@@ -298,7 +298,7 @@ class Compiled:
             before = dict(parameters)
             stacks = [part for part in self.network.module.modules() if isinstance(part, stack.Stacked)]
             for blocks in stacks:
-                blocks.begin()
+                blocks.reset()
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
             for blocks in stacks:

@@ -115,7 +115,7 @@ class Stacked(torch.nn.Module):
             _Block(self, 0).__setattr__(name, value)  # the last block is as the others
         super().__setattr__(name, value)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forgets what a call of the network that ended with an error has left."""
         self.calls, self.pending, self.photo = [], (), []
 
@@ -182,7 +182,7 @@ class Stacked(torch.nn.Module):
         if len(self.calls) < self.count:
             self.check_done()
         calls, photo = self.calls, self.photo
-        self.begin()
+        self.reset()
         if changed := graph.changes(photo):
             fact = f"The network changes {_named(*changed[0][:2])} between its calls of the blocks '{self.name}'"
             raise StackError(self.place, fact, UNSTACKED, name=self.name)
@@ -221,8 +221,8 @@ class Stacked(torch.nn.Module):
         leaves = calls[0].leaves
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         by_call = {number: [call.leaves[number] for call in calls] for number in tensors}
-        own = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
-        shared = {number: leaf for number, leaf in tensors.items() if number not in own}
+        varying = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
+        shared = {number: leaf for number, leaf in tensors.items() if number not in varying}
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, given: Mapping[int, torch.Tensor]) -> Any:
             """Runs one block in PyTorch with its layer of the weights, and returns the next block's inputs."""
@@ -249,7 +249,7 @@ class Stacked(torch.nn.Module):
                 outputs = self.after(index, outputs)
             return self._next_carry(carry, outputs)
 
-        def scan(carry: Any, layers: Any, shared: Any, own: Any) -> Any:
+        def scan(carry: Any, layers: Any, shared: Any, varying: Any) -> Any:
             """Calls `step` for one block after the other, in JAX."""
             is_all = len(blocks) == self.count
 
@@ -263,10 +263,10 @@ class Stacked(torch.nn.Module):
                 return engine.call_torch(step, carry, layer, index, {**shared, **given}), None
 
             indices = jnp.arange(blocks.start, blocks.stop, dtype=jnp.int32)
-            stacked = {number: jnp.stack(values) for number, values in own.items()}
+            stacked = {number: jnp.stack(values) for number, values in varying.items()}
             return jax.lax.scan(run_block, carry, (layers if is_all else {}, indices, stacked))[0]
 
-        return tuple(engine.call_jax(scan, *converted((carry, weights, shared, own), engine.constant)))
+        return tuple(engine.call_jax(scan, *converted((carry, weights, shared, varying), engine.constant)))
 
     def _as_passed(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a block's arguments by position, if it takes any number of these, and by keyword."""
@@ -305,7 +305,7 @@ class Stacked(torch.nn.Module):
         raise StackError(
             self.place,
             f"{block} takes the carry '{name}' as {takes[number]} and returns it as {gives[number]}",
-            f"Leave this block apart with `first: {self.first + 1}`, or {remedy}",
+            f"Leave this block unstacked with `first: {self.first + 1}`, or {remedy}",
             name=self.name,
             carry=name,
         )
@@ -391,10 +391,10 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         if name not in lists:
             raise StackError(where, f"The network has no list of blocks '{name}'", nearest(name, lists), name=name)
         blocks = list(lists[name])
-        apart = entry.first + entry.last
-        count = len(blocks) - apart
+        unstacked = entry.first + entry.last
+        count = len(blocks) - unstacked
         if count < 1:
-            raise StackError(where, f"'{name}' has {len(blocks)} blocks, and {apart} stay apart", "Stack fewer")
+            raise StackError(where, f"'{name}' has {len(blocks)} blocks, and {unstacked} stay apart", "Stack fewer")
         end = entry.first + count
         for number in range(entry.first + 1, end):
             _check_alike(blocks[entry.first], blocks[number], f"{name}.{number}", where)
@@ -469,7 +469,7 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
             raise StackError(
                 place,
                 f"'{'.'.join(filter(None, (name, key)))}' differs from the first block's in {difference}",
-                "Only weights may differ: leave the blocks that know their place apart, or unstacked",
+                "Only weights may differ: leave the blocks that know their place unstacked, or unstacked",
                 name=name,
             )
 
@@ -530,8 +530,8 @@ def _spans(calls: Sequence[_Call]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(calls)], strict=True))
 
 
-def _is_alike_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype
-    is_plain = isinstance(one, bool | int | float | str | torch.dtype) and type(one) is type(other)
-    return one is other or (is_plain and bool(one == other))
+def _is_alike_leaf(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and left.dtype == right.dtype
+    is_plain = isinstance(left, bool | int | float | str | torch.dtype) and type(left) is type(right)
+    return left is right or (is_plain and bool(left == right))

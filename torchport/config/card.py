@@ -21,8 +21,8 @@ from torchport.errors import (
     UnknownKeyError,
     UnknownNameError,
     closest,
+    combined,
     nearest,
-    together,
 )
 
 StageName = Literal["encode", "encode_image", "denoise_first", "denoise", "decode"]
@@ -718,7 +718,7 @@ def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> No
     """Refuses a job that this model cannot do, with all its mistakes; a refusal may name others of `cards`."""
     mistakes = [*_job_mistakes(job, card, document), *_guider_mistakes(job, card, document, cards)]
     if mistakes:
-        raise together(mistakes)
+        raise combined(mistakes)
 
 
 def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
@@ -873,7 +873,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     """
     mistakes = list(_name_mistakes(card, networks, document))
     if mistakes:
-        raise together(mistakes)
+        raise combined(mistakes)
 
 
 def _name_mistakes(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:

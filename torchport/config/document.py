@@ -21,8 +21,8 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
     closest,
+    combined,
     nearest,
-    together,
 )
 from torchport.files import folder
 
@@ -241,7 +241,7 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
         for mistake in mistakes:
             if not any(mistake.is_another_form_of(other) or mistake.follows(other) for other in kept):
                 kept.append(mistake)
-        raise together([_refusal(model, document, mistake.path, mistake.error) for mistake in kept]) from error
+        raise combined([_refusal(model, document, mistake.path, mistake.error) for mistake in kept]) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,7 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in _HELD_ELSEWHERE:
                 fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
-                raise OutputError(str(folder), fact, remedy, held=True) from error
+                raise OutputError(str(folder), fact, remedy, is_locked=True) from error
             raise _unwritable(folder, error) from error
         if is_locked:
             remove(*sorted(file for file in folder.glob(f"{TEMPORARY}*") if not file.is_dir()))

@@ -253,7 +253,7 @@ class StageAtHand:
             self.call = self._placed(parts, ledger)
             self._loaded = ledger.trace()
         for compiled in self._programs().values():
-            compiled.begin(ledger)
+            compiled.start_run(ledger)
         return self.call
 
     def _programs(self) -> dict[str, compile.Compiled]:

@@ -31,7 +31,7 @@ from torchport.errors import (
     StoppedError,
     SyntaxYamlError,
     TorchportError,
-    together,
+    combined,
 )
 from torchport.files import atomic, folder
 from torchport.processes import hosts
@@ -133,7 +133,7 @@ def read_prompts(file: Path) -> list[Line]:
                 error.others = ()
     mistakes += _shared_folders(lines)
     if mistakes:
-        raise together(mistakes)
+        raise combined(mistakes)
     if not lines:
         raise BadValueError(str(file), "It has no line", 'Write one such as {"prompt": "A cat"} for each video')
     return lines
@@ -221,7 +221,7 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
                 mistakes.append(mistake)
             error.others = ()
     if mistakes:
-        raise together(mistakes)
+        raise combined(mistakes)
     return videos
 
 
@@ -402,7 +402,7 @@ class _Series:
                 try:
                     lock.enter_context(output_folder(video.task.folder))
                 except OutputError as error:
-                    if not error.held:
+                    if not error.is_locked:
                         _Taken(video, lock).fail(error)
                     continue
                 taken.append(_Taken(video, lock))
