@@ -223,6 +223,7 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
     from torchport.compile.in_force import hushed
     from torchport.load import tiny
     from torchport.stages import file_of
+    from torchport.stages.upstream_pipeline import asked_steps
 
     job, _ = pack.job(card.demo)
     is_modular = modular.is_modular(_pipeline(card))
@@ -235,6 +236,7 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
             pipe = _pipeline(card).from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     fields = {**vars(job), "area": job.height * job.width, "frame_rate": job.fps}
+    fields["steps"] = asked_steps(modular.as_pipeline(_pipeline(card)), job.steps, card.call.constants)
     values = {argument: fields[field] for argument, field in card.call.settings.items()}
     values |= {"prompt": PROMPT, **card.call.constants}
     if _takes_negative(card):

@@ -25,6 +25,7 @@ from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, 
 from torchport.porting.draft.model import shares
 from torchport.stages.beside import EncodePrompt
 from torchport.stages.replay import OTHER_LOOP, Loop
+from torchport.stages.upstream_pipeline import asked_steps
 
 STEPS = 2
 """Of a trial."""
@@ -343,7 +344,7 @@ class PipelineTrial:
         self.unit = self.unit or int(spatial) * _patch(self.configurations)
         observed.unit, observed.frames, observed.size = self.unit, 1, (self.unit * 2, self.unit * 4)
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
-        values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": STEPS}
+        values |= {"generator": torch.Generator().manual_seed(0)}
         values |= {"height": observed.size[0], "width": observed.size[1], "max_area": self.unit**2 * 8}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
         if frames is not None:
@@ -361,6 +362,7 @@ class PipelineTrial:
         if lacking:
             fact = f"'{self.cls.__name__}' needs {', '.join(lacking)}, and a run has a prompt and at most one image"
             raise BadValueError(self.place, fact, OTHER_LOOP)
+        values["num_inference_steps"] = asked_steps(self.cls, STEPS, values)
         return {name: value for name, value in values.items() if name in parameters}
 
 

@@ -32,6 +32,7 @@ from torchport.porting.derive.trial import (
 from torchport.porting.draft.model import flow
 from torchport.save import tree
 from torchport.stages.replay import OTHER_LOOP
+from torchport.stages.upstream_pipeline import taken_steps
 
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
 _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
@@ -163,6 +164,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
     numbers = {field: value for field, value in upstreams.items() if field in demo and isinstance(value, int | float)}
     job = {**demo, "steps": 50, **usual, **numbers}
+    job["steps"] = taken_steps(cls, job["steps"], {})
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
     job |= {"fps": _frame_rate(cls, card, int(rate[1]) if rate else 8)}
