@@ -17,7 +17,7 @@ import torch
 from torchport.config.card import TinyTokenizer
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import tiny
-from torchport.load.foreign import brief, refusals
+from torchport.load.foreign import brief, line_of, refusals
 from torchport.load.modular import as_pipeline, is_modular
 from torchport.porting.draft.model import Argument, is_rotary, shares, tiny_arguments
 
@@ -64,8 +64,9 @@ def pipeline_class(name: str) -> Any:
     from diffusers import DiffusionPipeline
 
     short = name.partition(":")[2]
-    cls = as_pipeline(getattr(diffusers, short, None)) if short.isidentifier() else None
+    cls = getattr(diffusers, short, None) if short.isidentifier() else None
     _check_packages(cls, f"'{short}' of diffusers", f"--model {name}")
+    cls = as_pipeline(cls)
     is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
     if not is_plain and not is_modular(cls):
         bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
@@ -320,7 +321,8 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
         if plain is not cls:
             tiny.processor(cls, blank)
     except refusals() as error:
-        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}"
+        at = f" ({line})" if (line := line_of(error)) else ""
+        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}{at}"
         raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
     if not hasattr(blank, "_tokenizer"):
         return None

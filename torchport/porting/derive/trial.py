@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchport.errors import BadValueError
-from torchport.load.foreign import brief, reading, refusals
+from torchport.load.foreign import brief, line_of, reading, refusals
 from torchport.load.modular import is_modular
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
 from torchport.porting.draft.model import shares
@@ -96,14 +96,7 @@ class Stop:
     @property
     def line(self) -> str:
         """The innermost line of diffusers or transformers at which the pipeline stopped, as `file:line`."""
-        frame = self.error.__traceback__
-        place = ""
-        while frame is not None:
-            name = frame.tb_frame.f_code.co_filename
-            if "/site-packages/diffusers/" in name or "/site-packages/transformers/" in name:
-                place = f"{name.rpartition('/site-packages/')[2]}:{frame.tb_lineno}"
-            frame = frame.tb_next
-        return place
+        return line_of(self.error)
 
 
 @dataclasses.dataclass
@@ -116,6 +109,7 @@ class PipelineTrial:
     image: str | None = None  #: The pipeline's argument that takes an image; None for one that takes none.
     unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
     answers: bool = False  #: Whether `encode_prompt` is called in the pipeline's call, as a card has it.
+    longest: float = 0.0  #: Seconds that a trial took.
 
     @property
     def edits(self) -> bool:
@@ -192,7 +186,7 @@ class PipelineTrial:
                 return observed, later
             self.configurations.parts[component], self.configurations.values[component] = kept_part, kept_values
         for component, changes in self._proposals(stop):
-            if time.monotonic() > end:
+            if time.monotonic() + self.longest > end:
                 return None
             kept = dict(self.configurations.values.get(component, {}))
             self.configurations.values.setdefault(component, {}).update(changes)
@@ -296,7 +290,10 @@ class PipelineTrial:
         """Returns one run of upstream's pipeline, and where it stopped."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
-            return self._run()
+            began = time.monotonic()
+            tried = self._run()
+            self.longest = max(self.longest, time.monotonic() - began)
+            return tried
 
     def _run(self) -> tuple[Observed, Stop | None]:
         """Runs the pipeline once with tiny weights; returns what it did, and where it stopped or None."""

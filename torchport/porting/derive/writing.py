@@ -232,6 +232,8 @@ def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
     """Returns whether a pipeline makes the same of its own embeddings as of the prompts, and whether a card can say all
     arguments of `encode_prompt`; raises if it makes something else even where `encode_prompt` returns them.
     """
+    if not observed.encodings:
+        return True  # its card is refused, and why is said there
     refusal = None
     if all(tree.is_packable(value) for name, value in observed.encoding.items() if name not in _PASSED):
         try:
