@@ -23,12 +23,12 @@ from torchport.files import atomic, cache
 from torchport.load import tiny
 from torchport.load.foreign import brief, line_of, refusals
 from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
-from torchport.porting.derive.trial import PipelineTrial
+from torchport.porting.derive.trial import IMAGES, PipelineTrial
 from torchport.porting.derive.writing import card_of, job_of, published_job_of, takes_embeddings, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
-_FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
+_FROM_IMAGES = re.compile(r"(?:Image|Video)(?:2(?!\d)|To)|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
 """Names of pipelines that begin with an image, though their argument for it may be None."""
 
 
@@ -110,6 +110,6 @@ def pieces(model: str, name: str) -> list[Piece]:
 def image_argument(cls: Any) -> str | None:
     """Returns the argument of a pipeline that takes the image or video which it begins with; None if it needs none."""
     parameters = inspect.signature(cls.__call__).parameters
-    parameter = next((parameters[name] for name in ("image", "control_image", "video") if name in parameters), None)
+    parameter = next((parameters[name] for name in IMAGES if name in parameters), None)
     has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
     return parameter.name if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None

@@ -44,6 +44,8 @@ ARGUMENTS = {
     "area": ("max_area",),
 }
 """By field of a job, the names that pipelines have for the argument which takes it."""
+IMAGES = ("image", "control_image", "video", "control_video")
+"""Names that pipelines have for the argument which takes an image, or a video as a list of frames."""
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -114,7 +116,7 @@ class PipelineTrial:
     @property
     def edits(self) -> bool:
         """Whether what it takes is a list of frames."""
-        return self.image == "video"
+        return self.image is not None and self.image.endswith("video")
 
     def observed(self) -> Observed:
         """Returns what the pipeline did, after mending what stopped it; raises if that cannot be mended."""
@@ -178,6 +180,13 @@ class PipelineTrial:
             return self._tried()
         if isinstance(stop.error, OverflowError) and self.configurations.give("model_max_length", LONGEST):
             return self._tried()
+        takes = [name for name in IMAGES if name in inspect.signature(self.cls.__call__).parameters]
+        if takes and self.image is None and re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE):
+            self.image = takes[0]
+            observed, later = self._tried()
+            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
+                return observed, later
+            self.image = None
         for component, other in self._other_classes(stop):
             kept_part, kept_values = self.configurations.parts[component], self.configurations.values[component]
             self.configurations.choose(component, other)
