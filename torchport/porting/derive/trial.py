@@ -24,6 +24,7 @@ from torchport.load.modular import is_modular
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
 from torchport.porting.draft.model import shares
 from torchport.stages.beside import EncodePrompt
+from torchport.stages.decoding import processor_of
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.upstream_pipeline import asked_steps
 
@@ -78,6 +79,8 @@ class Observed:
     steps: int = 0  #: Calls of the scheduler's `step`.
     latents: int = 1  #: How many latents go through the loop, each with a copy of the scheduler.
     before: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called before step 1 is over.
+    #: Whether it does more with what its VAE decoded than to post-process that, or one frame of it.
+    computes: bool = False
     after: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called after the last step.
     tokenizers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: As the pipeline left them.
     is_encoding: bool = False  #: Whether `encode_prompt` runs.
@@ -478,6 +481,7 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
         handles.append(parts[component].register_forward_pre_hook(_noting(component, observed), with_kwargs=True))
     chains = [chain for component in networks for chain in _chains(component, parts[component])]
     handles += [handle for chain in chains for handle in chain.watched()]
+    _watch_decoding(pipe, observed)
     encode = getattr(pipe, "encode_prompt", None)
 
     def encoded(*args: Any, **kwargs: Any) -> Any:
@@ -515,6 +519,37 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
             if chain.carries:
                 last = {"last": chain.last} if chain.last else {}
                 observed.stacks.setdefault(chain.component, {})[chain.path] = {"carries": chain.carries, **last}
+
+
+def _watch_decoding(pipe: Any, observed: Observed) -> None:
+    """Lets a pipeline note what it does with what its VAE decoded: `Observed.computes`."""
+    vae, processor, decoded = getattr(pipe, "vae", None), processor_of(pipe), list[torch.Tensor]()
+    if vae is None or processor is None:
+        return
+
+    def decode(real: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = real(*args, **kwargs)
+        decoded.append(returned[0])
+        return returned
+
+    def process(real: Any, *args: Any, **kwargs: Any) -> Any:
+        video = [*args, *kwargs.values()][0]
+        if decoded:  # otherwise it is a frame of the video that came before
+            observed.computes = len(decoded) > 1 or not _is_part(video, decoded[0])
+            decoded.clear()
+        return real(*args, **kwargs)
+
+    vae.decode = functools.wraps(vae.decode)(functools.partial(decode, vae.decode))
+    for name in ("postprocess", "postprocess_video"):
+        if hasattr(processor, name):
+            setattr(processor, name, functools.partial(process, getattr(processor, name)))
+
+
+def _is_part(video: Any, decoded: torch.Tensor) -> bool:
+    """Returns whether a tensor is a decoded one, or a part of it at one position of a dim."""
+    if video is decoded or not isinstance(video, torch.Tensor):
+        return video is decoded
+    return video.untyped_storage().data_ptr() == decoded.untyped_storage().data_ptr() and video.ndim < decoded.ndim
 
 
 def _as_list(returned: Any) -> list[Any]:

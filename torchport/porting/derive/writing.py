@@ -54,7 +54,7 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         "checkpoint": _checkpoint(cls),
         "demo": f"configs/{model}_demo.yaml",
         "call": call,
-        "patches": _patches(trial, network, trial.image is not None or "vae" in call.get("before", ())),
+        "patches": _patches(trial, call),
         "components": {name: _component(trial, name, name in sound) for name in parts},
     }
     stacks = observed.stacks.get(network)
@@ -82,6 +82,7 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     call |= {"answers": True} if trial.answers else {}
     call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
     call |= {"guider": True} if "guider" in parts else {}
+    call |= {"host": ["vae"]} if observed.computes else {}
     call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
@@ -348,11 +349,13 @@ def _checkpoint(cls: Any) -> str:
     return f"{found[1]}@main" if found else "owner/repository@revision"
 
 
-def _patches(trial: PipelineTrial, network: str, encodes: bool) -> dict[str, list[str]]:
+def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the patches of each stage: the generic ones, and the files all of whose targets a component has."""
     result: dict[str, list[str]] = {}
-    built = {name: trial.configurations.on_meta(name, {}) for name in (network, "vae")}
-    for stage, name in (("denoise", network), ("decode", "vae")):
+    network, encodes = call["network"], trial.image is not None or "vae" in call.get("before", ())
+    stages = {"denoise": network} | ({} if "host" in call else {"decode": "vae"})
+    built = {name: trial.configurations.on_meta(name, {}) for name in stages.values()}
+    for stage, name in stages.items():
         places = set(_places(built[name]))
         # A file that is for decoding alone must not change what encodes an image or a video.
         encoder = getattr(built[name], "encoder", None) if stage == "decode" and encodes else None
