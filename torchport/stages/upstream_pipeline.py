@@ -144,7 +144,8 @@ class UpstreamPipeline:
             arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
             embeddings = {}
         every = self._arguments(pipe, settings, embeddings, is_latent, replay.generator, arguments)
-        results = list(pipe(**every, return_dict=False))[: self.latents]
+        made = pipe(**every, return_dict=False)
+        results = list(made.values() if isinstance(made, Mapping) else made)[: self.latents]  # some return an object
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._unlike("latent", results[0], "a tensor")

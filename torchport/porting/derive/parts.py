@@ -128,11 +128,15 @@ def plain_arguments(cls: Any) -> dict[str, Any]:
 
 
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
-    """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder."""
+    """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder; of a
+    processor that a pipeline shows its image alone, with what that has for images.
+    """
     import transformers
-    from transformers import AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+    if part.name == "image_processor" and issubclass(part.cls, ProcessorMixin):
+        return PipelinePart(part.name, tiny.processor_classes(part.cls)[part.name], "other")
     if part.cls not in (AutoTokenizer, AutoProcessor):
         return part
     name = part.name.replace("tokenizer", "text_encoder")

@@ -224,9 +224,13 @@ class PipelineTrial:
         if isinstance(stop.error, IndexError) and stop.component is None:  # it takes hidden states of many layers
             values = self.configurations.values
             yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
-        networks = [name for name, part in parts if part.kind == "network"]
-        yield from self._as_the_message_says(str(stop.error), [stop.component] if stop.component else networks)
-        for component in [stop.component] if stop.component else networks:
+        networks = [stop.component] if stop.component else [name for name, part in parts if part.kind == "network"]
+        if re.search(r"NoneType|object has no attribute", str(stop.error)):  # it lacks a part that a width makes
+            known = [(component, self.configurations.all_values(component)) for component in networks]
+            dims = [(part, name) for part, each in known for name in each if each[name] is None and name[-4:] == "_dim"]
+            yield from ((part, {name: width}) for part, name in dims for width in sorted(self._widths()))
+        yield from self._as_the_message_says(str(stop.error), networks)
+        for component in networks:
             yield from ((component, changes) for changes in self._variants(component))
 
     def _attributes(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -273,7 +277,8 @@ class PipelineTrial:
                     yield from ((component, {name: size}) for size in others)
                     yield from ((component, {name: value * value // size}) for size in others if size < value)
                 elif value is None and re.search(r"channels|_dim$", name):
-                    yield from ((component, {name: size}) for size in others)
+                    shares_of = [small * small // large for small in sizes for large in sizes if small < large]
+                    yield from ((component, {name: size}) for size in dict.fromkeys([*others, *shares_of]))
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
         """Yields changes of one argument to try: a switch turned, another head size, or another component's width."""
@@ -332,8 +337,10 @@ class PipelineTrial:
             if isinstance(output, torch.Tensor) and not any(size):  # it computes a size
                 observed.size = (output.shape[-2], output.shape[-1])
                 observed.unit = math.gcd(observed.unit, *observed.size)
-            elif isinstance(output, torch.Tensor) and list(output.shape[-3:]) != [3, *size]:
-                raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
+            elif isinstance(output, torch.Tensor):
+                asked = [*([observed.frames] if output.ndim == 5 else []), 3, *size]
+                if list(output.shape[1:]) != asked:
+                    raise ValueError(f"It makes {list(output.shape[1:])} where {asked} was asked for")
         except BaseException as error:
             if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
                 raise
