@@ -459,6 +459,15 @@ def test_a_pipeline_that_computes_with_what_its_vae_decoded_is_noted(shown, comp
     assert observed.computes  # it decodes twice
 
 
+def test_a_loop_whose_first_steps_another_network_takes_is_refused():
+    names = ("vae", "tran_2", "tran", "scheduler")
+    kinds = {name: types.SimpleNamespace(kind="network", cls=name[:4]) for name in names}
+    trial = PipelineTrial(Asks, types.SimpleNamespace(parts=kinds), "--model x")
+    observed = Observed(calls=[trials.LoopCall("tran_2", 1, {})], before={"tran": None})
+    with pytest.raises(BadValueError, match="The loop of 'Asks' calls tran_2 and tran, and not one network"):
+        writing._roles(trial, observed)
+
+
 def test_a_processor_that_a_pipeline_shows_its_image_is_what_that_has_for_images():
     cls = parts.pipeline_class("diffusers:SkyReelsV2ImageToVideoPipeline")
     found = {part.name: part for part in parts.parts_of(cls, "here")}["image_processor"]

@@ -97,6 +97,8 @@ def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
     cls, parts = trial.cls, trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
+    classes = [parts[name].cls for name in networks]  # another one of the same takes the first steps
+    networks += [name for name in observed.before if name not in networks and parts[name].cls in classes]
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
         fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
