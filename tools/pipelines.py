@@ -53,6 +53,7 @@ PIPELINES = [
     "AnimaModularPipeline",
     "AnyFlowPipeline",
     "AuraFlowPipeline",
+    "BriaFibo2Pipeline",
     "BriaPipeline",
     "ChromaImg2ImgPipeline",
     "ChromaPipeline",
