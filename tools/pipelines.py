@@ -53,10 +53,14 @@ PIPELINES = [
     "AnimaModularPipeline",
     "AnyFlowPipeline",
     "AuraFlowPipeline",
+    "BriaFibo2Pipeline",
     "BriaPipeline",
+    "ChromaImg2ImgPipeline",
     "ChromaPipeline",
+    "CogVideoXFunControlPipeline",
     "CogVideoXImageToVideoPipeline",
     "CogVideoXPipeline",
+    "CogVideoXVideoToVideoPipeline",
     "CogView3PlusPipeline",
     "CogView4Pipeline",
     "DreamLitePipeline",
@@ -66,8 +70,10 @@ PIPELINES = [
     "Flux2KleinBaseModularPipeline",
     "Flux2KleinModularPipeline",
     "Flux2KleinPipeline",
+    "Flux2ModularPipeline",
     "Flux2Pipeline",
     "FluxControlPipeline",
+    "FluxImg2ImgPipeline",
     "FluxKontextPipeline",
     "FluxModularPipeline",
     "FluxPipeline",
@@ -86,32 +92,43 @@ PIPELINES = [
     "LTXImageToVideoPipeline",
     "LTXModularPipeline",
     "LTXPipeline",
+    "LattePipeline",
     "LongCatImagePipeline",
     "LucyEditPipeline",
     "Lumina2Pipeline",
     "LuminaPipeline",
     "MochiPipeline",
     "MotifVideoPipeline",
+    "NucleusMoEImagePipeline",
     "OvisImagePipeline",
     "PRXPipeline",
     "PixArtAlphaPipeline",
     "PixArtSigmaPipeline",
     "QwenImageEditPipeline",
+    "QwenImageEditPlusPipeline",
+    "QwenImageImg2ImgPipeline",
     "QwenImageModularPipeline",
     "QwenImagePipeline",
     "SanaImageToVideoPipeline",
     "SanaPipeline",
     "SanaVideoPipeline",
+    "SkyReelsV2ImageToVideoPipeline",
     "SkyReelsV2Pipeline",
+    "StableDiffusion3Img2ImgPipeline",
     "StableDiffusion3ModularPipeline",
     "StableDiffusion3Pipeline",
+    "StableDiffusionImg2ImgPipeline",
     "StableDiffusionPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInstructPix2PixPipeline",
     "StableDiffusionXLModularPipeline",
     "StableDiffusionXLPipeline",
     "WanImageToVideoPipeline",
     "WanModularPipeline",
     "WanPipeline",
     "WanVACEPipeline",
+    "WanVideoToVideoPipeline",
+    "ZImageImg2ImgPipeline",
     "ZImageModularPipeline",
     "ZImagePipeline",
 ]
@@ -223,6 +240,7 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
     from torchport.compile.in_force import hushed
     from torchport.load import tiny
     from torchport.stages import file_of
+    from torchport.stages.upstream_pipeline import asked_steps
 
     job, _ = pack.job(card.demo)
     is_modular = modular.is_modular(_pipeline(card))
@@ -235,6 +253,7 @@ def _upstream(pack: Any, card: Any, picture: Path | None) -> Original:
             pipe = _pipeline(card).from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     fields = {**vars(job), "area": job.height * job.width, "frame_rate": job.fps}
+    fields["steps"] = asked_steps(modular.as_pipeline(_pipeline(card)), job.steps, card.call.constants)
     values = {argument: fields[field] for argument, field in card.call.settings.items()}
     values |= {"prompt": PROMPT, **card.call.constants}
     if _takes_negative(card):

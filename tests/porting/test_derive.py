@@ -10,6 +10,7 @@ import torch
 import transformers
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.utils import DummyObject
 
 from torchport.config import parse_document, validated
 from torchport.config.card import Card
@@ -331,7 +332,9 @@ def test_a_pipeline_says_what_it_takes_and_what_may_be_none():
     assert derive.image_argument(classes["FluxControl"]) == "control_image"
     assert trials.embedding_names(parts.pipeline_class("diffusers:ErnieImagePipeline")) == ["prompt_embeds"]
     assert trials.embedding_names(Renames) == ["embeds_of_one", "pooled"]
-    assert derive.image_argument(parts.pipeline_class("diffusers:LucyEditPipeline")) == "video"
+    names = ("LucyEdit", "WanVideoToVideo", "SanaImageToVideo", "QwenImage21", "CogVideoXFunControl")
+    classes = [parts.pipeline_class(f"diffusers:{name}Pipeline") for name in names]
+    assert list(map(derive.image_argument, classes)) == ["video", "video", "image", None, "control_video"]
 
 
 class Renames:
@@ -367,6 +370,7 @@ def test_a_pipeline_that_takes_no_embeddings_gets_them_where_it_calls_encode_pro
     monkeypatch.setattr(Answers, "times", 2)
     with pytest.raises(BadValueError, match=r"'Answers' makes another picture|does not take its own embeddings"):
         writing.takes_embeddings(trial, observed)
+    assert writing.takes_embeddings(trial, Observed())  # without one there is nothing to replay
 
 
 def test_the_tiny_processor_has_the_tokenizer_of_its_model():
@@ -388,10 +392,86 @@ def test_numbers_are_proposed_as_an_error_says_them():
     found = list(trial._as_the_message_says(message, ["transformer"]))
     assert ("transformer", {"in_channels": 8}) in found and ("transformer", {"in_channels": 32}) in found
     assert {"axes_dim": [8, 8]} in list(trial._variants("transformer"))
+    trial.configurations.values["transformer"]["out_channels"] = None
+    found = list(trial._as_the_message_says("size of a (64) and b (256)", ["transformer"]))
+    assert ("transformer", {"out_channels": 16}) in found
     lacking = AttributeError("'T5GemmaConfig' object has no attribute 'hidden_size'")
     [*_, (_, values)] = trial._attributes(trials.Stop(lacking, "text_encoder"))
     assert values["hidden_size"] == 96 and len(values["layer_types"]) == values["num_hidden_layers"] == 2
     assert trial.configurations.give("model_max_length", 9) and not trial.configurations.give("model_max_length", 9)
+
+
+def test_a_part_that_is_lacking_gets_the_width_of_an_encoder():
+    values = {"network": {"image_dim": None, "text_dim": 8, "other": None}, "encoder": {"hidden_size": 80}}
+    kinds = {name: types.SimpleNamespace(kind=name) for name in values}
+    configurations = types.SimpleNamespace(parts=kinds, values=values, all_values=values.get)
+    trial, lacking = PipelineTrial(Forgets, configurations, "--model x"), AttributeError("'NoneType' is not callable")
+    assert next(trial._proposals(trials.Stop(lacking, "network"))) == ("network", {"image_dim": 80})
+    others = trial._proposals(trials.Stop(ValueError("odd"), "network"))
+    assert all("image_dim" not in changes for _, changes in others)
+
+
+def test_what_upstream_raises_outside_a_trial_is_refused_with_its_line(monkeypatch):
+    monkeypatch.setattr(derive, "parts_of", lambda cls, place: FlowMatchEulerDiscreteScheduler().scale_noise(1, 2, 3))
+    with pytest.raises(BadValueError, match=r"It stops at diffusers/schedulers/\S+\.py:\d+: .* Write a card for it"):
+        derive.derived_card("diffusers:WanPipeline")
+    monkeypatch.setattr(derive, "parts_of", lambda cls, place: [][0])  # a mistake of ours
+    with pytest.raises(IndexError):
+        derive.derived_card("diffusers:WanPipeline")
+
+
+class Shown(Forgets):
+    """A pipeline that cannot be without an image, though its call says so nowhere."""
+
+    def __call__(self, prompt, image=None, num_inference_steps=2, output_type=None, return_dict=True):
+        if image is None:
+            raise ValueError("`image` input cannot be undefined")
+        for _ in range(num_inference_steps):
+            self.scheduler.step(torch.ones(1), self.scheduler.timesteps[0], torch.ones(1))
+        return ([image],)
+
+
+def test_a_pipeline_that_stops_without_an_image_is_tried_with_one():
+    configurations = types.SimpleNamespace(parts={}, tokenizers={}, values={})
+    trial = PipelineTrial(Shown, configurations, "--model x")
+    assert trial.observed().steps == 2 and trial.image == "image"
+
+
+@pytest.mark.parametrize(
+    ("shown", "computes"),
+    [
+        (lambda video: video, False),
+        (lambda video: video[:, :, 0], False),
+        (lambda video: video.permute(0, 2, 1, 3), True),
+        (lambda video: torch.cat([video]), True),
+    ],
+)
+def test_a_pipeline_that_computes_with_what_its_vae_decoded_is_noted(shown, computes):
+    vae = types.SimpleNamespace(decode=lambda latents: (latents + 1,))
+    processor = types.SimpleNamespace(postprocess=lambda video: video)
+    processor.postprocess_video = lambda video: processor.postprocess(video * 2)  # of each frame
+    pipe, observed = types.SimpleNamespace(vae=vae, video_processor=processor), Observed()
+    trials._watch_decoding(pipe, observed)
+    processor.postprocess_video(shown(vae.decode(torch.ones(1, 2, 3, 4))[0]))
+    assert observed.computes is computes
+    first, _ = (vae.decode(torch.ones(1))[0] for _ in range(2))
+    processor.postprocess(first)
+    assert observed.computes  # it decodes twice
+
+
+def test_a_loop_whose_first_steps_another_network_takes_is_refused():
+    names = ("vae", "tran_2", "tran", "scheduler")
+    kinds = {name: types.SimpleNamespace(kind="network", cls=name[:4]) for name in names}
+    trial = PipelineTrial(Asks, types.SimpleNamespace(parts=kinds), "--model x")
+    observed = Observed(calls=[trials.LoopCall("tran_2", 1, {})], before={"tran": None})
+    with pytest.raises(BadValueError, match="The loop of 'Asks' calls tran_2 and tran, and not one network"):
+        writing._roles(trial, observed)
+
+
+def test_a_processor_that_a_pipeline_shows_its_image_is_what_that_has_for_images():
+    cls = parts.pipeline_class("diffusers:SkyReelsV2ImageToVideoPipeline")
+    found = {part.name: part for part in parts.parts_of(cls, "here")}["image_processor"]
+    assert found.kind == "other" and found.cls.__name__.startswith("CLIPImageProcessor")
 
 
 class Asks(Forgets):
@@ -407,6 +487,6 @@ def test_a_pipeline_that_needs_more_than_a_run_has_is_refused():
 
 
 def test_a_package_that_upstream_needs_is_named(monkeypatch):
-    monkeypatch.setattr("diffusers.MochiPipeline", type("MochiPipeline", (), {"_backends": ["torch", "odd"]}))
+    monkeypatch.setattr("diffusers.MochiPipeline", DummyObject("MochiPipeline", (), {"_backends": ["torch", "odd"]}))
     with pytest.raises(BadValueError, match=r"needs odd, not installed here\. pip install odd\."):
         derive.derived_card("diffusers:MochiPipeline")

@@ -303,6 +303,18 @@ def test_numbers_where_the_card_names_a_mask_are_refused(stage, encoders):
         stage("encode", dtypes={"prompt_embeds": "bool"}).run(encoders, None, SETTINGS, Steps())
 
 
+def test_a_mask_that_encode_prompt_leaves_out_is_one_of_ones(stage, monkeypatch, encoders):
+    embeds, shapes = torch.zeros(1, 9, 4), {"prompt_embeds": [1, "tokens", 4], "prompt_mask": [1, "tokens"]}
+    monkeypatch.setattr(CogVideoXPipeline, "encode_prompt", lambda self, prompt, **kwargs: (embeds, None))
+    settings = dataclasses.replace(SETTINGS, guidance_scale=1.0)
+    call = {"embeddings": shapes, "dtypes": {"prompt_mask": "int64"}, "conditions": {}}
+    mask = stage("encode", **call).run(encoders, None, settings, Steps())["prompt_mask"]
+    assert torch.equal(mask, torch.ones(1, 9, dtype=torch.int64))
+    monkeypatch.setattr(CogVideoXPipeline, "encode_prompt", lambda self, prompt, **kwargs: (None, embeds[:, :, 0]))
+    with pytest.raises(BadValueError, match="returns None as 'prompt_embeds', and the card says that it has a shape"):
+        stage("encode", **call).run(encoders, None, settings, Steps())
+
+
 def test_latents_of_a_hand_written_port_that_lack_more_than_padding_are_refused(stage, parts_with):
     latents = {"latents_BCTHW": torch.zeros(1, 8, 1, 4, 6)}
     with pytest.raises(ArtefactForeignError, match=r"shape \[1, 1, 8, 4, 6\], and this job takes \[1, 4, 8, 4, 6\]"):

@@ -10,7 +10,7 @@ from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError
 from torchport.stages.family import Settings
 from torchport.stages.replay import First
-from torchport.stages.upstream_pipeline import UpstreamPipeline
+from torchport.stages.upstream_pipeline import UpstreamPipeline, asked_steps, taken_steps
 
 SETTINGS = Settings(
     prompt="A cat",
@@ -35,6 +35,8 @@ class Prompts:
 
     def encode_prompt(self, prompt, negative_prompt=None):
         return self.encoder, prompt, negative_prompt
+
+    def __call__(self, prompt): ...
 
 
 class AnyPrompts(Prompts):
@@ -157,3 +159,33 @@ def test_what_encode_prompt_returns_alone_is_one_value():
 class One(Prompts):
     def encode_prompt(self, prompt):
         return prompt
+
+
+class Late:
+    """A pipeline that begins with an image at a part of its noise."""
+
+    def get_timesteps(self, num_inference_steps, timesteps, strength, device):
+        skipped = num_inference_steps - min(int(num_inference_steps * strength), num_inference_steps)
+        return timesteps[skipped * self.scheduler.order :], num_inference_steps - skipped
+
+    def __call__(self, prompt, image, strength=0.6, num_inference_steps=28): ...
+
+
+class LateUp(Late):
+    """Another one, which rounds up, has no usual number, and calls another strength its own."""
+
+    def get_timesteps(self, num_inference_steps, strength, device):
+        skipped = int(max(num_inference_steps - min(num_inference_steps * strength, num_inference_steps), 0))
+        return self.scheduler.timesteps[skipped:], num_inference_steps - skipped
+
+    def __call__(self, prompt, num_inference_steps, strength=1.0, denoise_strength=0.5): ...
+
+
+def test_a_loop_that_begins_late_takes_the_jobs_steps():
+    assert taken_steps(Late, 28, {}) == 16 and taken_steps(LateUp, 5, {}) == 3
+    assert asked_steps(Late, 16, {}) == 28  # upstream's own, which 27 would be as good as
+    assert [asked_steps(Late, steps, {}) for steps in (1, 2, 30)] == [2, 4, 50]
+    assert [asked_steps(LateUp, steps, {}) for steps in (1, 2, 3)] == [1, 3, 5]
+    assert asked_steps(Late, 9, {"strength": 1.0}) == 9 and asked_steps(Late, 9, {"strength": 0.3}) == 30
+    assert asked_steps(Late, 9, {"strength": 0.0}) == 9  # no number is right, and upstream says so
+    assert asked_steps(Prompts, 9, {}) == taken_steps(Prompts, 9, {}) == 9

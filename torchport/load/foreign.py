@@ -79,6 +79,17 @@ def tokenizing(place: str) -> Iterator[None]:
         ) from error
 
 
+def line_of(error: BaseException) -> str:
+    """Returns the innermost line of diffusers or transformers that an error passed, as `file:line`; "" if none."""
+    frame, place = error.__traceback__, ""
+    while frame is not None:
+        name = frame.tb_frame.f_code.co_filename
+        if "/site-packages/diffusers/" in name or "/site-packages/transformers/" in name:
+            place = f"{name.rpartition('/site-packages/')[2]}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return place
+
+
 def brief(error: BaseException) -> str:
     """Returns the first cause of an error as one short phrase: upstream wraps errors in errors that say less."""
     while error.__cause__ is not None:

@@ -309,6 +309,12 @@ def _model_type(processor: Any) -> str:
 
 def processor(cls: Any, words: Any) -> Any:
     """Returns a processor with a tiny tokenizer; what it has for images and videos has the class's own values."""
+    made = {name: each() for name, each in processor_classes(cls).items()}
+    return cls(tokenizer=words, chat_template=words.chat_template, **made)
+
+
+def processor_classes(cls: Any) -> dict[str, Any]:
+    """Returns the classes of what a processor has for images and videos, by its name there."""
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
@@ -317,8 +323,7 @@ def processor(cls: Any, words: Any) -> Any:
     kind, backend = _model_type(cls), "torchvision" if is_torchvision_available() else "pil"
     kinds = {"image_processor": IMAGE_PROCESSOR_MAPPING_NAMES, "video_processor": VIDEO_PROCESSOR_MAPPING_NAMES}
     parts = {name: kinds[name][kind].get(backend) for name in cls.get_attributes() if name != "tokenizer"}
-    made = {name: getattr(transformers, each)() for name, each in parts.items() if each is not None}
-    return cls(tokenizer=words, chat_template=words.chat_template, **made)
+    return {name: getattr(transformers, each) for name, each in parts.items() if each is not None}
 
 
 def _marks(processor: Any) -> list[str]:

@@ -173,11 +173,28 @@ class _Stages(UpstreamPipeline):
         values += [None] * (len(self.card.shapes) - len(values))
         outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
         outputs = {name: value[0] if name in self.card.lists else value for name, value in outputs.items()}
+        outputs |= {name: self._ones(name, outputs, settings) for name, value in outputs.items() if value is None}
         for name, value in outputs.items():
             self._check_dtype(name, value.dtype, settings)
         if self._image_stage == "encode":
             outputs |= self._moments(parts, settings, outputs, is_read=True)
         return outputs | self._before(parts, settings, outputs, is_read=True)
+
+    def _ones(self, name: str, outputs: Mapping[str, Any], settings: Settings) -> torch.Tensor:
+        """Returns a mask of ones, which `encode_prompt` left out as it masks nothing; refuses None in another place."""
+        shapes, sign = self.card.shapes, name.startswith("negative_")
+        alike = [other for other, value in outputs.items() if value is not None and TOKENS in (shapes[other] or ())]
+        counts = [
+            outputs[other].shape[list(shapes[other] or ()).index(TOKENS)]
+            for other in alike
+            if other.startswith("negative_") == sign
+        ]
+        sizes = [counts[0] if size == TOKENS and counts else size for size in shapes[name] or ()]
+        numbers = [size for size in sizes if isinstance(size, int)]
+        if "mask" not in name or len(numbers) < len(sizes):
+            fact = f"'{self.name}.encode_prompt' returns None as '{name}', and the card says that it has a shape"
+            raise BadValueError(self.place, fact, "Write null for it in 'embeddings'", name=name)
+        return torch.ones(numbers, dtype=self._dtype(name, settings))
 
     def _encoded_in_call(
         self, parts: Mapping[str, Any], encoders: Mapping[str, Any], settings: Settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -143,7 +144,8 @@ class UpstreamPipeline:
             arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
             embeddings = {}
         every = self._arguments(pipe, settings, embeddings, is_latent, replay.generator, arguments)
-        results = list(pipe(**every, return_dict=False))[: self.latents]
+        made = pipe(**every, return_dict=False)
+        results = list(made.values() if isinstance(made, Mapping) else made)[: self.latents]  # some return an object
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._unlike("latent", results[0], "a tensor")
@@ -177,6 +179,8 @@ class UpstreamPipeline:
         others = {name: value for name, value in arguments.items() if name not in prompts}
         given = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
         every = {**texts, **values, **constants, **given, "generator": generator, **others}
+        steps = [name for name, setting in self.card.settings.items() if setting == "steps"]
+        every |= dict.fromkeys(steps, asked_steps(type(pipe), settings.steps, every))
         self._check_takes("__call__", pipe.__call__, every)
         return every
 
@@ -282,3 +286,31 @@ class UpstreamPipeline:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
+
+
+def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
+    """Returns how many steps a pipeline's loop takes of those that its call asks for. One that begins with an image at
+    a part of its noise, by its argument for the strength, leaves out the first: its `get_timesteps` says how many.
+
+    Args:
+        arguments: Of its call; what is not among them has its default.
+    """
+    takes = inspect.signature(cls.__call__).parameters
+    strength = next((name for name in ("denoise_strength", "strength") if name in takes), None)
+    if strength is None or not hasattr(cls, "get_timesteps"):
+        return asked
+    values = {"num_inference_steps": asked, "strength": arguments.get(strength, takes[strength].default)}
+    values |= {"device": None, "timesteps": [], "sigmas": []}
+    scheduler = types.SimpleNamespace(timesteps=[], order=1)
+    known = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
+    return int(cls.get_timesteps(types.SimpleNamespace(scheduler=scheduler), **known)[-1])
+
+
+def asked_steps(cls: Any, taken: int, arguments: Mapping[str, Any]) -> int:
+    """Returns the steps that a pipeline's call asks for where its loop takes `taken`: upstream's default if that gives
+    as many, or else the fewest. See `taken_steps`.
+    """
+    usual = getattr(inspect.signature(cls.__call__).parameters.get("num_inference_steps"), "default", None)
+    usuals = [usual] if isinstance(usual, int) else []
+    counts = (*usuals, *range(taken, 100 * taken))  # of a strength of 0 no number is right, and upstream refuses it
+    return next((asked for asked in counts if taken_steps(cls, asked, arguments) == taken), taken)

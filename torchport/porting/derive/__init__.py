@@ -5,10 +5,12 @@ It is written once for each pipeline and set of versions, into a pack of the cac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from torchport.compile.in_force import hushed
 from torchport.config import parse_document, validated
 from torchport.config.card import Card, Job
 from torchport.config.pack import DERIVED, derived_folder
+from torchport.errors import BadValueError
 from torchport.files import atomic, cache
 from torchport.load import tiny
+from torchport.load.foreign import brief, line_of, refusals
 from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
-from torchport.porting.derive.trial import PipelineTrial
+from torchport.porting.derive.trial import IMAGES, PipelineTrial
 from torchport.porting.derive.writing import card_of, job_of, published_job_of, takes_embeddings, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
 
-_FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
+_FROM_IMAGES = re.compile(r"(?:Image|Video)(?:2(?!\d)|To)|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
 """Names of pipelines that begin with an image, though their argument for it may be None."""
 
 
@@ -67,11 +71,13 @@ def _code() -> str:
 def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
     """Returns the texts of a pipeline's card, of the job of its demo, and of that of its published weights."""
     with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
-        cls, place = pipeline_class(model), f"--model {model}"
-        trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
-        observed = trial.observed()
-        trial.answers = not takes_embeddings(trial, observed)
-    data = card_of(trial, observed, name or model)
+        place = f"--model {model}"
+        with _refusing(place):
+            cls = pipeline_class(model)
+            trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
+            observed = trial.observed()
+            trial.answers = not takes_embeddings(trial, observed)
+            data = card_of(trial, observed, name or model)
     demo = job_of(data, observed, cls)
     card, job, published = text_of(data), text_of(demo), text_of(published_job_of(data, demo, cls))
     # Our own texts: a mistake in them would be ours, and is seen here.
@@ -79,6 +85,19 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
     validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
     validated(Job, parse_document(published, f"configs/{name or model}.yaml"))
     return card, job, published
+
+
+@contextlib.contextmanager
+def _refusing(place: str) -> Iterator[None]:
+    """Turns what upstream's code raises, and nothing of a trial mends, into a refusal with its line."""
+    try:
+        yield
+    except refusals() as error:
+        line = line_of(error)
+        if not line:
+            raise
+        fact = f"It stops at {line}: {brief(error)}"
+        raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
 
 
 def pieces(model: str, name: str) -> list[Piece]:
@@ -91,6 +110,6 @@ def pieces(model: str, name: str) -> list[Piece]:
 def image_argument(cls: Any) -> str | None:
     """Returns the argument of a pipeline that takes the image or video which it begins with; None if it needs none."""
     parameters = inspect.signature(cls.__call__).parameters
-    parameter = next((parameters[name] for name in ("image", "control_image", "video") if name in parameters), None)
+    parameter = next((parameters[name] for name in IMAGES if name in parameters), None)
     has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
     return parameter.name if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None

@@ -17,7 +17,7 @@ import torch
 from torchport.config.card import TinyTokenizer
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import tiny
-from torchport.load.foreign import brief, refusals
+from torchport.load.foreign import brief, line_of, refusals
 from torchport.load.modular import as_pipeline, is_modular
 from torchport.porting.draft.model import Argument, is_rotary, shares, tiny_arguments
 
@@ -64,8 +64,9 @@ def pipeline_class(name: str) -> Any:
     from diffusers import DiffusionPipeline
 
     short = name.partition(":")[2]
-    cls = as_pipeline(getattr(diffusers, short, None)) if short.isidentifier() else None
+    cls = getattr(diffusers, short, None) if short.isidentifier() else None
     _check_packages(cls, f"'{short}' of diffusers", f"--model {name}")
+    cls = as_pipeline(cls)
     is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
     if not is_plain and not is_modular(cls):
         bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
@@ -127,11 +128,15 @@ def plain_arguments(cls: Any) -> dict[str, Any]:
 
 
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
-    """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder."""
+    """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder; of a
+    processor that a pipeline shows its image alone, with what that has for images.
+    """
     import transformers
-    from transformers import AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+    if part.name == "image_processor" and issubclass(part.cls, ProcessorMixin):
+        return PipelinePart(part.name, tiny.processor_classes(part.cls)[part.name], "other")
     if part.cls not in (AutoTokenizer, AutoProcessor):
         return part
     name = part.name.replace("tokenizer", "text_encoder")
@@ -320,7 +325,8 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
         if plain is not cls:
             tiny.processor(cls, blank)
     except refusals() as error:
-        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}"
+        at = f" ({line})" if (line := line_of(error)) else ""
+        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}{at}"
         raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
     if not hasattr(blank, "_tokenizer"):
         return None

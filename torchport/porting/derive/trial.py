@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from torchport.errors import BadValueError
-from torchport.load.foreign import brief, reading, refusals
+from torchport.load.foreign import brief, line_of, reading, refusals
 from torchport.load.modular import is_modular
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, LONGEST, TEMPLATE, Configurations, absent_parts
 from torchport.porting.draft.model import shares
 from torchport.stages.beside import EncodePrompt
+from torchport.stages.decoding import processor_of
 from torchport.stages.replay import OTHER_LOOP, Loop
+from torchport.stages.upstream_pipeline import asked_steps
 
 STEPS = 2
 """Of a trial."""
@@ -43,6 +45,8 @@ ARGUMENTS = {
     "area": ("max_area",),
 }
 """By field of a job, the names that pipelines have for the argument which takes it."""
+IMAGES = ("image", "control_image", "video", "control_video")
+"""Names that pipelines have for the argument which takes an image, or a video as a list of frames."""
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -75,6 +79,8 @@ class Observed:
     steps: int = 0  #: Calls of the scheduler's `step`.
     latents: int = 1  #: How many latents go through the loop, each with a copy of the scheduler.
     before: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called before step 1 is over.
+    #: Whether it does more with what its VAE decoded than to post-process that, or one frame of it.
+    computes: bool = False
     after: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called after the last step.
     tokenizers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: As the pipeline left them.
     is_encoding: bool = False  #: Whether `encode_prompt` runs.
@@ -95,14 +101,7 @@ class Stop:
     @property
     def line(self) -> str:
         """The innermost line of diffusers or transformers at which the pipeline stopped, as `file:line`."""
-        frame = self.error.__traceback__
-        place = ""
-        while frame is not None:
-            name = frame.tb_frame.f_code.co_filename
-            if "/site-packages/diffusers/" in name or "/site-packages/transformers/" in name:
-                place = f"{name.rpartition('/site-packages/')[2]}:{frame.tb_lineno}"
-            frame = frame.tb_next
-        return place
+        return line_of(self.error)
 
 
 @dataclasses.dataclass
@@ -115,11 +114,12 @@ class PipelineTrial:
     image: str | None = None  #: The pipeline's argument that takes an image; None for one that takes none.
     unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
     answers: bool = False  #: Whether `encode_prompt` is called in the pipeline's call, as a card has it.
+    longest: float = 0.0  #: Seconds that a trial took.
 
     @property
     def edits(self) -> bool:
         """Whether what it takes is a list of frames."""
-        return self.image == "video"
+        return self.image is not None and self.image.endswith("video")
 
     def observed(self) -> Observed:
         """Returns what the pipeline did, after mending what stopped it; raises if that cannot be mended."""
@@ -183,6 +183,13 @@ class PipelineTrial:
             return self._tried()
         if isinstance(stop.error, OverflowError) and self.configurations.give("model_max_length", LONGEST):
             return self._tried()
+        takes = [name for name in IMAGES if name in inspect.signature(self.cls.__call__).parameters]
+        if takes and self.image is None and re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE):
+            self.image = takes[0]
+            observed, later = self._tried()
+            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
+                return observed, later
+            self.image = None
         for component, other in self._other_classes(stop):
             kept_part, kept_values = self.configurations.parts[component], self.configurations.values[component]
             self.configurations.choose(component, other)
@@ -191,7 +198,7 @@ class PipelineTrial:
                 return observed, later
             self.configurations.parts[component], self.configurations.values[component] = kept_part, kept_values
         for component, changes in self._proposals(stop):
-            if time.monotonic() > end:
+            if time.monotonic() + self.longest > end:
                 return None
             kept = dict(self.configurations.values.get(component, {}))
             self.configurations.values.setdefault(component, {}).update(changes)
@@ -217,9 +224,13 @@ class PipelineTrial:
         if isinstance(stop.error, IndexError) and stop.component is None:  # it takes hidden states of many layers
             values = self.configurations.values
             yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
-        networks = [name for name, part in parts if part.kind == "network"]
-        yield from self._as_the_message_says(str(stop.error), [stop.component] if stop.component else networks)
-        for component in [stop.component] if stop.component else networks:
+        networks = [stop.component] if stop.component else [name for name, part in parts if part.kind == "network"]
+        if re.search(r"NoneType|object has no attribute", str(stop.error)):  # it lacks a part that a width makes
+            known = [(component, self.configurations.all_values(component)) for component in networks]
+            dims = [(part, name) for part, each in known for name in each if each[name] is None and name[-4:] == "_dim"]
+            yield from ((part, {name: width}) for part, name in dims for width in sorted(self._widths()))
+        yield from self._as_the_message_says(str(stop.error), networks)
+        for component in networks:
             yield from ((component, changes) for changes in self._variants(component))
 
     def _attributes(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -266,7 +277,8 @@ class PipelineTrial:
                     yield from ((component, {name: size}) for size in others)
                     yield from ((component, {name: value * value // size}) for size in others if size < value)
                 elif value is None and re.search(r"channels|_dim$", name):
-                    yield from ((component, {name: size}) for size in others)
+                    shares_of = [small * small // large for small in sizes for large in sizes if small < large]
+                    yield from ((component, {name: size}) for size in dict.fromkeys([*others, *shares_of]))
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
         """Yields changes of one argument to try: a switch turned, another head size, or another component's width."""
@@ -295,7 +307,10 @@ class PipelineTrial:
         """Returns one run of upstream's pipeline, and where it stopped."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
-            return self._run()
+            began = time.monotonic()
+            tried = self._run()
+            self.longest = max(self.longest, time.monotonic() - began)
+            return tried
 
     def _run(self) -> tuple[Observed, Stop | None]:
         """Runs the pipeline once with tiny weights; returns what it did, and where it stopped or None."""
@@ -322,8 +337,10 @@ class PipelineTrial:
             if isinstance(output, torch.Tensor) and not any(size):  # it computes a size
                 observed.size = (output.shape[-2], output.shape[-1])
                 observed.unit = math.gcd(observed.unit, *observed.size)
-            elif isinstance(output, torch.Tensor) and list(output.shape[-3:]) != [3, *size]:
-                raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
+            elif isinstance(output, torch.Tensor):
+                asked = [*([observed.frames] if output.ndim == 5 else []), 3, *size]
+                if list(output.shape[1:]) != asked:
+                    raise ValueError(f"It makes {list(output.shape[1:])} where {asked} was asked for")
         except BaseException as error:
             if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
                 raise
@@ -343,7 +360,7 @@ class PipelineTrial:
         self.unit = self.unit or int(spatial) * _patch(self.configurations)
         observed.unit, observed.frames, observed.size = self.unit, 1, (self.unit * 2, self.unit * 4)
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
-        values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": STEPS}
+        values |= {"generator": torch.Generator().manual_seed(0)}
         values |= {"height": observed.size[0], "width": observed.size[1], "max_area": self.unit**2 * 8}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
         if frames is not None:
@@ -361,6 +378,7 @@ class PipelineTrial:
         if lacking:
             fact = f"'{self.cls.__name__}' needs {', '.join(lacking)}, and a run has a prompt and at most one image"
             raise BadValueError(self.place, fact, OTHER_LOOP)
+        values["num_inference_steps"] = asked_steps(self.cls, STEPS, values)
         return {name: value for name, value in values.items() if name in parameters}
 
 
@@ -470,6 +488,7 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
         handles.append(parts[component].register_forward_pre_hook(_noting(component, observed), with_kwargs=True))
     chains = [chain for component in networks for chain in _chains(component, parts[component])]
     handles += [handle for chain in chains for handle in chain.watched()]
+    _watch_decoding(pipe, observed)
     encode = getattr(pipe, "encode_prompt", None)
 
     def encoded(*args: Any, **kwargs: Any) -> Any:
@@ -507,6 +526,37 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
             if chain.carries:
                 last = {"last": chain.last} if chain.last else {}
                 observed.stacks.setdefault(chain.component, {})[chain.path] = {"carries": chain.carries, **last}
+
+
+def _watch_decoding(pipe: Any, observed: Observed) -> None:
+    """Lets a pipeline note what it does with what its VAE decoded: `Observed.computes`."""
+    vae, processor, decoded = getattr(pipe, "vae", None), processor_of(pipe), list[torch.Tensor]()
+    if vae is None or processor is None:
+        return
+
+    def decode(real: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = real(*args, **kwargs)
+        decoded.append(returned[0])
+        return returned
+
+    def process(real: Any, *args: Any, **kwargs: Any) -> Any:
+        video = [*args, *kwargs.values()][0]
+        if decoded:  # otherwise it is a frame of the video that came before
+            observed.computes = len(decoded) > 1 or not _is_part(video, decoded[0])
+            decoded.clear()
+        return real(*args, **kwargs)
+
+    vae.decode = functools.wraps(vae.decode)(functools.partial(decode, vae.decode))
+    for name in ("postprocess", "postprocess_video"):
+        if hasattr(processor, name):
+            setattr(processor, name, functools.partial(process, getattr(processor, name)))
+
+
+def _is_part(video: Any, decoded: torch.Tensor) -> bool:
+    """Returns whether a tensor is a decoded one, or a part of it at one position of a dim."""
+    if video is decoded or not isinstance(video, torch.Tensor):
+        return video is decoded
+    return video.untyped_storage().data_ptr() == decoded.untyped_storage().data_ptr() and video.ndim < decoded.ndim
 
 
 def _as_list(returned: Any) -> list[Any]:

@@ -32,6 +32,7 @@ from torchport.porting.derive.trial import (
 from torchport.porting.draft.model import flow
 from torchport.save import tree
 from torchport.stages.replay import OTHER_LOOP
+from torchport.stages.upstream_pipeline import taken_steps
 
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
 _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
@@ -53,7 +54,7 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         "checkpoint": _checkpoint(cls),
         "demo": f"configs/{model}_demo.yaml",
         "call": call,
-        "patches": _patches(trial, network, trial.image is not None or "vae" in call.get("before", ())),
+        "patches": _patches(trial, call),
         "components": {name: _component(trial, name, name in sound) for name in parts},
     }
     stacks = observed.stacks.get(network)
@@ -81,6 +82,7 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     call |= {"answers": True} if trial.answers else {}
     call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
     call |= {"guider": True} if "guider" in parts else {}
+    call |= {"host": ["vae"]} if observed.computes else {}
     call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
@@ -95,6 +97,8 @@ def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
     cls, parts = trial.cls, trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
+    classes = [parts[name].cls for name in networks]  # another one of the same takes the first steps
+    networks += [name for name in observed.before if name not in networks and parts[name].cls in classes]
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
         fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
@@ -163,6 +167,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
     numbers = {field: value for field, value in upstreams.items() if field in demo and isinstance(value, int | float)}
     job = {**demo, "steps": 50, **usual, **numbers}
+    job["steps"] = taken_steps(cls, job["steps"], {})
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
     job |= {"fps": _frame_rate(cls, card, int(rate[1]) if rate else 8)}
@@ -230,6 +235,8 @@ def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
     """Returns whether a pipeline makes the same of its own embeddings as of the prompts, and whether a card can say all
     arguments of `encode_prompt`; raises if it makes something else even where `encode_prompt` returns them.
     """
+    if not observed.encodings:
+        return True  # its card is refused, and why is said there
     refusal = None
     if all(tree.is_packable(value) for name, value in observed.encoding.items() if name not in _PASSED):
         try:
@@ -344,11 +351,13 @@ def _checkpoint(cls: Any) -> str:
     return f"{found[1]}@main" if found else "owner/repository@revision"
 
 
-def _patches(trial: PipelineTrial, network: str, encodes: bool) -> dict[str, list[str]]:
+def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the patches of each stage: the generic ones, and the files all of whose targets a component has."""
     result: dict[str, list[str]] = {}
-    built = {name: trial.configurations.on_meta(name, {}) for name in (network, "vae")}
-    for stage, name in (("denoise", network), ("decode", "vae")):
+    network, encodes = call["network"], trial.image is not None or "vae" in call.get("before", ())
+    stages = {"denoise": network} | ({} if "host" in call else {"decode": "vae"})
+    built = {name: trial.configurations.on_meta(name, {}) for name in stages.values()}
+    for stage, name in stages.items():
         places = set(_places(built[name]))
         # A file that is for decoding alone must not change what encodes an image or a video.
         encoder = getattr(built[name], "encoder", None) if stage == "decode" and encodes else None
