@@ -305,7 +305,7 @@ class Stacked(torch.nn.Module):
         raise StackError(
             self.place,
             f"{block} takes the carry '{name}' as {takes[number]} and returns it as {gives[number]}",
-            f"Leave this block unstacked with `first: {self.first + 1}`, or {remedy}",
+            f"Leave this block apart with `first: {self.first + 1}`, or {remedy}",
             name=self.name,
             carry=name,
         )
@@ -462,14 +462,14 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         if key not in ours or key not in theirs or type(ours[key]) is not type(theirs[key]):
             raise StackError(
-                place, f"'{name}' has other modules than the first: '{key}'", "Leave it unstacked", name=name
+                place, f"'{name}' has other modules than the first: '{key}'", "Leave it apart", name=name
             )
         difference = _difference(ours[key], theirs[key], pairs)
         if difference:
             raise StackError(
                 place,
                 f"'{'.'.join(filter(None, (name, key)))}' differs from the first block's in {difference}",
-                "Only weights may differ: leave the blocks that know their place unstacked, or unstacked",
+                "Only weights may differ: leave the blocks that know their place apart, or unstacked",
                 name=name,
             )
 
