@@ -462,7 +462,7 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         if key not in ours or key not in theirs or type(ours[key]) is not type(theirs[key]):
             raise StackError(
-                place, f"'{name}' has other modules than the first: '{key}'", "Leave it apart", name=name
+                place, f"'{name}' has other modules than the first: '{key}'", "Leave it unstacked", name=name
             )
         difference = _difference(ours[key], theirs[key], pairs)
         if difference:
