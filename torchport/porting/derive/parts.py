@@ -79,6 +79,10 @@ def pipeline_class(name: str) -> Any:
     return cls
 
 
+_DISTRIBUTIONS = {"onnx": "onnxruntime", "opencv": "opencv-python"}
+"""What to install for packages that diffusers calls otherwise."""
+
+
 def _check_packages(cls: Any, what: str, place: str) -> None:
     """Refuses a class without a package that it needs."""
     needed = list(getattr(cls, "_backends", ()))  # of a class that stands for one which cannot be imported
@@ -87,7 +91,7 @@ def _check_packages(cls: Any, what: str, place: str) -> None:
     absent = [package for package in needed if importlib.util.find_spec(package) is None]
     if absent:
         fact = f"{what} needs {' and '.join(absent)}, not installed here"
-        raise BadValueError(place, fact, f"pip install {' '.join(absent)}")
+        raise BadValueError(place, fact, f"pip install {' '.join(_DISTRIBUTIONS.get(name, name) for name in absent)}")
 
 
 def parts_of(cls: Any, place: str) -> list[PipelinePart]:
