@@ -438,7 +438,7 @@ def test_a_pipeline_that_stops_without_an_image_is_tried_with_one():
 
 
 @pytest.mark.parametrize(
-    ("shown", "computes"),
+    ("shown", "changes"),
     [
         (lambda video: video, False),
         (lambda video: video[:, :, 0], False),
@@ -446,17 +446,17 @@ def test_a_pipeline_that_stops_without_an_image_is_tried_with_one():
         (lambda video: torch.cat([video]), True),
     ],
 )
-def test_a_pipeline_that_computes_with_what_its_vae_decoded_is_noted(shown, computes):
+def test_a_pipeline_that_changes_what_its_vae_decoded_is_noted(shown, changes):
     vae = types.SimpleNamespace(decode=lambda latents: (latents + 1,))
     processor = types.SimpleNamespace(postprocess=lambda video: video)
     processor.postprocess_video = lambda video: processor.postprocess(video * 2)  # of each frame
     pipe, observed = types.SimpleNamespace(vae=vae, video_processor=processor), Observed()
     trials._watch_decoding(pipe, observed)
     processor.postprocess_video(shown(vae.decode(torch.ones(1, 2, 3, 4))[0]))
-    assert observed.computes is computes
+    assert observed.changes_decoded is changes
     first, _ = (vae.decode(torch.ones(1))[0] for _ in range(2))
     processor.postprocess(first)
-    assert observed.computes  # it decodes twice
+    assert observed.changes_decoded  # it decodes twice
 
 
 def test_a_loop_whose_first_steps_another_network_takes_is_refused():

@@ -162,7 +162,7 @@ class One(Prompts):
 
 
 class Late:
-    """A pipeline that begins with an image at a part of its noise."""
+    """A pipeline that adds noise to an image, and begins its loop late."""
 
     def get_timesteps(self, num_inference_steps, timesteps, strength, device):
         skipped = num_inference_steps - min(int(num_inference_steps * strength), num_inference_steps)

@@ -289,8 +289,8 @@ class UpstreamPipeline:
 
 
 def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
-    """Returns how many steps a pipeline's loop takes of those that its call asks for. One that begins with an image at
-    a part of its noise, by its argument for the strength, leaves out the first: its `get_timesteps` says how many.
+    """Returns how many steps a pipeline's loop takes of those that its call asks for. One that adds noise to an image
+    leaves out the first steps, as its argument for the strength says: `get_timesteps` counts the rest.
 
     Args:
         arguments: Of its call; what is not among them has its default.

@@ -80,7 +80,7 @@ class Observed:
     latents: int = 1  #: How many latents go through the loop, each with a copy of the scheduler.
     before: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called before step 1 is over.
     #: Whether it does more with what its VAE decoded than to post-process that, or one frame of it.
-    computes: bool = False
+    changes_decoded: bool = False
     after: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called after the last step.
     tokenizers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: As the pipeline left them.
     is_encoding: bool = False  #: Whether `encode_prompt` runs.
@@ -529,7 +529,7 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
 
 
 def _watch_decoding(pipe: Any, observed: Observed) -> None:
-    """Lets a pipeline note what it does with what its VAE decoded: `Observed.computes`."""
+    """Lets a pipeline note what it does with what its VAE decoded: `Observed.changes_decoded`."""
     vae, processor, decoded = getattr(pipe, "vae", None), processor_of(pipe), list[torch.Tensor]()
     if vae is None or processor is None:
         return
@@ -542,7 +542,7 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
     def process(real: Any, *args: Any, **kwargs: Any) -> Any:
         video = [*args, *kwargs.values()][0]
         if decoded:  # otherwise it is a frame of the video that came before
-            observed.computes = len(decoded) > 1 or not _is_part(video, decoded[0])
+            observed.changes_decoded = len(decoded) > 1 or not _is_part(video, decoded[0])
             decoded.clear()
         return real(*args, **kwargs)
 

@@ -82,7 +82,7 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     call |= {"answers": True} if trial.answers else {}
     call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
     call |= {"guider": True} if "guider" in parts else {}
-    call |= {"host": ["vae"]} if observed.computes else {}
+    call |= {"host": ["vae"]} if observed.changes_decoded else {}
     call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
