@@ -30,6 +30,7 @@ from file_faults import bits, forked
 from torchport.files import atomic
 from torchport.run.journey import Journey
 from torchport.run.path import run
+from torchport.run.resume import UNFINISHED
 
 STEPS = 20
 SETS = ("height=64", "width=64", "frames=5", f"steps={STEPS}", "save_every=2")
@@ -99,7 +100,9 @@ def killed(request, report, library, stage, delay):
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(reading)
-    return last if os.WIFSIGNALED(status) else ""
+    # A process that ends has finished its run: its manifest is there, and the run is not unfinished any more.
+    is_over = (request.out / "manifest.json").is_file() and not (request.out / UNFINISHED).is_file()
+    return last if os.WIFSIGNALED(status) and not is_over else ""
 
 
 def obey_modes(libc):
