@@ -18,7 +18,7 @@ from torchport.compile.cached_steps import StepCached
 from torchport.compile.in_force import in_force, stage_in_force
 from torchport.config import checkout
 from torchport.config.card import DENOISING
-from torchport.config.step_cache import described
+from torchport.config.step_cache import schedule_text
 from torchport.errors import BadValueError, OutputError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -225,7 +225,7 @@ class StageAtHand:
         cache = None if task.original else network.step_cache_of(task, self.stage)
         if cache is None:
             return call, steps
-        computed = described(cache, task.job.steps, journey.begins)
+        computed = schedule_text(cache, task.job.steps, journey.begins)
         log.info("%s: cache %s (lossy) computes %s", self.stage.name, cache.kind, computed)
         cached = StepCached(call, cache, steps, task.job.steps)
         return cached, cached.steps

@@ -33,8 +33,8 @@ class Execution:
         """Returns the fields of a manifest that say how a request was executed: what may change last bits."""
         if self.xla_flags is None:
             return {"jit": self.jit, "xla_flags": None}
-        chosen = xla_flags.set_of(self.xla_flags, machine)
-        return {"jit": self.jit, "xla_flags": {"name": self.xla_flags, "flags": chosen.texts}}
+        texts = xla_flags.flag_set(self.xla_flags, machine).texts
+        return {"jit": self.jit, "xla_flags": {"name": self.xla_flags, "flags": texts}}
 
 
 COMPILED = Execution()
@@ -57,7 +57,7 @@ def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Jo
         place = f"--xla-flags {execution.xla_flags}"
         if original:
             raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-        xla_flags.set_of(execution.xla_flags, machine)  # raises if there is no such set for this machine
+        xla_flags.flag_set(execution.xla_flags, machine)  # raises if there is no such set for this machine
 
 
 def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None:
@@ -78,11 +78,11 @@ def pass_flags(execution: Execution, machine: Machine) -> None:
         return
     from jax._src import xla_bridge
 
-    name, chosen = execution.xla_flags, xla_flags.set_of(execution.xla_flags, machine)
-    value = xla_flags.added(name, chosen, os.environ)
-    if value != os.environ.get(chosen.variable, ""):
+    flags = xla_flags.flag_set(execution.xla_flags, machine)
+    value = flags.value(os.environ)
+    if value != os.environ.get(flags.variable, ""):
         if xla_bridge.backends_are_initialized():
             fact = "JAX runs in this process already, and reads its flags when it starts"
-            raise MachineError(f"--xla-flags {name}", fact, "Start a new process")
-        os.environ[chosen.variable] = value
-    log.info("xla flags %s: %s", name, " ".join(chosen.texts))
+            raise MachineError(f"--xla-flags {flags.name}", fact, "Start a new process")
+        os.environ[flags.variable] = value
+    log.info("xla flags %s: %s", flags.name, " ".join(flags.texts))
