@@ -151,7 +151,11 @@ def _plain_events(text: str, file: str) -> Iterator[Any]:
 
 
 def _refusal_at(event: Any, file: str, fact: str, remedy: str) -> SyntaxYamlError:
-    return SyntaxYamlError(f"{file}:{event.start_mark.line + 1}", fact, remedy)
+    return SyntaxYamlError(f"{file}:{_line(event)}", fact, remedy)
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +171,7 @@ class _Reader:
         if len(path) > _DEEPEST:
             fact = f"The value is nested in more than {_DEEPEST} others"
             raise _refusal_at(event, self.file, fact, "Nest it less deeply")
-        self.lines.setdefault(path, event.start_mark.line + 1)  # that of a mapping's value is its key's
+        self.lines.setdefault(path, _line(event))  # that of a mapping's value is its key's
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -181,7 +185,7 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
                 raise _refusal_at(event, self.file, "A key is not a plain word", "Use a string as the key")
-            key, line = str(event.value), event.start_mark.line + 1
+            key, line = str(event.value), _line(event)
             if key in result:
                 fact = f"'{key}' stands here and on line {self.lines[*path, key]}"
                 raise DuplicateKeyError(f"{self.file}:{line}", fact, "Keep one of the two", key=key)

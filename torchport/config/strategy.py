@@ -118,13 +118,13 @@ class Strategy(Frozen):
     divides: dict[Axis, str] = {}
     """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
-    def filled(self, other: Strategy) -> Strategy:
-        """Returns this strategy with the mesh, `divides` and networks' rules of `other` where it has none itself."""
+    def over(self, base: Strategy) -> Strategy:
+        """Returns this strategy on top of `base`: the mesh, `divides` and networks' rules that it lacks are those."""
         kinds = ("divides", "weights", "inputs", "activations")
-        update: dict[str, Any] = {kind: {**getattr(other, kind), **getattr(self, kind)} for kind in kinds}
-        return self.model_copy(update={**update, "mesh": self.mesh or other.mesh})
+        update: dict[str, Any] = {kind: {**getattr(base, kind), **getattr(self, kind)} for kind in kinds}
+        return self.model_copy(update={**update, "mesh": self.mesh or base.mesh})
 
-    def completed(self, name: str, networks: Iterable[str]) -> Strategy:
+    def with_shared_rules(self, name: str, networks: Iterable[str]) -> Strategy:
         """Returns this strategy with the rules of the shared strategy in `shared`, or else of the one called `name`.
 
         With `shared`, shared rules follow a network's own; without, only networks that have no rules get them.

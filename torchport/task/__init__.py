@@ -206,7 +206,7 @@ class Task:
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
         """Returns what a stage's manifest keeps of its code: the card, and checksums of family files and patches."""
-        texts = {file: _sha256(file)[:16] for file in self.card.code(Path(str(self.family.__file__)))}
+        texts = {file: _sha256(file)[:16] for file in self.card.python_files(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
             texts[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)
