@@ -146,7 +146,7 @@ def shared(task: Task) -> Iterator[Shared]:
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, checkpoint_of(task), checkout.upstream(task.card.checkout, task.upstream))
-        loras = task.loras if task.takes_steps else []
+        loras = task.loras if any(stage in task.denoising for stage in task.stages) else []
         hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
         preflight.check_checkpoint(task, common.weights.folder)
         yield common
