@@ -580,7 +580,11 @@ class Card(Frozen):
         return self.model_copy(update={"tiny": self.tiny.model_copy(update={"trained": dict(trained)})})
 
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
-        """Returns the names of a stage's patches. A component that `implementations` lacks has the card's default."""
+        """Returns the names of a stage's patches: `["diffusers/some_network", "torch/cuda"]`.
+
+        Args:
+            implementations: What a job chooses by component, `{"vae": "flax"}`; any other has the card's default.
+        """
         names = list(self.patches.get(stage, []))
         for component, choice in self.implementations.items():
             names += choice.patches[implementations.get(component, choice.default)].get(stage, [])

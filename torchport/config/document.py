@@ -50,7 +50,7 @@ class Document:
     files: Mapping[Location, str] = dataclasses.field(default_factory=dict)
 
     def line(self, location: Sequence[str | int]) -> int:
-        """Returns the line of a location, or of the closest container of it that was written."""
+        """Returns the line of a location, such as `("mesh", "tp")`, or of the closest container that was written."""
         path = tuple(location)
         while path and path not in self.lines:
             path = path[:-1]
@@ -74,9 +74,9 @@ class Document:
             if not isinstance(ours, dict) or not isinstance(theirs, dict):
                 return ours
             inherited = {(*path, key) for key in theirs.keys() - ours.keys()}
-            here = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
-            lines.update(here)
-            files.update(dict.fromkeys(here, base.file))
+            inner = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
+            lines.update(inner)
+            files.update(dict.fromkeys(inner, base.file))
             values = {**theirs, **{key: merged(ours[key], theirs.get(key), (*path, key)) for key in ours}}
             return {key: value for key, value in values.items() if value is not None or theirs.get(key) is None}
 
@@ -208,7 +208,7 @@ class _Reader:
 
 
 def overridden(document: Document, override: str) -> Document:
-    """Returns the document with one field set by `path.to.field=value`, where the value is YAML, or raises."""
+    """Returns the document with a field set by what `--set` has, `mesh.tp=4`, where the value is YAML; or raises."""
     place = f"--set {override}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -219,15 +219,15 @@ def overridden(document: Document, override: str) -> Document:
     except SyntaxYamlError as error:
         raise SyntaxYamlError(place, error.fact, "Quote the value") from error
     data: Any = {**document.data} if isinstance(document.data, dict) else {}
-    inner, new = data, len(keys)
+    inner, depth_of_flag = data, len(keys)
     for depth, key in enumerate(keys[:-1], 1):
         if not isinstance(inner.get(key), dict):
-            new = min(new, depth)  # everything below this key comes from the flag
+            depth_of_flag = min(depth_of_flag, depth)  # everything below this key comes from the flag
             inner[key] = {}
-        inner[key] = {**inner[key]}
+        inner[key] = {**inner[key]}  # the document's own mappings stay as they are
         inner = inner[key]
     inner[keys[-1]] = value
-    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:new]): place})
+    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:depth_of_flag]): place})
 
 
 def validated(model: type[ModelT], document: Document) -> ModelT:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # where patches alone are read, no model of a card is made
 SHIPPED = "torchport"
 """What listings call the pack that torchport brings."""
 DERIVED = "diffusers:"
-"""How the name of a model begins whose card is derived. Those cards are a pack that no listing shows."""
+"""The start of the name of a model whose card is derived: `diffusers:SomePipeline`. No listing shows their pack."""
 GROUP = "torchport.packs"
 """The entry points by which an installed package says that it holds a pack."""
 
@@ -77,15 +77,20 @@ class Pack:
 
     def models(self) -> list[str]:
         """Returns the names of all model cards, of this pack and of those under it."""
-        return sorted({name for pack in self.layers() for name in pack.cards_here()})
+        return sorted({name for pack in self.layers() for name in pack.card_names()})
 
-    def cards_here(self) -> list[str]:
+    def card_names(self) -> list[str]:
         """Returns the names of the model cards in this pack's folder."""
         return [file.stem for file in (self.root / "configs" / "models").glob("*.yaml")]
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the highest pack that has a model card; raises if none has it."""
+        """Returns the highest of these packs that has a model's card; raises if none has it.
+
+        Args:
+            place: Where the model is named; by default `--model`.
+        """
         name = f"configs/models/{model}.yaml"
+        # A card that was derived from a pipeline lies in a cache, as a pack on top of this one.
         if model.startswith(DERIVED) and has_file(derived_folder() / name):
             return Pack(derived_folder(), DERIVED, self)
         if model not in self.models():
@@ -149,15 +154,15 @@ class Pack:
             raise BadValueError(place, f"'{base_name}' extends another card", "Extend one that extends none")
         return document.over(base)
 
-    def extended(self, name: str) -> str | None:
+    def base_name(self, name: str) -> str | None:
         """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
         home = self.home(name)
         try:
             document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
         except TorchportError:
             return None
-        base_name = document.data.get("extends") if isinstance(document.data, dict) else None
-        return base_name if isinstance(base_name, str) else None
+        base = document.data.get("extends") if isinstance(document.data, dict) else None
+        return base if isinstance(base, str) else None
 
     def cards(self) -> Iterator[tuple[str, tuple[Card, Document] | TorchportError]]:
         """Yields each model's name with its card or the error in it, then an error for each file that is never read."""

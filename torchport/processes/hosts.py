@@ -406,9 +406,16 @@ class Watch:
 
     def _on_abort(self) -> None:
         """Ends this process with the error that the first one is lost, if that is why JAX aborts this process."""
+        if self.over.is_set():
+            return
         # A process that hangs, is stopped or swapped out still accepts connections: its kernel does.
-        silent = time.monotonic() - self.answered > SILENCE
-        if not self.over.is_set() and (silent or not _reachable(self.state.coordinator_address)):
+        is_gone = time.monotonic() - self.answered > SILENCE
+        host, _, port = self.state.coordinator_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
+        except OSError:
+            is_gone = True
+        if is_gone:
             self._lose(0)
 
 
@@ -438,16 +445,6 @@ def _leave(code: int, text: str) -> NoReturn:
 
     _briefly(write)
     os._exit(code)
-
-
-def _reachable(address: str) -> bool:
-    """Returns whether a process accepts connections at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
-    except OSError:
-        return False
-    return True
 
 
 def _briefly(work: Callable[[], object]) -> None:
