@@ -103,7 +103,7 @@ class RenameRule(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _check_groups(self) -> RenameRule:
-        """Refuses a `to` that refers to a group which `match` does not have."""
+        """Refuses a `to` that refers to a group which `match` does not have: `\\2` where `match` has one group."""
         groups = re.compile(self.match).groups
         for escape in re.findall(r"\\(\d+|.?)", self.to):
             if not escape.isdigit() or not 1 <= int(escape) <= groups:
@@ -895,43 +895,46 @@ def _unknown_names(card: Card, networks: Collection[str], document: Document) ->
     """Yields an error for each name in a card that is no network, component or strategy, where it must be one."""
     known: dict[str, Collection[str]] = {"network": networks, "component": card.components}
     known["strategy"] = [name for name, strategy in card.strategies.items() if strategy.like is None]
-    # What the names of a section must be, the section's path, and its names.
-    sections: list[tuple[str, list[str | int], Collection[str]]] = [("network", ["stacks"], card.stacks)]
-    for name, strategy in card.strategies.items():
-        path: list[str | int] = ["strategies", name]
-        for kind in ("weights", "inputs", "activations"):
-            # Rules that come from another strategy, by `like`, are refused there.
-            keys = list(getattr(strategy, kind))
-            if strategy.like is not None:
-                keys = [key for key in keys if (*path, kind, key) in document.lines]
-            sections.append(("network", [*path, kind], keys))
-        for axis, number in strategy.divides.items():
-            sections.append(("network", [*path, "divides", axis], [number.split(".")[0]]))
-    sections.append(("network", ["implementations"], list(card.implementations)))
-    for name, bound in card.score_bounds.items():
-        sections.append(("network", ["score_bounds", name, "component"], [bound.component]))
-    sections.append(("component", ["tiny", "components"], card.tiny.components))
-    for name, component in card.components.items():
-        if component.like is not None:
-            sections.append(("component", ["components", name, "like"], [component.like]))
-    for name, strategy in card.strategies.items():
-        sections.append(
-            ("strategy", ["strategies", name, "like"], [strategy.like] if strategy.like is not None else [])
-        )
-    sections.append(("component", ["tiny", "trained"], card.tiny.trained))
-    sections.append(("component", ["tiny", "tokenizers"], card.tiny.tokenizers))
-    if card.call is None:
-        sections.append(("component", ["components"], networks))
-    else:
-        sections.append(("component", ["call"], card.call.components))
     absent: set[str] = set()
     # Where a network is no component, rules for a component may be meant for it: they are not refused, too.
     tolerated = set(card.components) if set(networks) - set(card.components) else set()
-    for word, path, names in sections:
+    for kind, path, names in _names(card, networks, document):
         for name in names:
-            if name in known[word] or name in absent or (word == "network" and name in tolerated):
+            if name in known[kind] or name in absent or (kind == "network" and name in tolerated):
                 continue
-            if word == "component":
+            if kind == "component":
                 absent.add(name)
-            fact = f"'{name}' is no {word} of '{card.model}'"
-            yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known[word]), key=name)
+            fact = f"'{name}' is no {kind} of '{card.model}'"
+            yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known[kind]), key=name)
+
+
+def _names(
+    card: Card, networks: Collection[str], document: Document
+) -> Iterator[tuple[str, list[str | int], Collection[str]]]:
+    """Yields the names in each section of a card: what they must be, the section's path, and the names.
+
+    For example `"network", ["strategies", "tp", "weights"], ["transformer", "vae"]`.
+    """
+    yield "network", ["stacks"], card.stacks
+    for name, strategy in card.strategies.items():
+        for key in ("weights", "inputs", "activations"):
+            path: list[str | int] = ["strategies", name, key]
+            # Rules that come from another strategy, by `like`, are refused there.
+            rules = getattr(strategy, key)
+            yield "network", path, [n for n in rules if strategy.like is None or (*path, n) in document.lines]
+        for axis, number in strategy.divides.items():
+            yield "network", ["strategies", name, "divides", axis], [number.split(".")[0]]
+    yield "network", ["implementations"], list(card.implementations)
+    for name, bound in card.score_bounds.items():
+        yield "network", ["score_bounds", name, "component"], [bound.component]
+    yield "component", ["tiny", "components"], card.tiny.components
+    for name, component in card.components.items():
+        yield "component", ["components", name, "like"], [] if component.like is None else [component.like]
+    for name, strategy in card.strategies.items():
+        yield "strategy", ["strategies", name, "like"], [] if strategy.like is None else [strategy.like]
+    yield "component", ["tiny", "trained"], card.tiny.trained
+    yield "component", ["tiny", "tokenizers"], card.tiny.tokenizers
+    if card.call is None:
+        yield "component", ["components"], networks
+    else:
+        yield "component", ["call"], card.call.components

@@ -58,7 +58,7 @@ class Pack:
         return self.root / "patches"
 
     def layers(self) -> Iterator[Pack]:
-        """Yields this pack and those under it, from the top."""
+        """Yields this pack and those under it, from the top: `--path`, installed packages, the shipped one."""
         pack: Pack | None = self
         while pack is not None:
             yield pack

@@ -392,9 +392,8 @@ class Watch:
 
     @contextlib.contextmanager
     def _abort_handler(self) -> Iterator[None]:
-        """Prints the last line if JAX aborts this process. JAX does so at once when the first process is gone. The
-        abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
-        """
+        """Makes a process that JAX aborts print the last line; JAX aborts it when the first process is gone."""
+        # The abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._on_abort())
         signal_of_c = ctypes.CDLL(None).signal
         signal_of_c.argtypes, signal_of_c.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
