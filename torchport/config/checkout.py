@@ -31,7 +31,7 @@ def find(checkout: Checkout | None, path: str | None) -> Path | None:
     clone = f"git clone {checkout.url}, and pass --upstream-path DIR"
     if path is None:
         raise UpstreamError("--upstream-path", f"It is missing, and '{checkout.package}' is a checkout", clone)
-    folder = existing(path)
+    folder = checkout_folder(path)
     if not _package(checkout, folder).exists():
         below = _package(checkout, folder / "src").exists()
         remedy = f"It lies below src: write --upstream-path {Path(path) / 'src'}" if below else clone
@@ -70,7 +70,7 @@ def upstream(checkout: Checkout | None, folder: Path | None) -> Upstream | None:
     return Upstream(checkout.package, git.revision(_package(checkout, folder)))
 
 
-def existing(path: str | Path) -> Path:
+def checkout_folder(path: str | Path) -> Path:
     """Returns the folder that `--upstream-path` names."""
     folder = expand_home(str(path))
     if not has_folder(folder):

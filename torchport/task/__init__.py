@@ -281,11 +281,12 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
     _check_components(card, job, family, job_document)
-    stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
+    stages = [stage for stage in family.STAGES if request.stage in (stage.name, "all")]
     check(request.execution, stages, original=request.backend == "original", job=job, machine=slice_)
     check_step_cache(card, job, stages, original=request.backend == "original", document=job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
+        # A mesh that the job takes from its strategy is wrong on the strategy's line.
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
         shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
         shard.check_divides(
@@ -424,12 +425,9 @@ def _check_image(
         frames: Of a video that is edited; None for a picture.
     """
     kind = "picture" if frames is None else "video"
+    is_read = request.stage in (*families.with_image(family.STAGES), "all")
     if request.image is None:
-        if (
-            family.TAKES_IMAGE == families.ALWAYS
-            and request.stage in (*families.with_image(family.STAGES), "all")
-            and not dry
-        ):
+        if family.TAKES_IMAGE == families.ALWAYS and is_read and not dry:
             fact = f"It is missing, and '{request.model}' begins with {'an image' if frames is None else 'a video'}"
             raise BadValueError("--image", fact, "Add --image FILE")
         return
