@@ -593,7 +593,7 @@ class Card(Frozen):
     def patch_sets(self) -> Iterator[tuple[StageName, list[str]]]:
         """Yields each stage with each list of patches that it can have: one for every choice of implementations."""
         # [[("vae", "torchax"), ("vae", "flax")]] -> {"vae": "torchax"} and {"vae": "flax"}
-        options = [[(name, each) for each in kinds.patches] for name, kinds in self.implementations.items()]
+        options = [[(component, name) for name in kinds.patches] for component, kinds in self.implementations.items()]
         choices = [dict(pairs) for pairs in itertools.product(*options)]
         stages = set(self.patches)
         for kinds in self.implementations.values():

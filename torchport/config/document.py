@@ -69,16 +69,16 @@ class Document:
         """Returns this document on top of `base`: mappings are merged, and null removes a value of `base`."""
         lines, files = dict(self.lines), dict(self.files)
 
-        def merged(ours: Any, theirs: Any, path: Location) -> Any:
-            """Returns `ours` on top of `theirs`; notes file and line of the values that only `theirs` has."""
-            if not isinstance(ours, dict) or not isinstance(theirs, dict):
-                return ours
-            inherited = {(*path, key) for key in theirs.keys() - ours.keys()}
+        def merged(upper: Any, lower: Any, path: Location) -> Any:
+            """Returns the upper value on top of the lower one; notes file and line of what only the lower one has."""
+            if not isinstance(upper, dict) or not isinstance(lower, dict):
+                return upper
+            inherited = {(*path, key) for key in lower.keys() - upper.keys()}
             inner = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
             lines.update(inner)
             files.update(dict.fromkeys(inner, base.file))
-            values = {**theirs, **{key: merged(ours[key], theirs.get(key), (*path, key)) for key in ours}}
-            return {key: value for key, value in values.items() if value is not None or theirs.get(key) is None}
+            values = {**lower, **{key: merged(upper[key], lower.get(key), (*path, key)) for key in upper}}
+            return {key: value for key, value in values.items() if value is not None or lower.get(key) is None}
 
         return dataclasses.replace(self, data=merged(self.data, base.data, ()), lines=lines, files=files)
 
@@ -177,7 +177,14 @@ class _Reader:
         if isinstance(event, yaml.SequenceStartEvent):
             items = itertools.takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), self.events)
             return [self.value(item, (*path, number)) for number, item in enumerate(items)]
-        return self._scalar(event)
+        text = str(event.value)
+        for pattern, read in _CORE if not event.style else ():  # quoted text and blocks stay text
+            if pattern.fullmatch(text):
+                try:
+                    return read(text)
+                except ValueError as error:  # thousands of digits
+                    raise _refusal_at(event, self.file, f"'{text}' cannot be read", "Quote it") from error
+        return text
 
     def _mapping(self, path: Location) -> dict[str, Any]:
         """Returns a mapping from the events that follow its start; refuses a key that stands there twice."""
@@ -192,19 +199,6 @@ class _Reader:
             self.lines[*path, key] = line
             result[key] = self.value(next(self.events), (*path, key))
         return result
-
-    def _scalar(self, event: Any) -> Any:
-        """Returns a scalar's value: quoted text as it is, plain text as YAML 1.2's core schema reads it."""
-        text = str(event.value)
-        if event.style:
-            return text  # quoted, or a block
-        for pattern, read in _CORE:
-            if pattern.fullmatch(text):
-                try:
-                    return read(text)
-                except ValueError as error:  # thousands of digits
-                    raise _refusal_at(event, self.file, f"'{text}' cannot be read", "Quote it") from error
-        return text
 
 
 def overridden(document: Document, override: str) -> Document:
@@ -304,7 +298,7 @@ def _kind_refusal(model: type[Frozen], document: Document, location: Location, v
     """Returns the error for a value that fits no alternative of a union which a key tells apart, such as `kind`."""
     name, place = ".".join(str(part) for part in location), document.place(location)
     literals = [_literals(candidate) for candidate in _models(model, location)]
-    key = next(key for key in literals[0] if all(key in others for others in literals))
+    key = next(key for key in literals[0] if all(key in fields for fields in literals))
     kinds = [str(values[key][0]) for values in literals]
     all_kinds = f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
     if not isinstance(value, dict):

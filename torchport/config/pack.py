@@ -219,15 +219,15 @@ class Pack:
 
     def _job_file(self, name: str) -> Path:
         """Returns the file of a config: at this path, or else in the highest pack that has it; raises without one."""
-        here = Path(name)
-        if has_file(here):
-            return here
-        if here.name.startswith(DERIVED) and has_file(derived_folder() / name):
+        path = Path(name)
+        if has_file(path):
+            return path
+        if path.name.startswith(DERIVED) and has_file(derived_folder() / name):
             return derived_folder() / name
         # A bare name means one of the packs' configs; a path means that file of a pack alone.
-        names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if here.name == name)]
+        names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if path.name == name)]
         for relative in names:
-            if not here.is_absolute() and any(has_file(pack.root / relative) for pack in self.layers()):
+            if not path.is_absolute() and any(has_file(pack.root / relative) for pack in self.layers()):
                 return self.highest(relative).root / relative
         files = [file for pack in self.layers() for file in (pack.root / "configs").glob("*.yaml")]
         configs = sorted({f"configs/{file.name}" for file in files})

@@ -76,16 +76,16 @@ def _git(folder: Path, *arguments: str) -> bytes:
     # Another user's repository is refused, unless it is called safe: here it is, because nothing of it is run.
     settings = "safe.directory=*", "core.fsmonitor=false", f"core.hooksPath={os.devnull}"
     options = [word for setting in settings for word in ("-c", setting)]
-    done = subprocess.run(
+    result = subprocess.run(
         [program, "--no-pager", *options, "-C", str(folder), *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
     )
-    if not done.returncode:
-        return done.stdout
-    stderr = done.stderr.decode(errors="replace")
+    if not result.returncode:
+        return result.stdout
+    stderr = result.stderr.decode(errors="replace")
     if "not a git repository" in stderr:
         raise _NoAnswerError("no git repository")
     if "Needed a single revision" in stderr:

@@ -259,12 +259,12 @@ def check_same(facts: Mapping[str, Any]) -> None:
     if processes() == 1:
         return
     text = json.dumps(dict(facts), default=str)
-    mine = json.loads(text)
+    ours = json.loads(text)
     for number, theirs in enumerate(map(json.loads, _all_texts(text))):
-        differs = [key for key in sorted({*theirs, *mine}) if theirs.get(key) != mine.get(key)]
+        differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         if differs:
             key = differs[0]
-            fact = f"Its {key} is {mine.get(key)!r}, and that of process {number} is {theirs.get(key)!r}"
+            fact = f"Its {key} is {ours.get(key)!r}, and that of process {number} is {theirs.get(key)!r}"
             remedy = "Start every process with the same command, versions and checkpoint"
             raise MachineError(f"process {process()}", fact, remedy, key=key)
 

@@ -94,10 +94,10 @@ def _remove_hook(message: Mapping[str, Any]) -> None:
     os.environ.pop("PYTHONPATH", None)
     if message.get("path") is not None:
         os.environ["PYTHONPATH"] = message["path"]
-    ours = sys.modules.pop("sitecustomize")
+    hook = sys.modules.pop("sitecustomize")
     try:
         importlib.import_module("sitecustomize")
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules["sitecustomize"] = ours
+        sys.modules["sitecustomize"] = hook
