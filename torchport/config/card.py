@@ -532,16 +532,16 @@ class Card(Frozen):
         for strategy in self.strategies.values():
             sections += [strategy.weights, strategy.inputs, strategy.activations]
         for name, component in self.components.items():
-            model = component.like
-            if model is None:
+            source = component.like
+            if source is None:
                 continue
             for section in sections:
-                if model in section:
-                    section.setdefault(name, section[model])
-            if model in self.components and not component.published:
-                component.published.update(self.components[model].published)
-            if model in self.components and not component.lora_names:
-                component.lora_names.extend(self.components[model].lora_names)
+                if source in section:
+                    section.setdefault(name, section[source])
+            if source in self.components and not component.published:
+                component.published.update(self.components[source].published)
+            if source in self.components and not component.lora_names:
+                component.lora_names.extend(self.components[source].lora_names)
         return self
 
     @pydantic.model_validator(mode="after")
@@ -603,7 +603,10 @@ class Card(Frozen):
             yield from ((stage, list(names)) for names in sets)
 
     def rule_key(self, component: str) -> str:
-        """Returns the name under which the card has a component's rules: the component's, or the one in its `like`."""
+        """Returns the name under which the card has a component's rules: its own, or the name in its `like`.
+
+        For a `transformer_2` with `like: transformer`, that is `"transformer"`.
+        """
         return self.components[component].like or component
 
     def folder(self, component: str, variant: str | None) -> str:

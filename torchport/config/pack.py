@@ -280,13 +280,16 @@ def derived_folder() -> Path:
 
 
 def _installed() -> Iterator[Pack]:
-    """Yields the packs of installed packages without importing them; raises if an entry point leads to no pack."""
+    """Yields the packs of installed packages without importing them; raises if an entry point leads to no pack.
+
+    The value of an entry point, `"some_package.data"`, names the folder `data` in the package `some_package`.
+    """
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        package, *inner = point.value.split(".")
-        is_name = all(part.isidentifier() for part in (package, *inner))
+        package, *folders = point.value.split(".")
+        is_name = all(part.isidentifier() for part in (package, *folders))
         spec = importlib.util.find_spec(package) if is_name else None
         for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-            root = Path(place, *inner)
+            root = Path(place, *folders)
             if _is_pack(root):
                 yield Pack(root.resolve(), f"package {point.name}")
                 break
