@@ -84,7 +84,7 @@ class Pack:
         return [file.stem for file in (self.root / "configs" / "models").glob("*.yaml")]
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the highest of these packs that has a model's card; raises if none has it.
+        """Returns the pack with a model's card: this one, or the first one under it that has the card; or raises.
 
         Args:
             place: Where the model is named; by default `--model`.

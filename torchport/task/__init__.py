@@ -379,10 +379,10 @@ def _check_components(card: Card, job: Job, family: ModuleType, document: Docume
 
 
 def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
-    """Refuses a LoRA that is not there, or that is a pickle.
+    """Refuses a LoRA file that is missing, or that is a pickle.
 
-    A stage without denoising steps needs no LoRA, unless a flag names one: that is compared with the LoRA of the steps.
-    A plan does not come here: it also works without the files, and checks those that are here itself.
+    A stage without denoising steps reads no LoRA, unless `--set lora=` names one: its bytes must then be those that the
+    steps were taken with. `torchport plan` does not call this: it works without the files.
     """
     if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
         return
