@@ -654,7 +654,7 @@ def _configurations(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _split(task: Task) -> dict[Axis, str]:
     """Returns the axes of the mesh that split the heads, with the configuration's key that counts the heads."""
-    network = task.card.written(str(task.stages[0].network))
+    network = task.card.rule_key(str(task.stages[0].network))
     divides = {axis: path.partition(".") for axis, path in task.card.strategies[task.job.strategy].divides.items()}
     return {axis: key for axis, (component, _, key) in divides.items() if component == network}
 

@@ -8,7 +8,7 @@ import pytest
 
 from torchport import errors
 from torchport.commands import explain
-from torchport.errors import BadValueError, TorchportError, UnknownKeyError, combined, kinds, nearest
+from torchport.errors import KINDS, BadValueError, TorchportError, UnknownKeyError, combined, nearest
 
 
 def classes():
@@ -21,11 +21,11 @@ def classes():
 
 
 def test_ids_are_unique_and_grouped_by_their_first_digit():
-    ids = [kind.id for kind in kinds()]
+    ids = [kind.id for kind in classes().values()]
     assert len(ids) == len(set(ids)) >= 33 and ids == sorted(ids)
     assert all(re.fullmatch(r"TP[1-9]\d\d", id) for id in ids)
     groups = {}
-    for kind in kinds():
+    for kind in KINDS.values():
         groups.setdefault(kind.id[2], set()).add(kind if TorchportError in kind.__bases__ else kind.__bases__[0])
     assert all(len(group) == 1 for group in groups.values()), groups
 
@@ -36,7 +36,7 @@ def test_every_class_says_in_a_sentence_what_it_means():
         assert inspect.getdoc(kind) != inspect.getdoc(TorchportError), name
 
 
-@pytest.mark.parametrize("kind", [*kinds(), TorchportError])
+@pytest.mark.parametrize("kind", [*KINDS.values(), TorchportError])
 def test_the_text_is_place_fact_remedy_and_survives_pickling_with_its_culprit(kind):
     error = kind("a.yaml:3", "'x' is 1", "It must be 2", key="x", nearest=(1, 2))
     assert str(error) == "a.yaml:3: 'x' is 1. It must be 2."
@@ -52,7 +52,7 @@ def test_a_notebook_shows_the_report_and_no_traceback():
 
 
 def test_only_a_stop_has_an_exit_code_of_its_own():
-    assert {kind.__name__: kind.exit_code for kind in kinds() if kind.exit_code != 2} == {"StoppedError": 130}
+    assert {kind.__name__: kind.exit_code for kind in KINDS.values() if kind.exit_code != 2} == {"StoppedError": 130}
 
 
 def test_the_nearest_name_comes_first_and_all_are_listed():
@@ -69,7 +69,7 @@ def test_the_page_of_errors_is_current(root):
 def test_every_id_that_the_code_names_is_explained(root):
     texts = [path.read_text(encoding="utf-8") for path in sorted((root / "torchport").rglob("*.py"))]
     named = {key for text in texts for key in re.findall(r"\bTP\d{3}\b", text)}
-    assert named - {"TP000"} == {kind.id for kind in kinds()}, "TP000 is the root's, and never raised"
+    assert named - {"TP000"} == KINDS.keys(), "TP000 is the root's, and never raised"
     raised = [line for text in texts for line in text.splitlines() if re.search(r"\bTorchportError\(", line)]
     assert raised == ["class TorchportError(Exception):"]
 
@@ -82,11 +82,11 @@ def test_every_id_that_an_error_can_print_is_explained(torchport, capsys):
 
 def test_the_page_has_one_section_for_each_id():
     sections = re.findall(r"^## (TP\d+) (\w+)$", explain.page(), re.MULTILINE)
-    assert sections == [(kind.id, kind.__name__) for kind in kinds()]
+    assert sections == [(id, kind.__name__) for id, kind in KINDS.items()]
 
 
 def test_every_class_has_an_id_and_each_group_lists_its_errors():
-    assert {kind.id for kind in classes().values()} == {kind.id for kind in kinds()}
+    assert {kind.id for kind in classes().values()} == KINDS.keys()
     text = explain.section("TP400")
     assert text.startswith("TP400 ShardError\n\nA placement") and "This is a group. Its errors:" in text
     assert "- TP401 `MeshError`: The mesh does not fit" in text

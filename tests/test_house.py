@@ -27,7 +27,7 @@ NO_NAMES = {
 """Pronouns and participles that name nothing: a noun says what is returned, a verb what is done."""
 LEFT = {
     "commands": {"together"},
-    "config": {"apart", "every", "like", "of"},
+    "config": {"every", "like", "of"},
     "load": {"one"},
     "patch": {"put"},
     "run": {"together"},

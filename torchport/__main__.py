@@ -5,7 +5,7 @@ import sys
 from torchport.processes import trusted_path
 
 # `python -m torchport` puts the current folder first: before anything else is imported, it goes.
-if (entries := trusted_path(sys.path, started=__name__ == "__main__")) != sys.path:
+if (entries := trusted_path(sys.path, is_main=__name__ == "__main__")) != sys.path:
     sys.path[:] = entries
 
 import importlib

@@ -14,6 +14,10 @@ from typing import ClassVar
 DRIFT_EXIT_CODE = 3  # of the commands that look for drift: an upstream changed under a patch
 
 
+KINDS: dict[str, type[TorchportError]] = {}
+"""Every kind of error that is raised, by id and in the order of ids: all ids that a command can print."""
+
+
 class TorchportError(Exception):
     """A refusal: what is wrong, and what the reader can do about it.
 
@@ -22,11 +26,6 @@ class TorchportError(Exception):
         fact: What is wrong, with the value. One sentence without its full stop.
         remedy: What must be, or the command to run. One sentence without its full stop.
         **culprit: The values at fault. Programs read them as attributes of the exception.
-
-    Attributes:
-        details: Lines below the first one: where foreign code failed, an entry to paste.
-        others: Further mistakes that were found together with this one.
-        trace: The traceback of the foreign exception, as Python prints it; empty where there is none.
     """
 
     id: ClassVar[str] = "TP000"
@@ -34,8 +33,17 @@ class TorchportError(Exception):
     on_every_process: bool = False
     """Whether all processes of the run raise it at the same point. Then each ends by itself, and none is killed."""
     details: Sequence[str] = ()
+    """Lines below the first one: where foreign code failed, an entry to paste."""
     others: Sequence[TorchportError] = ()
+    """Further mistakes that were found together with this one."""
     trace: str = ""
+    """The traceback of the foreign exception, as Python prints it; empty where there is none."""
+
+    def __init_subclass__(cls, *, id: str = "") -> None:
+        """Registers a class under its id, as in `class MeshError(ShardError, id="TP401")`."""
+        if id:
+            cls.id = id
+            KINDS[id] = cls
 
     def __init__(self, place: str, fact: str, remedy: str, **culprit: object) -> None:
         super().__init__(place, fact, remedy)
@@ -45,7 +53,7 @@ class TorchportError(Exception):
         self.__dict__.update(culprit)
 
     def sentence(self) -> str:
-        """Returns its first line alone."""
+        """Returns the first line of the error's text: `configs/a.yaml:3: 'steps' is text. It must be a number.`"""
         return printable(f"{self.place}: {self.fact}. {self.remedy}.")
 
     def __str__(self) -> str:
@@ -53,12 +61,12 @@ class TorchportError(Exception):
         return "\n".join(lines)
 
     def report(self) -> str:
-        """Returns what a terminal shows: each mistake with its id."""
+        """Returns what a terminal shows: each mistake with its id, `error[TP105] configs/a.yaml:3: ...`."""
         lines = [f"error[{self.id}] {self.sentence()}", *map(printable, self.details)]
         return "\n".join([*lines, *(other.report() for other in self.others)])
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what a notebook shows."""
+        """Returns what a notebook shows in place of a traceback: IPython calls this method."""
         return self.report().splitlines()
 
 
@@ -76,16 +84,16 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a remedy that lists the names; if one of them is close to the given name, it asks for that one first.
+    """Returns a remedy that lists the names, as `Did you mean 'frames'? Known: frames, width` for `frame`.
 
-    Of many names it lists those that are the closest.
+    Of more than 40 names it lists the eight closest.
     """
     sorted_names = sorted(names)
     close = closest(name, sorted_names)
     guess = f"Did you mean '{close}'? " if close else ""
-    if len(sorted_names) > _MOST_NAMES:
-        some = difflib.get_close_matches(name, sorted_names, n=_CLOSEST, cutoff=0)
-        return f"{guess}The closest of {len(sorted_names)}: {', '.join(some)}"
+    if len(sorted_names) > 40:
+        listed = difflib.get_close_matches(name, sorted_names, n=8, cutoff=0)
+        return f"{guess}The closest of {len(sorted_names)}: {', '.join(listed)}"
     return f"{guess}Known: {', '.join(sorted_names)}" if sorted_names else "None are known"
 
 
@@ -94,200 +102,130 @@ def closest(name: str, names: Iterable[str]) -> str:
     return "".join(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6))
 
 
-_MOST_NAMES = 40
-"""More names than these are not listed."""
-_CLOSEST = 8
-"""Of so many, these are."""
-
-
-def kinds() -> list[type[TorchportError]]:
-    """Returns every kind of error that is raised, by id: all ids that a command can print."""
-    found: list[type[TorchportError]] = [TorchportError]
-    for kind in found:
-        found += kind.__subclasses__()
-    return sorted((kind for kind in found[1:] if "id" in kind.__dict__), key=lambda kind: kind.id)
-
-
-class ConfigError(TorchportError):
+class ConfigError(TorchportError, id="TP100"):
     """A mistake in YAML or on the command line."""
 
-    id = "TP100"
 
-
-class SyntaxYamlError(ConfigError):
+class SyntaxYamlError(ConfigError, id="TP101"):
     """The file cannot be read, is not YAML, or uses tags, anchors or several documents, which are not allowed.
 
     Of a file of prompts: a line is not JSON.
     """
 
-    id = "TP101"
 
-
-class DuplicateKeyError(ConfigError):
+class DuplicateKeyError(ConfigError, id="TP102"):
     """A mapping has the same key twice. Many YAML readers silently keep the last one."""
 
-    id = "TP102"
 
-
-class UnknownKeyError(ConfigError):
+class UnknownKeyError(ConfigError, id="TP103"):
     """Nothing reads this key. It is most often misspelt, and would have no effect."""
 
-    id = "TP103"
 
-
-class MissingKeyError(ConfigError):
+class MissingKeyError(ConfigError, id="TP104"):
     """A required key is missing."""
 
-    id = "TP104"
 
-
-class WrongTypeError(ConfigError):
+class WrongTypeError(ConfigError, id="TP105"):
     """The value has the wrong type, or is outside the range of its field."""
 
-    id = "TP105"
 
-
-class UnknownNameError(ConfigError):
+class UnknownNameError(ConfigError, id="TP106"):
     """There is no model, config, stage, strategy or patch file of this name."""
 
-    id = "TP106"
 
-
-class BadValueError(ConfigError):
+class BadValueError(ConfigError, id="TP107"):
     """The value has the right type, but this model or this machine cannot use it."""
 
-    id = "TP107"
 
-
-class DataFolderError(ConfigError):
+class DataFolderError(ConfigError, id="TP108"):
     """The folder has neither `patches/` nor `configs/` in it."""
 
-    id = "TP108"
 
-
-class UpstreamError(ConfigError):
+class UpstreamError(ConfigError, id="TP109"):
     """The checkout of an upstream package is missing, or holds another project of the same name."""
 
-    id = "TP109"
 
-
-class TakenNameError(ConfigError):
+class TakenNameError(ConfigError, id="TP110"):
     """A card, a config or a patch has the name of one in a pack under it, and does not say `overrides: true`."""
 
-    id = "TP110"
 
-
-class PatchError(TorchportError):
+class PatchError(TorchportError, id="TP200"):
     """A patch could not do what it declares.
 
     `torchport check` also uses this id for findings without an id of their own: a process that ended, or a module that
     was not restored.
     """
 
-    id = "TP200"
 
-
-class TargetError(PatchError):
+class TargetError(PatchError, id="TP201"):
     """The installed upstream does not have the target's module or attribute, or it cannot be imported."""
 
-    id = "TP201"
 
-
-class ConflictError(PatchError):
+class ConflictError(PatchError, id="TP202"):
     """Two patches change the same target, or one changes an object that contains the other's target."""
 
-    id = "TP202"
 
-
-class TooLateError(PatchError):
+class TooLateError(PatchError, id="TP203"):
     """The target's module was imported before the patch, and a reference to the original cannot be replaced."""
 
-    id = "TP203"
 
-
-class AliasError(PatchError):
+class AliasError(PatchError, id="TP204"):
     """Other code still holds the original. The patch would work in some places only."""
 
-    id = "TP204"
 
-
-class RewriteError(PatchError):
+class RewriteError(PatchError, id="TP205"):
     """The statements to rewrite do not appear exactly `times` times, or cannot be replaced safely."""
 
-    id = "TP205"
 
-
-class NotCalledError(PatchError):
+class NotCalledError(PatchError, id="TP206"):
     """The patch declares `must_be_called` for a stage, and was not called in it."""
 
-    id = "TP206"
 
-
-class DriftError(PatchError):
+class DriftError(PatchError, id="TP207"):
     """The source of the target differs from the source in the lock file, which was reviewed."""
 
-    id = "TP207"
 
-
-class ScopeError(PatchError):
+class ScopeError(PatchError, id="TP208"):
     """The target's path leads out of its package. The patch would change code of other packages."""
 
-    id = "TP208"
 
-
-class SignatureError(PatchError):
+class SignatureError(PatchError, id="TP209"):
     """The replacement does not accept every call that its target accepts."""
 
-    id = "TP209"
 
-
-class UnsupportedError(PatchError):
+class UnsupportedError(PatchError, id="TP210"):
     """The installed upstream is outside the versions that the patch was written for."""
 
-    id = "TP210"
 
-
-class ThreadError(PatchError):
+class ThreadError(PatchError, id="TP211"):
     """A second thread applies or undoes patches while another thread has patches in force."""
 
-    id = "TP211"
 
-
-class StaleTraceError(PatchError):
+class StaleTraceError(PatchError, id="TP212"):
     """A program that was traced under some patches is traced again without them."""
 
-    id = "TP212"
 
-
-class ReplacementError(PatchError):
+class ReplacementError(PatchError, id="TP213"):
     """The Python file or function that the entry names is missing, outside its folder, a draft, or cannot be loaded."""
 
-    id = "TP213"
 
-
-class StubCalledError(PatchError):
+class StubCalledError(PatchError, id="TP214"):
     """Code called something from a package that is not installed. A stub stands in for that package."""
 
-    id = "TP214"
 
-
-class TwinModuleError(PatchError):
+class TwinModuleError(PatchError, id="TP215"):
     """A file was imported under two names, which makes two modules of it, and a patch changes one of them alone.
 
     Most often a folder inside the package is on `sys.path` too, so that `models` and `package.models` are one file. Or
     the file is run as a script, `__main__`, and imported by its name as well.
     """
 
-    id = "TP215"
 
-
-class NothingAppliedError(PatchError):
+class NothingAppliedError(PatchError, id="TP216"):
     """Code ran under `torchport exec` or `torchport.applied`, and imported nothing that the patches change."""
 
-    id = "TP216"
 
-
-class UnreadableError(PatchError):
+class UnreadableError(PatchError, id="TP217"):
     """A Python file cannot be read: it is not Python, nested too deep, too large, no text, or cannot be opened.
 
     torchport reads the sources of upstreams and of patches, and runs nothing of them.
@@ -298,156 +236,111 @@ class UnreadableError(PatchError):
             `unreadable`.
     """
 
-    id = "TP217"
     line: int = 0
     kind: str = ""
 
 
-class LoadError(TorchportError):
+class LoadError(TorchportError, id="TP300"):
     """Weights that cannot be read as this model's."""
 
-    id = "TP300"
 
-
-class CheckpointMissingError(LoadError):
+class CheckpointMissingError(LoadError, id="TP301"):
     """There is no such folder, repository or file, or the repository cannot be reached."""
 
-    id = "TP301"
 
-
-class CheckpointBrokenError(LoadError):
+class CheckpointBrokenError(LoadError, id="TP302"):
     """A file is truncated, or is not safetensors, JSON or tensors of `torch.save`."""
 
-    id = "TP302"
 
-
-class CheckpointForeignError(LoadError):
+class CheckpointForeignError(LoadError, id="TP303"):
     """The checkpoint's keys, shapes, dtypes or classes are not those of the card's model."""
 
-    id = "TP303"
 
-
-class UnfilledWeightError(LoadError):
+class UnfilledWeightError(LoadError, id="TP304"):
     """After loading, a parameter or buffer has no values. The model would compute with garbage."""
 
-    id = "TP304"
 
-
-class ShardError(TorchportError):
+class ShardError(TorchportError, id="TP400"):
     """A placement that is impossible, or that the devices did not make."""
 
-    id = "TP400"
 
-
-class MeshError(ShardError):
+class MeshError(ShardError, id="TP401"):
     """The mesh does not fit the devices, the heads, a dim of a tensor, or the batch."""
 
-    id = "TP401"
 
-
-class DeadRuleError(ShardError):
+class DeadRuleError(ShardError, id="TP402"):
     """A rule for sharding or for names matches no tensor, so it has no effect. Its path is most often misspelt."""
 
-    id = "TP402"
 
-
-class UnmatchedError(ShardError):
+class UnmatchedError(ShardError, id="TP403"):
     """No rule matches this tensor. If every device should hold it whole, write `replicate`."""
 
-    id = "TP403"
 
-
-class PlacementError(ShardError):
+class PlacementError(ShardError, id="TP404"):
     """An array is not where its rule puts it; or it has a dtype that cannot be passed to JAX."""
 
-    id = "TP404"
 
-
-class StackError(ShardError):
+class StackError(ShardError, id="TP405"):
     """These blocks cannot run under one scan.
 
     They differ in more than their weights, keep state between calls, or return a carry with another dtype or shape.
     """
 
-    id = "TP405"
 
-
-class MachineError(TorchportError):
+class MachineError(TorchportError, id="TP501"):
     """This machine cannot run the job: too few devices, another kind of device, or too little memory."""
 
-    id = "TP501"
 
-
-class TopologyError(MachineError):
+class TopologyError(MachineError, id="TP502"):
     """The job cannot be compiled for this absent TPU: no libtpu, no such slice, or the compiler refuses the program."""
 
-    id = "TP502"
 
-
-class VmemError(MachineError):
+class VmemError(MachineError, id="TP503"):
     """The tile of a kernel does not fit the chip's vector memory (VMEM), or the kernel's share of it."""
 
-    id = "TP503"
 
-
-class LostProcessError(MachineError):
+class LostProcessError(MachineError, id="TP504"):
     """Another process of the run was killed, or its host is lost. The others cannot continue without it."""
 
-    id = "TP504"
 
-
-class SaveError(TorchportError):
+class SaveError(TorchportError, id="TP600"):
     """An artefact that cannot be read or written."""
 
-    id = "TP600"
 
-
-class ArtefactMissingError(SaveError):
+class ArtefactMissingError(SaveError, id="TP601"):
     """The input of a stage is not in the folder where torchport looks for it."""
 
-    id = "TP601"
 
-
-class ArtefactBrokenError(SaveError):
+class ArtefactBrokenError(SaveError, id="TP602"):
     """The artefact is damaged or cannot be read, or the JSON copy of its manifest was edited."""
 
-    id = "TP602"
 
-
-class ArtefactForeignError(SaveError):
+class ArtefactForeignError(SaveError, id="TP603"):
     """The artefact comes from another run, another model, other sizes or another schema."""
 
-    id = "TP603"
 
-
-class OutputError(SaveError):
+class OutputError(SaveError, id="TP604"):
     """The output folder or file cannot be written, or the disk is full."""
 
-    id = "TP604"
     is_locked: bool = False
     """Whether another run has the folder locked."""
 
 
-class NotFiniteError(SaveError):
+class NotFiniteError(SaveError, id="TP605"):
     """A stage computed NaN or infinity. Its output is not kept, because every later stage would be wrong."""
 
-    id = "TP605"
 
-
-class StoppedError(TorchportError):
+class StoppedError(TorchportError, id="TP701"):
     """The run was stopped by Ctrl-C, SIGTERM or SIGHUP. It finished its current step and saved everything so far."""
 
-    id = "TP701"
     exit_code = 130
 
 
-class AttentionError(TorchportError):
+class AttentionError(TorchportError, id="TP801"):
     """The chosen implementation cannot compute this attention: wrong platform, shapes, mask or tile."""
 
-    id = "TP801"
 
-
-class ForeignError(TorchportError):
+class ForeignError(TorchportError, id="TP901"):
     """Code of an upstream, of a family or of a patch raised an exception.
 
     The error names the line of that code, and lists the frames that lead to it. Frames of PyTorch, JAX, torchax and
@@ -455,10 +348,8 @@ class ForeignError(TorchportError):
     report it.
     """
 
-    id = "TP901"
 
-
-class HostTensorError(ForeignError):
+class HostTensorError(ForeignError, id="TP902"):
     """Code made a tensor on the host while it was traced, which cannot be a constant of the program.
 
     `torch.tensor`, `torch.arange` and the like make a tensor of the host. It becomes a constant when it meets a traced
@@ -466,10 +357,8 @@ class HostTensorError(ForeignError):
     `torch.zeros(..., device=x.device)`. Draw random numbers in the stage's function, and pass them as an input.
     """
 
-    id = "TP902"
 
-
-class TracedValueError(ForeignError):
+class TracedValueError(ForeignError, id="TP903"):
     """Code asks for the value of a tensor while it is traced: then it has a shape and a dtype, and no value yet.
 
     `if`, `assert` and `while` on a tensor ask for it, as do `.item()`, `int()`, `.tolist()`, `.numpy()`, and an index
@@ -477,40 +366,30 @@ class TracedValueError(ForeignError):
     the value: from shapes, from a setting, or with `torch.where`.
     """
 
-    id = "TP903"
 
-
-class CudaError(ForeignError):
+class CudaError(ForeignError, id="TP904"):
     """Code asks for CUDA on a machine without CUDA, while it is imported or when it is called.
 
     `patches/torch/cuda.yaml` answers the usual calls: list `torch/cuda` under `patches` in the card. For another call
     the error has an entry to paste.
     """
 
-    id = "TP904"
 
-
-class AbsentPackageError(ForeignError):
+class AbsentPackageError(ForeignError, id="TP905"):
     """Code imports a package that is not installed, or a name that the installed package does not have.
 
     If your job calls nothing of the package, a `stub` stands in for it; the error has the entry to paste.
     """
 
-    id = "TP905"
 
-
-class NoLoweringError(ForeignError):
+class NoLoweringError(ForeignError, id="TP906"):
     """An operator has no lowering in torchax. The error has an `op` entry to paste, whose function is the lowering."""
 
-    id = "TP906"
 
-
-class OperatorError(ForeignError):
+class OperatorError(ForeignError, id="TP907"):
     """An operator would compute something else on the devices than in PyTorch, or what it writes would be lost.
 
     A write to an argument or to a buffer of the network is lost outside the program. The table of operators
     (docs/engine.md) names the operators that torchax computes otherwise. Under `--strict` an operator that no sample
     has compared with PyTorch's is refused, too.
     """
-
-    id = "TP907"

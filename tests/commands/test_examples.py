@@ -25,7 +25,7 @@ from torchport.config import machine, parse_document, read_document, validated
 from torchport.config.card import Card, Job, check_job
 from torchport.config.pack import find_pack
 from torchport.config.strategy import Rule
-from torchport.errors import TorchportError, kinds
+from torchport.errors import KINDS, TorchportError
 from torchport.kernels.attention.tiles import Tile, check_vmem
 from torchport.run.path import run
 from torchport.task import Request
@@ -46,8 +46,8 @@ PROVED = sorted(EXAMPLES.keys() - NOT_PROVED.keys())
 
 
 def test_every_error_that_is_no_group_has_an_example():
-    groups = {kind.id for kind in kinds() if kind.__subclasses__()}
-    assert {kind.id for kind in kinds()} - groups <= EXAMPLES.keys() <= {kind.id for kind in kinds()}
+    groups = {id for id, kind in KINDS.items() if kind.__subclasses__()}
+    assert KINDS.keys() - groups <= EXAMPLES.keys() <= KINDS.keys()
     assert list(EXAMPLES) == sorted(EXAMPLES) and NOT_PROVED.keys() <= EXAMPLES.keys()
 
 

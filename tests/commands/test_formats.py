@@ -11,7 +11,7 @@ from fakes import sarif
 
 from torchport.commands import findings
 from torchport.commands.findings import Case, Finding, Report
-from torchport.errors import kinds
+from torchport.errors import KINDS
 
 
 def test_findings_are_written_in_five_formats():
@@ -98,7 +98,7 @@ def test_every_rule_of_sarif_is_explained():
         "The source of the target"
     )
     assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in run["results"])
-    for kind in kinds():
+    for kind in KINDS.values():
         (rule,) = _sarif(Report([Finding(kind.id, "a:1", "b", "", "c")]))["tool"]["driver"]["rules"]
         assert rule["fullDescription"]["text"].startswith(rule["shortDescription"]["text"].rstrip(".")), kind
         assert rule["help"]["text"].endswith(f"torchport explain {kind.id}")

@@ -101,16 +101,16 @@ class Reference:
         self.finished = lambda number, state: setattr(self, "step", number)
 
     def __call__(self, x, y, time):
-        first, apart = self.module.before(x), BLOCKS - self.cache.apart
+        first, apart = self.module.before(x), BLOCKS - self.cache.last_blocks
         if self.step in self.cache.computed(STEPS):
             streams = (first, y)
             for block in self.module.blocks[:apart]:
                 streams = block(*streams, time)
-            added = streams if self.cache.apart else (streams[0] - first, streams[1] - y)
+            added = streams if self.cache.last_blocks else (streams[0] - first, streams[1] - y)
             self.kept.append((self.step, added))
         else:
             streams = self.predicted(self.cache.differences)
-            streams = streams if self.cache.apart else (first + streams[0], y + streams[1])
+            streams = streams if self.cache.last_blocks else (first + streams[0], y + streams[1])
         for block in self.module.blocks[apart:]:
             streams = block(*streams, time)
         return torch.sin(streams[0] + streams[1])

@@ -711,7 +711,7 @@ def test_a_component_that_is_like_another_one_has_its_rules(generic):
     for strategy in card.strategies.values():
         for kind in (strategy.weights, strategy.inputs, strategy.activations):
             assert kind["other"] == kind["transformer"]
-    assert (card.written("other"), card.written("vae")) == ("transformer", "vae")
+    assert (card.rule_key("other"), card.rule_key("vae")) == ("transformer", "vae")
 
 
 def test_a_component_cannot_be_like_one_that_there_is_not(generic):

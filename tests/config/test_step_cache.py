@@ -3,7 +3,7 @@
 import pytest
 
 from torchport.config import Frozen, parse_document, validated
-from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, StepCache, TaylorSeer, described
+from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, StepCache, TaylorSeer, schedule_text
 from torchport.errors import (
     BadValueError,
     ConfigError,
@@ -17,13 +17,13 @@ from torchport.errors import (
 def test_deepcache_computes_the_published_25_of_50_steps():
     cache = DeepCache(kind="deepcache")
     assert cache.computed(50) == (*range(11), *range(11, 45, 4), *range(45, 50))
-    assert described(cache, 50) == "25 of 50 steps: 0-11, 15, 19, 23, 27, 31, 35, 39, 43, 45-49"
+    assert schedule_text(cache, 50) == "25 of 50 steps: 0-11, 15, 19, 23, 27, 31, 35, 39, 43, 45-49"
 
 
 def test_its_ends_move_with_the_number_of_steps():
     cache = DeepCache(kind="deepcache")
-    assert described(cache, 30) == "15 of 30 steps: 0-7, 11, 15, 19, 23, 27-29"
-    assert described(cache, 8) == "5 of 8 steps: 0-2, 6-7"
+    assert schedule_text(cache, 30) == "15 of 30 steps: 0-7, 11, 15, 19, 23, 27-29"
+    assert schedule_text(cache, 8) == "5 of 8 steps: 0-2, 6-7"
     assert cache.computed(1) == (0,)
     for steps in range(1, 60):
         computed = cache.computed(steps)
@@ -32,8 +32,8 @@ def test_its_ends_move_with_the_number_of_steps():
 
 def test_a_network_that_takes_over_computes_its_first_step():
     cache = Schedule(kind="schedule", full=[0, 4])
-    assert described(cache, 6, begins=2) == "3 of 6 steps: 0, 2, 4"
-    assert described(cache, 6, begins=4) == described(cache, 6) == "2 of 6 steps: 0, 4"
+    assert schedule_text(cache, 6, first_step=2) == "3 of 6 steps: 0, 2, 4"
+    assert schedule_text(cache, 6, first_step=4) == schedule_text(cache, 6) == "2 of 6 steps: 0, 4"
 
 
 def test_taylorseer_has_the_same_steps_and_its_order():

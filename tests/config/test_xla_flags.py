@@ -12,19 +12,19 @@ FUSION = "--xla_tpu_enable_async_collective_fusion=true"
 
 def test_every_flag_says_why_and_where_that_is_written(root):
     page = (root / "docs/profiling.md").read_text()
-    for name, entry in xla_flags.sets().items():
+    for name, entry in xla_flags.SETS.items():
         assert entry.why.endswith(".") and f"`{name}`" in page
         for flag in entry.flags:
             assert flag.why.endswith(".") and flag.source.startswith("https://") and flag.flag in page
 
 
 def test_no_set_has_the_flag_that_makes_nan_beside_one_that_is_on_by_default():
-    assert not [name for name, entry in xla_flags.sets().items() if xla_flags.OVERLAP in " ".join(entry.texts)]
+    assert not [name for name, entry in xla_flags.SETS.items() if xla_flags.OVERLAP in " ".join(entry.texts)]
 
 
 def test_an_unknown_name_lists_the_nearest():
     with pytest.raises(UnknownNameError) as caught:
-        xla_flags.set_of("async-all-reduction", TPU)
+        xla_flags.flag_set("async-all-reduction", TPU)
     assert str(caught.value) == (
         "--xla-flags async-all-reduction: There is no such set of flags. Did you mean 'async-all-reduce'? "
         "Known: async-all-reduce, async-all-to-all, less-memory, pipelined-gather, quick-compile."
@@ -49,12 +49,12 @@ def test_an_unknown_name_lists_the_nearest():
 )
 def test_a_set_for_machines_of_another_kind_is_refused(name, machine, text):
     with pytest.raises(BadValueError) as caught:
-        xla_flags.set_of(name, machine)
+        xla_flags.flag_set(name, machine)
     assert str(caught.value) == text
 
 
 def added(name, environment):
-    return xla_flags.added(name, xla_flags.sets()[name], environment)
+    return xla_flags.SETS[name].value(environment)
 
 
 def test_flags_come_after_those_of_the_environment_each_once():

@@ -560,7 +560,7 @@ def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
     asked = dataclasses.replace(request(*ULYSSES), execution=Execution(xla_flags="less-memory"))
     task = accept(planning.on_slice(asked, "v6e:2x4"), dry=True)
     aot.compiled_in_child(task, "denoise", tmp_path / "dump")
-    chosen = xla_flags.set_of("less-memory", task.machine)
+    chosen = xla_flags.flag_set("less-memory", task.machine)
     assert all(text in seen[chosen.variable] for text in chosen.texts) and "xla_dump_to" in seen["XLA_FLAGS"]
 
 

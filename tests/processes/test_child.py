@@ -153,7 +153,7 @@ def test_the_current_folder_is_searched_only_where_somebody_named_it(
 def test_a_folder_that_was_removed_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    assert processes.current_folder() is None and processes.trusted_path(["", "/a"], started=True) == ["/a"]
+    assert processes.current_folder() is None and processes.trusted_path(["", "/a"], is_main=True) == ["/a"]
 
 
 NAMES = ("pydantic", "torch", "jax", "json", "pickle", "numpy", "click", "yaml", "diffusers", "torchax", "tempfile")

@@ -320,7 +320,7 @@ def test_a_lora_of_a_config_need_not_be_there_for_a_plan_or_a_stage_without_step
     config.write_text((root / "configs" / "demo.yaml").read_text() + "lora: [{path: absent.safetensors}]\n")
     assert accept(request_for(config=str(config), prompt=None), dry=True).job.lora
     decode = accept(request_for(config=str(config), stage="decode", prompt=None, inputs=tmp_path))
-    assert decode.job.lora and not decode.takes_steps
+    assert decode.job.lora and not any(stage in decode.denoising for stage in decode.stages)
     text = refusal(CheckpointMissingError, lambda: accept(request_for(config=str(config))))
     assert text.startswith(f"{config}:") and "There is no file 'absent.safetensors'" in text
 

@@ -27,7 +27,7 @@ from torchport import patch, progress
 from torchport.commands import findings, options, static_check, terminal
 from torchport.commands.findings import Finding, Report, exit_code, of_entry, of_error
 from torchport.config.card import STAGES, Card
-from torchport.config.checkout import existing
+from torchport.config.checkout import checkout_folder
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import (
     AbsentPackageError,
@@ -113,7 +113,7 @@ def report_of(
     of --path.
     """
     pack, report = find_pack(paths), Report()
-    checkout = None if upstream_path is None else existing(upstream_path)
+    checkout = None if upstream_path is None else checkout_folder(upstream_path)
     names, models = list(names), [] if model is None else [model]
     if models or not names:
         report.extend(static_check.check_cards(pack, models))

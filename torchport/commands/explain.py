@@ -82,18 +82,17 @@ def command(id: str | None, everything: bool, web: bool) -> None:
 
 def page() -> str:
     """Returns the documentation of every error as Markdown, one section for each id."""
-    return "\n\n".join(["# Errors", START, *(f"## {section(kind.id)}" for kind in errors.kinds())]) + "\n"
+    return "\n\n".join(["# Errors", START, *(f"## {section(id)}" for id in errors.KINDS)]) + "\n"
 
 
 def section(key: str) -> str:
     """Returns the Markdown for an error or a finding of scan: meaning, examples, cure; of a group, its errors, too."""
     if key.upper() in RULES:
         return scan_section(key.upper())
-    kinds = {kind.id: kind for kind in errors.kinds()}
-    kind = kinds.get(key.upper())
+    kind = errors.KINDS.get(key.upper())
     if kind is None:
         place, fact = f"torchport explain {key}", f"There is no id {key}"
-        raise errors.UnknownNameError(place, fact, _nearest(key.upper(), list(kinds)), name=key)
+        raise errors.UnknownNameError(place, fact, _nearest(key.upper(), list(errors.KINDS)), name=key)
     parts = [f"{kind.id} {kind.__name__}", inspect.getdoc(kind) or "", *_group(kind), *_example(kind.id)]
     return "\n\n".join(parts)
 

@@ -161,7 +161,7 @@ def _rule(id: str) -> dict[str, Any]:
     if id in RULES:
         name, title, page = RULES[id].kind, RULES[id].title, scan_section(id)
     else:
-        kind = next(kind for kind in errors.kinds() if kind.id == id)
+        kind = errors.KINDS[id]
         page = inspect.getdoc(kind) or ""
         name, title = kind.__name__, page.partition("\n")[0]
     return {

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from torchport.commands import options, terminal
-from torchport.config.checkout import existing, on_path
+from torchport.config.checkout import checkout_folder, on_path
 from torchport.config.pack import DERIVED
 from torchport.errors import BadValueError
 
@@ -44,7 +44,7 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
     from torchport.porting.draft import PatchDraftRequest, home
 
     request = PatchDraftRequest(**_given_flags(given))
-    checkout = None if upstream_path is None else existing(upstream_path)
+    checkout = None if upstream_path is None else checkout_folder(upstream_path)
     with on_path(checkout):
         drafted = draft.write_draft(request, home.home(out, draft.upstreams(request, checkout)))
     listed = f"List {request.names} under 'patches' of the card, for the stages that need it"
@@ -91,7 +91,7 @@ def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **give
         terminal.say([*lines, f"then        {shlex.join([*words, '--prompt', 'A cat walks'])}"])
         return
     request = model.ModelDraftRequest(**_given_flags(given))
-    checkout = None if upstream_path is None else existing(upstream_path)
+    checkout = None if upstream_path is None else checkout_folder(upstream_path)
     with on_path(checkout):
         lines = model.write(request, home.home(out, model.upstreams(request, checkout)), checkout)
     terminal.say([*lines, f"then        {home.check_command(out, upstream_path)}"])

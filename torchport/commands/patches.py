@@ -12,7 +12,7 @@ import click
 
 from torchport import patch
 from torchport.commands import options, terminal
-from torchport.config.checkout import existing
+from torchport.config.checkout import checkout_folder
 from torchport.config.pack import find_pack
 from torchport.errors import DRIFT_EXIT_CODE, UnknownNameError, nearest
 from torchport.files.folder import as_named
@@ -62,7 +62,7 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     """
     from torchport.commands.check import require_applied, stages_of
 
-    checkout = None if upstream_path is None else existing(upstream_path)
+    checkout = None if upstream_path is None else checkout_folder(upstream_path)
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     pack = find_pack(paths)

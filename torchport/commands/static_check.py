@@ -187,7 +187,7 @@ def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     """Returns the findings for the named model cards; without names, for all cards and all configs."""
     report = Report()
-    cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
+    cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.card_names()}, report)
     sound = []  # only cards without mistakes judge jobs: an error could follow from the mistake
     mistaken: set[str] = set()
     for card, document in cards:
@@ -222,7 +222,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
     """
     cards = []
     unread: set[str | None] = set()
-    extended = {name: pack.extended(name) if name in pack.models() else None for name in models}
+    extended = {name: pack.base_name(name) if name in pack.models() else None for name in models}
     for name in sorted(models, key=lambda name: (extended[name] is not None, name)):
         if extended[name] in unread:
             continue

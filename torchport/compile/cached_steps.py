@@ -36,7 +36,7 @@ CURVE = "curve"
 
 def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
     """Returns a card's stacks without the last blocks that every step computes: those stay unstacked."""
-    return {name: entry.model_copy(update={"last": max(entry.last, cache.apart)}) for name, entry in card.items()}
+    return {name: entry.model_copy(update={"last": max(entry.last, cache.last_blocks)}) for name, entry in card.items()}
 
 
 def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:

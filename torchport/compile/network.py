@@ -142,7 +142,10 @@ def layout(task: Task, component: str, variant: str | None = None) -> load.Layou
 
 def _loras(task: Task, component: str) -> load.Loras:
     files = [load.Lora(expand_home(each.path), each.scale) for each in task.job.lora if each.component == component]
-    names, path = task.card.components[component].lora_names, ["components", task.card.written(component), "lora_names"]
+    names, path = (
+        task.card.components[component].lora_names,
+        ["components", task.card.rule_key(component), "lora_names"],
+    )
     return load.Loras(component, files, names, [task.card_document.place([*path, n]) for n in range(len(names))])
 
 
@@ -269,7 +272,7 @@ def check_heads(task: Task) -> None:
     """Raises if the size of a mesh axis does not divide the number that the card's `divides` names for the axis, such
     as `transformer.num_attention_heads`. Numbers are from the checkpoint, or if it is not here, from its class.
     """
-    networks = [] if task.original else [task.card.written(str(s.network)) for s in task.stages if s.network]
+    networks = [] if task.original else [task.card.rule_key(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:

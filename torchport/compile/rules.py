@@ -99,10 +99,12 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         operators=card.operators,
     )
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
-    divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
+    divides = {
+        axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.rule_key(component)
+    }
     at = ["strategies", strategy]
     return Rules(
-        component, written, document, at, card.written(component), bounds, divides, extra=extra, base=chosen.like
+        component, written, document, at, card.rule_key(component), bounds, divides, extra=extra, base=chosen.like
     )
 
 

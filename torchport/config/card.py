@@ -77,6 +77,7 @@ FamilyPath = Annotated[
 
 
 def _inside_checkpoint(text: str) -> str:
+    """Returns the path of a file as it is, if it lies inside a checkpoint's folder; raises a ValueError otherwise."""
     if text.startswith("/") or ".." in text.split("/") or text.endswith("/"):
         raise ValueError("It must be the path of a file inside the checkpoint")
     return text
@@ -102,7 +103,7 @@ class RenameRule(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _check_groups(self) -> RenameRule:
-        """Refuses a `to` that refers to a group which `match` does not have."""
+        """Refuses a `to` that refers to a group which `match` does not have: `\\2` where `match` has one group."""
         groups = re.compile(self.match).groups
         for escape in re.findall(r"\\(\d+|.?)", self.to):
             if not escape.isdigit() or not 1 <= int(escape) <= groups:
@@ -212,7 +213,7 @@ class HandWritten(Frozen):
     """The most latent frames that it has before the first one, and removes before it decodes. Those files lack them."""
 
     @pydantic.model_validator(mode="after")
-    def _each_once(self) -> HandWritten:
+    def _check_order(self) -> HandWritten:
         if len(set(self.order)) < len(self.order):
             raise ValueError("'order' must name each dim once")
         return self
@@ -340,17 +341,17 @@ class PipelineCall(Frozen):
     @property
     def lists(self) -> frozenset[str]:
         """The embeddings that the pipeline and its network take as a list, with one tensor for each prompt."""
-        names = (name for name, shape in self.embeddings.items() if shape is not None and isinstance(shape[0], list))
-        return frozenset(each for name in names for each in (name, f"negative_{name}"))
+        names = [name for name, shape in self.embeddings.items() if shape is not None and isinstance(shape[0], list)]
+        return frozenset([*names, *(f"negative_{name}" for name in names)])
 
     @property
     def compiled(self) -> tuple[str, ...]:
         """The components that are compiled: the networks, and the VAE unless it stays on the host."""
-        return (*self.networks, *(name for name in ("vae",) if name not in self.host))
+        return self.networks if "vae" in self.host else (*self.networks, "vae")
 
     @pydantic.model_validator(mode="after")
-    def _conditions_are_embeddings(self) -> PipelineCall:
-        """Refuses `conditions` that name no embedding, and a `network` that is listed twice."""
+    def _check_fields(self) -> PipelineCall:
+        """Refuses `conditions` that name no embedding, a `network` that is listed twice, and `sound` beside either."""
         known = {name: shape for name, shape in self.shapes.items() if shape is not None}
         unknown = [name for names in self.conditions.values() for name in names if name not in known]
         if unknown:
@@ -461,7 +462,7 @@ class Implementations(Frozen):
     """By implementation, and by stage: the patches that the stage has beside those of the card's `patches`."""
 
     @pydantic.model_validator(mode="after")
-    def _has_default(self) -> Implementations:
+    def _check_default(self) -> Implementations:
         if self.default not in self.patches:
             raise ValueError(f"'default' is '{self.default}'; the names in 'patches' are {', '.join(self.patches)}")
         return self
@@ -527,27 +528,35 @@ class Card(Frozen):
     @pydantic.model_validator(mode="after")
     def _copy_for_like(self) -> Card:
         """Gives a component with `like: NAME` the entries of NAME that it lacks; `check_names` refuses unknown ones."""
-        groups: list[dict[str, Any]] = [self.tiny.components, self.stacks]
-        groups += [kind for each in self.strategies.values() for kind in (each.weights, each.inputs, each.activations)]
+        sections: list[dict[str, Any]] = [self.tiny.components, self.stacks]
+        for strategy in self.strategies.values():
+            sections += [strategy.weights, strategy.inputs, strategy.activations]
         for name, component in self.components.items():
-            for group in groups if component.like is not None else ():
-                if component.like in group:
-                    group.setdefault(name, group[component.like])
-            if component.like in self.components and not component.published:
-                component.published.update(self.components[component.like].published)
-            if component.like in self.components and not component.lora_names:
-                component.lora_names.extend(self.components[component.like].lora_names)
+            source = component.like
+            if source is None:
+                continue
+            for section in sections:
+                if source in section:
+                    section.setdefault(name, section[source])
+            if source in self.components and not component.published:
+                component.published.update(self.components[source].published)
+            if source in self.components and not component.lora_names:
+                component.lora_names.extend(self.components[source].lora_names)
         return self
 
     @pydantic.model_validator(mode="after")
-    def _shares_rules(self) -> Card:
-        """Completes strategies with the one in `like` and with shared rules (with `call`, or if they have `shared`)."""
-        written = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
-        names = self.call.compiled if self.call else {"vae"}.union(*(each.weights for each in written.values()))
+    def _complete_strategies(self) -> Card:
+        """Adds the rules of the strategy in `like` and shared rules (with `call`, or of strategies with `shared`)."""
+        strategies = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
+        if self.call is not None:
+            names = {*self.call.compiled}
+        else:
+            names = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
         networks = [name for name in self.components if name in names]
-        for name, strategy in written.items():
-            whole = strategy.filled(written.get(strategy.like or name, strategy))
-            self.strategies[name] = whole.completed(name, networks) if self.call or strategy.shared else whole
+        for name, strategy in strategies.items():
+            whole = strategy.over(strategies.get(strategy.like or name, strategy))
+            has_shared = self.call is not None or strategy.shared is not None
+            self.strategies[name] = whole.with_shared_rules(name, networks) if has_shared else whole
         return self
 
     @property
@@ -570,15 +579,12 @@ class Card(Frozen):
         """Returns the same card with other trained weights of the tiny components, or with none."""
         return self.model_copy(update={"tiny": self.tiny.model_copy(update={"trained": dict(trained)})})
 
-    def in_folder(self, folder: Path) -> Card:
-        """Returns the card with the paths of its trained tiny weights joined to the folder that the card lies in."""
-        whole = {
-            name: each.model_copy(update={"file": str(folder / each.file)}) for name, each in self.tiny.trained.items()
-        }
-        return self.with_trained(whole) if whole else self
-
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
-        """Returns the names of a stage's patches. A component that `implementations` lacks has the card's default."""
+        """Returns the names of a stage's patches: `["diffusers/some_network", "torch/cuda"]`.
+
+        Args:
+            implementations: What a job chooses by component, `{"vae": "flax"}`; any other has the card's default.
+        """
         names = list(self.patches.get(stage, []))
         for component, choice in self.implementations.items():
             names += choice.patches[implementations.get(component, choice.default)].get(stage, [])
@@ -586,17 +592,21 @@ class Card(Frozen):
 
     def patch_sets(self) -> Iterator[tuple[StageName, list[str]]]:
         """Yields each stage with each list of patches that it can have: one for every choice of implementations."""
-        choices = [[(name, each) for each in kinds.patches] for name, kinds in self.implementations.items()]
-        stages = {
-            *self.patches,
-            *(s for kinds in self.implementations.values() for p in kinds.patches.values() for s in p),
-        }
+        # [[("vae", "torchax"), ("vae", "flax")]] -> {"vae": "torchax"} and {"vae": "flax"}
+        options = [[(component, name) for name in kinds.patches] for component, kinds in self.implementations.items()]
+        choices = [dict(pairs) for pairs in itertools.product(*options)]
+        stages = set(self.patches)
+        for kinds in self.implementations.values():
+            stages.update(*kinds.patches.values())
         for stage in (stage for stage in STAGES if stage in stages):
-            sets = [tuple(self.patch_names(stage, dict(chosen))) for chosen in itertools.product(*choices)]
-            yield from ((stage, list(names)) for names in dict.fromkeys(sets))
+            sets = dict.fromkeys(tuple(self.patch_names(stage, choice)) for choice in choices)
+            yield from ((stage, list(names)) for names in sets)
 
-    def written(self, component: str) -> str:
-        """Returns the name under which the card has a component's rules: the component's, or the one in its `like`."""
+    def rule_key(self, component: str) -> str:
+        """Returns the name under which the card has a component's rules: its own, or the name in its `like`.
+
+        For a `transformer_2` with `like: transformer`, that is `"transformer"`.
+        """
         return self.components[component].like or component
 
     def folder(self, component: str, variant: str | None) -> str:
@@ -608,7 +618,7 @@ class Card(Frozen):
         file = self.components[component].file
         return None if file is None else file.format(variant=variant)
 
-    def code(self, family: Path) -> list[Path]:
+    def python_files(self, family: Path) -> list[Path]:
         """Returns the Python files that the card names: that of its family, and those beside it with builders."""
         names = {component.build.partition(":")[0] for component in self.components.values() if component.build}
         return [family, *(family.with_name(name) for name in sorted(names))]
@@ -729,9 +739,9 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
         job.cache.computed(job.steps)  # raises if the cache's fields do not fit
     except BadValueError as error:
         keys = getattr(error, "keys", ())  # a flag that sets one of them is at fault, or else a line
-        flagged = [key for key in keys if ("cache", key) in document.flags]
-        written = [key for key in keys if ("cache", key) in document.lines]
-        yield BadValueError(document.place(["cache", *(flagged or written)[:1]]), error.fact, error.remedy)
+        flags = [key for key in keys if ("cache", key) in document.flags]
+        lines = [key for key in keys if ("cache", key) in document.lines]
+        yield BadValueError(document.place(["cache", *(flags or lines)[:1]]), error.fact, error.remedy)
     if not job.stacked:
         fact = "A step cache reuses what stacked blocks compute, and 'stacked' is false"
         remedy = "Remove one of the two: --set cache=null, or --set stacked=true"
@@ -752,25 +762,25 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     if job.frames % step != plus % step or job.frames < plus:
         first = plus or step  # zero frames are no video
         below = max(first, (job.frames - plus) // step * step + plus)
-        yield BadValueError(
-            document.place(["frames"]),
-            f"'frames' is {job.frames}",
-            f"It must be {step}n+{plus}: the nearest are {below} and {below + step}",
-            nearest=(below, below + step),
-        )
-    for key in ("height", "width"):
-        value, unit = getattr(job, key), card.size_multiple_of
-        if value % unit:
-            below = max(unit, value // unit * unit)
-            yield BadValueError(
-                document.place([key]),
-                f"'{key}' is {value}",
-                f"The VAE divides it by {unit}: the nearest are {below} and {below + unit}",
-                nearest=(below, below + unit),
-            )
+        remedy = f"It must be {step}n+{plus}: the nearest are {below} and {below + step}"
+        pair = (below, below + step)
+        yield BadValueError(document.place(["frames"]), f"'frames' is {job.frames}", remedy, nearest=pair)
+    unit = card.size_multiple_of
+    for key, pixels in (("height", job.height), ("width", job.width)):
+        if pixels % unit:
+            below = max(unit, pixels // unit * unit)
+            remedy = f"The VAE divides it by {unit}: the nearest are {below} and {below + unit}"
+            pair = (below, below + unit)
+            yield BadValueError(document.place([key]), f"'{key}' is {pixels}", remedy, nearest=pair)
     if job.strategy not in card.strategies:
         fact, remedy = f"'{card.model}' has no strategy '{job.strategy}'", nearest(job.strategy, card.strategies)
         yield UnknownNameError(document.place(["strategy"]), fact, remedy, name=job.strategy)
+    yield from _component_mistakes(job, card, document)
+    yield from _argument_mistakes(job, card, document)
+
+
+def _component_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields the mistakes in what a job says of components: their dtypes and implementations."""
     for name in job.dtypes:
         if name not in card.components:
             fact = f"'{card.model}' has no component '{name}'"
@@ -778,9 +788,20 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         elif card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
             yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
-    yield from _implementation_mistakes(job, card, document)
-    yield from _dtype_mistakes(job, card, document)
-    yield from _argument_mistakes(job, card, document)
+    for component, name in job.implementations.items():
+        place = document.place([component, "implementation"])
+        kinds = card.implementations.get(component)
+        if kinds is None:
+            fact = f"'{card.model}' has one implementation of '{component}', and it has no name"
+            yield UnknownKeyError(place, fact, "Remove 'implementation'", key="implementation")
+        elif name not in kinds.patches:
+            fact = f"'{card.model}' has no implementation '{name}' of '{component}'"
+            yield UnknownNameError(place, fact, nearest(name, kinds.patches), name=name)
+    networks = () if card.call is None else card.call.networks
+    dtypes = {job.dtypes.get(name, card.components[name].dtype) for name in networks if name in card.components}
+    if len(dtypes) > 1:
+        fact = f"{' and '.join(map(repr, networks))} have two dtypes, and the pipeline gives both the same latents"
+        yield BadValueError(document.place(["dtypes"]), fact, "Give them one", key="dtypes")
 
 
 def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> Iterator[TorchportError]:
@@ -790,8 +811,8 @@ def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> 
     place = document.place(["guider"])
     if "guider" not in card.components:
         fact = f"'{card.model}' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'"
-        others = [name for name, parts in cards if isinstance(parts, tuple) and "guider" in parts[0].components]
-        remedy = f"Remove 'guider', or take a card whose pipeline has one: {', '.join(others) or 'none here has'}"
+        models = [name for name, read in cards if isinstance(read, tuple) and "guider" in read[0].components]
+        remedy = f"Remove 'guider', or take a card whose pipeline has one: {', '.join(models) or 'none here has'}"
         yield UnknownKeyError(place, fact, remedy, key="guider")
     elif not isinstance(job.guider.get("class"), str):
         fact = f"'guider' has {'no' if job.guider.get('class') is None else 'a number for its'} 'class'"
@@ -802,19 +823,6 @@ def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> 
     elif job.guidance_scale == 1.0:
         fact = "'guidance_scale' is 1.0, and a guider needs two predictions"
         yield BadValueError(place, fact, "Raise 'guidance_scale', or remove 'guider'", key="guidance_scale")
-
-
-def _implementation_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields an error for each component with an `implementation` that the card does not have."""
-    for component, name in job.implementations.items():
-        place = document.place([component, "implementation"])
-        kinds = card.implementations.get(component)
-        if kinds is None:
-            fact = f"'{card.model}' has one implementation of '{component}', and it has no name"
-            yield UnknownKeyError(place, fact, "Remove 'implementation'", key="implementation")
-        elif name not in kinds.patches:
-            fact = f"'{card.model}' has no implementation '{name}' of '{component}'"
-            yield UnknownNameError(place, fact, nearest(name, kinds.patches), name=name)
 
 
 PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "return_dict")
@@ -841,15 +849,6 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
             yield BadValueError(place, fact, "Change it in the card's 'encode'", key=name)
 
 
-def _dtype_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields an error if the networks that share the pipeline's latents would have different dtypes."""
-    networks = () if card.call is None else card.call.networks
-    dtypes = {job.dtypes.get(name, card.components[name].dtype) for name in networks if name in card.components}
-    if len(dtypes) > 1:
-        fact = f"{' and '.join(map(repr, networks))} have two dtypes, and the pipeline gives both the same latents"
-        yield BadValueError(document.place(["dtypes"]), fact, "Give them one", key="dtypes")
-
-
 def check_call(card: Card, document: Document) -> None:
     """Refuses `family: diffusers` without `pipeline` or `call`, and `call` beside any other family."""
     if card.family != GENERIC:
@@ -871,55 +870,74 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     Args:
         networks: The components that the family's stages compile.
     """
-    mistakes = list(_name_mistakes(card, networks, document))
-    if mistakes:
-        raise combined(mistakes)
-
-
-def _name_mistakes(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
-    """Yields the mistakes that `check_names` refuses."""
+    mistakes: list[TorchportError] = []
     for name, component in card.components.items():
         for key in ("build", "file") if card.pipeline is not None else ():
             if getattr(component, key) is not None:
                 fact = f"'{key}' is '{getattr(component, key)}', and 'pipeline' reads a layout that has no such thing"
-                yield BadValueError(document.place(["components", name, key]), fact, "Remove 'pipeline', or this")
-    sections: list[tuple[list[str | int], Collection[str]]] = [(["stacks"], card.stacks)]
+                place = document.place(["components", name, key])
+                mistakes.append(BadValueError(place, fact, "Remove 'pipeline', or this"))
+    mistakes += _missing_rules(card, networks, document)
+    mistakes += _unknown_names(card, networks, document)
+    if mistakes:
+        raise combined(mistakes)
+
+
+def _missing_rules(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
+    """Yields an error for each network that a strategy has no rules for; `like` takes those from another strategy."""
+    needed = set(networks) & set(card.components)  # a network that is no component is refused as that
     for name, strategy in card.strategies.items():
-        here: list[str | int] = ["strategies", name]
-        for kind in ("weights", "inputs", "activations"):
-            rules = getattr(strategy, kind)  # those that are `like` another strategy's are refused there
-            written = [each for each in rules if strategy.like is None or (*here, kind, each) in document.lines]
-            sections.append(([*here, kind], written))
-        sections += [([*here, "divides", axis], [path.split(".")[0]]) for axis, path in strategy.divides.items()]
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
-            misspelt = {closest(rule, networks) for rule in set(rules) - set(networks)}
-            # A network that is no component is refused as that.
-            known = set(networks) & set(card.components) if strategy.like is None else set()
-            for network in sorted(known - set(rules) - misspelt):
+            misspelt = {closest(key, networks) for key in set(rules) - set(networks)}
+            for network in sorted(needed - set(rules) - misspelt) if strategy.like is None else ():
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
-                yield MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
-    sections += [(["implementations"], list(card.implementations))]
-    sections += [(["score_bounds", what, "component"], [entry.component]) for what, entry in card.score_bounds.items()]
-    sections_of_names = [(path, names, "network", networks) for path, names in sections]
-    sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]
-    sections_of_names += [
-        (["components", name, "like"], [component.like], "component", card.components)
-        for name, component in card.components.items()
-        if component.like is not None
-    ]
-    alone = [name for name, each in card.strategies.items() if each.like is None]
-    likes = [(name, each.like) for name, each in card.strategies.items() if each.like is not None]
-    sections_of_names += [(["strategies", name, "like"], [like], "strategy", alone) for name, like in likes]
-    sections_of_names += [(["tiny", "trained"], card.tiny.trained, "component", card.components)]
-    sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
-    needed = networks if card.call is None else card.call.components
-    sections_of_names += [(["components" if card.call is None else "call"], needed, "component", card.components)]
+                yield MissingKeyError(document.place(["strategies", name, kind]), fact, remedy, key=network)
+
+
+def _unknown_names(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
+    """Yields an error for each name in a card that is no network, component or strategy, where it must be one."""
+    known: dict[str, Collection[str]] = {"network": networks, "component": card.components}
+    known["strategy"] = [name for name, strategy in card.strategies.items() if strategy.like is None]
     absent: set[str] = set()
     # Where a network is no component, rules for a component may be meant for it: they are not refused, too.
-    meant = set(card.components) if set(networks) - set(card.components) else set()
-    for path, names, word, known_names in sections_of_names:
+    tolerated = set(card.components) if set(networks) - set(card.components) else set()
+    for kind, path, names in _names(card, networks, document):
         for name in names:
-            if name not in known_names and name not in absent and not (word == "network" and name in meant):
-                absent |= {name} if word == "component" else set()
-                fact = f"'{name}' is no {word} of '{card.model}'"
-                yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)
+            if name in known[kind] or name in absent or (kind == "network" and name in tolerated):
+                continue
+            if kind == "component":
+                absent.add(name)
+            fact = f"'{name}' is no {kind} of '{card.model}'"
+            yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known[kind]), key=name)
+
+
+def _names(
+    card: Card, networks: Collection[str], document: Document
+) -> Iterator[tuple[str, list[str | int], Collection[str]]]:
+    """Yields the names in each section of a card: what they must be, the section's path, and the names.
+
+    For example `"network", ["strategies", "tp", "weights"], ["transformer", "vae"]`.
+    """
+    yield "network", ["stacks"], card.stacks
+    for name, strategy in card.strategies.items():
+        for key in ("weights", "inputs", "activations"):
+            path: list[str | int] = ["strategies", name, key]
+            # Rules that come from another strategy, by `like`, are refused there.
+            rules = getattr(strategy, key)
+            yield "network", path, [n for n in rules if strategy.like is None or (*path, n) in document.lines]
+        for axis, number in strategy.divides.items():
+            yield "network", ["strategies", name, "divides", axis], [number.split(".")[0]]
+    yield "network", ["implementations"], list(card.implementations)
+    for name, bound in card.score_bounds.items():
+        yield "network", ["score_bounds", name, "component"], [bound.component]
+    yield "component", ["tiny", "components"], card.tiny.components
+    for name, component in card.components.items():
+        yield "component", ["components", name, "like"], [] if component.like is None else [component.like]
+    for name, strategy in card.strategies.items():
+        yield "strategy", ["strategies", name, "like"], [] if strategy.like is None else [strategy.like]
+    yield "component", ["tiny", "trained"], card.tiny.trained
+    yield "component", ["tiny", "tokenizers"], card.tiny.tokenizers
+    if card.call is None:
+        yield "component", ["components"], networks
+    else:
+        yield "component", ["call"], card.call.components

@@ -16,27 +16,31 @@ from torchport.files.folder import as_named, expand_home, has_folder
 from torchport.processes import git
 
 
-def find(checkout: Checkout | None, named: str | None) -> Path | None:
-    """Returns the folder that `--upstream-path` names, if it is this checkout; None for a card without `checkout`."""
+def find(checkout: Checkout | None, path: str | None) -> Path | None:
+    """Returns the folder that `--upstream-path` names, if it is a card's checkout; None for a card without `checkout`.
+
+    Args:
+        path: The flag's value.
+    """
     if checkout is None:
-        if named is not None:
+        if path is not None:
             raise UpstreamError(
-                f"--upstream-path {named}", "This model's upstreams are installed packages", "Leave the flag out"
+                f"--upstream-path {path}", "This model's upstreams are installed packages", "Leave the flag out"
             )
         return None
     clone = f"git clone {checkout.url}, and pass --upstream-path DIR"
-    if named is None:
+    if path is None:
         raise UpstreamError("--upstream-path", f"It is missing, and '{checkout.package}' is a checkout", clone)
-    folder = existing(named)
+    folder = checkout_folder(path)
     if not _package(checkout, folder).exists():
         below = _package(checkout, folder / "src").exists()
-        remedy = f"It lies below src: write --upstream-path {Path(named) / 'src'}" if below else clone
-        raise UpstreamError(f"--upstream-path {named}", f"There is no package '{checkout.package}' in it", remedy)
+        remedy = f"It lies below src: write --upstream-path {Path(path) / 'src'}" if below else clone
+        raise UpstreamError(f"--upstream-path {path}", f"There is no package '{checkout.package}' in it", remedy)
     for file, other in checkout.others.items():
         if (folder / file).exists() and not (folder / checkout.has).is_file():
-            raise UpstreamError(f"--upstream-path {named}", f"This is {other}: it has {file}", clone)
+            raise UpstreamError(f"--upstream-path {path}", f"This is {other}: it has {file}", clone)
     if not (folder / checkout.has).is_file():
-        raise UpstreamError(f"--upstream-path {named}", f"It has no {checkout.has}", clone)
+        raise UpstreamError(f"--upstream-path {path}", f"It has no {checkout.has}", clone)
     # The modules of two copies of the package would mix.
     copy = getattr(sys.modules.get(checkout.package), "__file__", None)
     if copy is not None and not Path(copy).resolve().is_relative_to(folder):
@@ -66,7 +70,7 @@ def upstream(checkout: Checkout | None, folder: Path | None) -> Upstream | None:
     return Upstream(checkout.package, git.revision(_package(checkout, folder)))
 
 
-def existing(path: str | Path) -> Path:
+def checkout_folder(path: str | Path) -> Path:
     """Returns the folder that `--upstream-path` names."""
     folder = expand_home(str(path))
     if not has_folder(folder):

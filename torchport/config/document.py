@@ -50,35 +50,35 @@ class Document:
     files: Mapping[Location, str] = dataclasses.field(default_factory=dict)
 
     def line(self, location: Sequence[str | int]) -> int:
-        """Returns the line of a location, or of the closest container of it that was written."""
+        """Returns the line of a location, such as `("mesh", "tp")`, or of the closest container that was written."""
         path = tuple(location)
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
 
     def place(self, location: Sequence[str | int] = ()) -> str:
-        """Returns `file:line` of a location, or the flag that set it."""
-        path = tuple(location)
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.flags:
-                return self.flags[path[:length]]
-        written = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in self.lines), ())
-        return f"{self.files.get(written, self.file)}:{self.line(path)}"
+        """Returns `file:line` of a location, or the flag that set it: `--set steps=10`."""
+        containers = [tuple(location)[:length] for length in range(len(location), 0, -1)]
+        for path in containers:
+            if path in self.flags:
+                return self.flags[path]
+        written = next((path for path in containers if path in self.lines), ())
+        return f"{self.files.get(written, self.file)}:{self.line(written)}"
 
     def over(self, base: Document) -> Document:
         """Returns this document on top of `base`: mappings are merged, and null removes a value of `base`."""
         lines, files = dict(self.lines), dict(self.files)
 
-        def merged(ours: Any, theirs: Any, path: Location) -> Any:
-            """Returns `ours` on top of `theirs`; notes file and line of the values that only `theirs` has."""
-            if not isinstance(ours, dict) or not isinstance(theirs, dict):
-                return ours
-            inherited = {(*path, key) for key in theirs.keys() - ours.keys()}
-            here = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
-            lines.update(here)
-            files.update(dict.fromkeys(here, base.file))
-            values = {**theirs, **{key: merged(ours[key], theirs.get(key), (*path, key)) for key in ours}}
-            return {key: value for key, value in values.items() if value is not None or theirs.get(key) is None}
+        def merged(upper: Any, lower: Any, path: Location) -> Any:
+            """Returns the upper value on top of the lower one; notes file and line of what only the lower one has."""
+            if not isinstance(upper, dict) or not isinstance(lower, dict):
+                return upper
+            inherited = {(*path, key) for key in lower.keys() - upper.keys()}
+            inner = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
+            lines.update(inner)
+            files.update(dict.fromkeys(inner, base.file))
+            values = {**lower, **{key: merged(upper[key], lower.get(key), (*path, key)) for key in upper}}
+            return {key: value for key, value in values.items() if value is not None or lower.get(key) is None}
 
         return dataclasses.replace(self, data=merged(self.data, base.data, ()), lines=lines, files=files)
 
@@ -112,8 +112,12 @@ _CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
 
 def parse_document(text: str, file: str) -> Document:
     """Returns YAML text as data with its lines; raises with the line of a fault. See `read_document`."""
+    lines: dict[Location, int] = {(): 1}
     try:
-        return _YamlReader(yaml.parse(text, Loader=_LOADER), file).document()
+        events = _plain_events(text, file)
+        first = next(events, None)
+        data = None if first is None else _Reader(file, events, lines).value(first, ())
+        next(events, None)  # refuses a second document
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -122,92 +126,83 @@ def parse_document(text: str, file: str) -> Document:
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split()).rstrip(".")[:200]
         raise SyntaxYamlError(f"{file}:1", f"Not YAML: {problem}", "Mend the syntax") from error
+    return Document(file, data, lines)
 
 
-class _YamlReader:
-    """Builds plain data from a parser's events. It constructs nothing from a tag, so it executes nothing.
+def _plain_events(text: str, file: str) -> Iterator[Any]:
+    """Yields what the parser finds in YAML text: a scalar, the start or the end of a mapping or list.
 
-    `yaml.compose` would lose anchors, and whether a tag was written out. Both are refused here.
+    Refuses aliases, anchors, tags and a second document. `yaml.compose` would lose anchors, and whether a tag was
+    written out. No tag constructs anything here, so none executes anything.
     """
-
-    def __init__(self, events: Iterator[Any], file: str) -> None:
-        self.events = events
-        self.file = file
-        self.lines: dict[Location, int] = {(): 1}
-
-    def document(self) -> Document:
-        """Returns the only document of the file, its data None if the file is empty; raises if there are several."""
-        data, count = None, 0
-        for event in self.events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                count += 1
-                if count > 1:
-                    raise self._refusal(event, "A second document starts here", "Keep one document to a file")
-                data = self._value(next(self.events), ())
-        return Document(self.file, data, self.lines)
-
-    def _value(self, event: Any, path: Location) -> Any:
-        """Returns the mapping, list or scalar that starts with an event, and notes its line; raises if too deep."""
-        self._check_plain(event)
-        if len(path) > _DEEPEST:
-            raise self._refusal(event, f"The value is nested in more than {_DEEPEST} others", "Nest it less deeply")
-        self.lines.setdefault(path, _line(event))
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(path)
-        if isinstance(event, yaml.SequenceStartEvent):
-            items = iter(lambda: next(self.events), None)
-            inner = itertools.takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), items)
-            return [self._value(item, (*path, number)) for number, item in enumerate(inner)]
-        return self._scalar(event)
-
-    def _mapping(self, path: Location) -> dict[str, Any]:
-        """Returns a mapping from the events that follow its start; refuses a key that stands there twice."""
-        result: dict[str, Any] = {}
-        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
-            self._check_plain(event)
-            if not isinstance(event, yaml.ScalarEvent):
-                raise self._refusal(event, "A key is not a plain word", "Use a string as the key")
-            key, place = str(event.value), (*path, str(event.value))
-            if key in result:
-                fact = f"'{key}' stands here and on line {self.lines[place]}"
-                line = f"{self.file}:{_line(event)}"
-                raise DuplicateKeyError(line, fact, "Keep one of the two", key=key)
-            self.lines[place] = _line(event)
-            result[key] = self._value(next(self.events), place)
-        return result
-
-    def _scalar(self, event: Any) -> Any:
-        """Returns a scalar's value: quoted text as it is, plain text as YAML 1.2's core schema reads it."""
-        text = str(event.value)
-        if event.style:
-            return text  # quoted, or a block
-        for pattern, read in _CORE:
-            if pattern.fullmatch(text):
-                try:
-                    return read(text)
-                except ValueError as error:  # thousands of digits
-                    raise self._refusal(event, f"'{text}' cannot be read", "Quote it") from error
-        return text
-
-    def _check_plain(self, event: Any) -> None:
-        """Refuses an alias, an anchor or a tag."""
+    documents = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if documents > 1:
+            raise _refusal_at(event, file, "A second document starts here", "Keep one document to a file")
         if isinstance(event, yaml.AliasEvent):
-            raise self._refusal(event, f"The alias *{event.anchor} is not plain data", "Write the value out")
-        if event.anchor is not None:
-            raise self._refusal(event, f"The anchor &{event.anchor} is not plain data", "Write the value out")
-        if event.tag is not None:
-            raise self._refusal(event, f"The tag {event.tag} is not plain data", "Remove the tag")
+            raise _refusal_at(event, file, f"The alias *{event.anchor} is not plain data", "Write the value out")
+        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            raise _refusal_at(event, file, f"The anchor &{event.anchor} is not plain data", "Write the value out")
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            raise _refusal_at(event, file, f"The tag {event.tag} is not plain data", "Remove the tag")
+        if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
+            yield event
 
-    def _refusal(self, event: Any, fact: str, remedy: str) -> SyntaxYamlError:
-        return SyntaxYamlError(f"{self.file}:{_line(event)}", fact, remedy)
+
+def _refusal_at(event: Any, file: str, fact: str, remedy: str) -> SyntaxYamlError:
+    return SyntaxYamlError(f"{file}:{_line(event)}", fact, remedy)
 
 
 def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
 
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Builds plain data from the events of a document, and notes the line of each value."""
+
+    file: str
+    events: Iterator[Any]
+    lines: dict[Location, int]
+
+    def value(self, event: Any, path: Location) -> Any:
+        """Returns the mapping, list or scalar that starts with an event; refuses what is nested too deep."""
+        if len(path) > _DEEPEST:
+            fact = f"The value is nested in more than {_DEEPEST} others"
+            raise _refusal_at(event, self.file, fact, "Nest it less deeply")
+        self.lines.setdefault(path, _line(event))  # that of a mapping's value is its key's
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = itertools.takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), self.events)
+            return [self.value(item, (*path, number)) for number, item in enumerate(items)]
+        text = str(event.value)
+        for pattern, read in _CORE if not event.style else ():  # quoted text and blocks stay text
+            if pattern.fullmatch(text):
+                try:
+                    return read(text)
+                except ValueError as error:  # thousands of digits
+                    raise _refusal_at(event, self.file, f"'{text}' cannot be read", "Quote it") from error
+        return text
+
+    def _mapping(self, path: Location) -> dict[str, Any]:
+        """Returns a mapping from the events that follow its start; refuses a key that stands there twice."""
+        result: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                raise _refusal_at(event, self.file, "A key is not a plain word", "Use a string as the key")
+            key, line = str(event.value), _line(event)
+            if key in result:
+                fact = f"'{key}' stands here and on line {self.lines[*path, key]}"
+                raise DuplicateKeyError(f"{self.file}:{line}", fact, "Keep one of the two", key=key)
+            self.lines[*path, key] = line
+            result[key] = self.value(next(self.events), (*path, key))
+        return result
+
+
 def overridden(document: Document, override: str) -> Document:
-    """Returns the document with one field set by `path.to.field=value`, where the value is YAML, or raises."""
+    """Returns the document with a field set by what `--set` has, `mesh.tp=4`, where the value is YAML; or raises."""
     place = f"--set {override}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -218,15 +213,15 @@ def overridden(document: Document, override: str) -> Document:
     except SyntaxYamlError as error:
         raise SyntaxYamlError(place, error.fact, "Quote the value") from error
     data: Any = {**document.data} if isinstance(document.data, dict) else {}
-    inner, new = data, len(keys)
+    inner, depth_of_flag = data, len(keys)
     for depth, key in enumerate(keys[:-1], 1):
         if not isinstance(inner.get(key), dict):
-            new = min(new, depth)  # everything below this key comes from the flag
+            depth_of_flag = min(depth_of_flag, depth)  # everything below this key comes from the flag
             inner[key] = {}
-        inner[key] = {**inner[key]}
+        inner[key] = {**inner[key]}  # the document's own mappings stay as they are
         inner = inner[key]
     inner[keys[-1]] = value
-    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:new]): place})
+    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:depth_of_flag]): place})
 
 
 def validated(model: type[ModelT], document: Document) -> ModelT:
@@ -234,59 +229,45 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
-        mistakes = [_Mistake.from_error(document.data, e) for e in error.errors()]
+        mistakes = [_Mistake(document.data, each) for each in error.errors()]
         # Of the alternatives of one field, take the one that matched furthest. Our own checks come last.
         mistakes.sort(key=lambda m: (m.kind == "missing", document.line(m.path), -len(m.path), m.kind != "value_error"))
         kept: list[_Mistake] = []
         for mistake in mistakes:
-            if not any(mistake.is_another_form_of(other) or mistake.follows(other) for other in kept):
+            if not any(mistake.repeats(earlier) for earlier in kept):
                 kept.append(mistake)
         raise combined([_refusal(model, document, mistake.path, mistake.error) for mistake in kept]) from error
 
 
-@dataclasses.dataclass(frozen=True)
 class _Mistake:
-    """One of pydantic's errors, with its path in the file."""
+    """One of pydantic's errors, its location divided into keys of the data and names of a union's alternatives."""
 
-    error: Any  #: Pydantic's.
-    #: Its location without the names that pydantic adds for alternatives.
-    path: Location
-    #: These names, by the path of the value that they are alternatives of.
-    alternatives: Mapping[Location, str]
-
-    @property
-    def kind(self) -> str:
-        return str(self.error["type"])
-
-    @classmethod
-    def from_error(cls, data: Any, error: Any) -> _Mistake:
-        """Returns one of pydantic's errors, its location divided into keys of `data` and names of alternatives."""
-        path: Location = ()
-        alternatives: dict[Location, str] = {}
+    def __init__(self, data: Any, error: Any) -> None:
+        self.error = error
+        self.kind = str(error["type"])
+        self.path: Location = ()
+        self.alternatives: dict[Location, str] = {}  #: Their names, by the path of the value.
         location = error["loc"]
         for number, part in enumerate(location, 1):
             keys = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
             if part in keys:
                 data = data[part]
-                path += (part,)
-            elif error["type"] == "missing" and number == len(location):
-                path += (part,)
+                self.path += (part,)
+            elif self.kind == "missing" and number == len(location):
+                self.path += (part,)
             else:
-                alternatives[path] = f"{alternatives.get(path, '')} {part}"
-        return cls(error, path, alternatives)
+                self.alternatives[self.path] = f"{self.alternatives.get(self.path, '')} {part}"
 
-    def follows(self, other: _Mistake) -> bool:
-        """Returns whether a key is missing because the other mistake is its name, misspelt."""
-        is_beside = self.path[:-1] == other.path[:-1] and (self.kind, other.kind) == ("missing", "extra_forbidden")
-        return is_beside and closest(str(other.path[-1]), [str(self.path[-1])]) != ""
-
-    def is_another_form_of(self, other: _Mistake) -> bool:
-        """Returns whether both are about one value: one path begins with the other, or their union members differ."""
-        shared = self.alternatives.keys() & other.alternatives.keys()
-        if any(self.alternatives[path] != other.alternatives[path] for path in shared):
+    def repeats(self, earlier: _Mistake) -> bool:
+        """Returns whether an earlier mistake is about the same value, or is the misspelt name of this missing key."""
+        is_beside = self.path[:-1] == earlier.path[:-1] and (self.kind, earlier.kind) == ("missing", "extra_forbidden")
+        if is_beside and closest(str(earlier.path[-1]), [str(self.path[-1])]):
             return True
-        shorter = min(len(self.path), len(other.path))
-        return self.path[:shorter] == other.path[:shorter]
+        shared = self.alternatives.keys() & earlier.alternatives.keys()
+        if any(self.alternatives[path] != earlier.alternatives[path] for path in shared):
+            return True
+        shorter = min(len(self.path), len(earlier.path))
+        return self.path[:shorter] == earlier.path[:shorter]
 
 
 def _refusal(model: type[Frozen], document: Document, location: Location, error: Any) -> TorchportError:
@@ -294,22 +275,21 @@ def _refusal(model: type[Frozen], document: Document, location: Location, error:
     place = document.place(location)
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":
-        key = str(location[-1])
-        names = _fields_at(model, location[:-1], document.data)
-        return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, names), key=name)
+        keys = _keys(model, location[:-1], document.data)
+        return UnknownKeyError(place, f"Unknown key '{name}'", nearest(str(location[-1]), keys), key=name)
     if error["type"] == "missing":
         return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
     if error["type"] == "value_error":
         return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
     if error["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
         return _kind_refusal(model, document, location, error["input"])
-    expected = _WANTED.get(error["type"], "").format(**error.get("ctx", {})) or str(error["msg"]).removeprefix(
-        "Input should be "
-    ).rstrip(".")
+    expected = _WANTED.get(error["type"], "").format(**error.get("ctx", {}))
+    expected = expected or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
     return WrongTypeError(place, _fact(name, error["input"]), f"It must be {expected}", key=name)
 
 
 def _fact(name: str, value: Any) -> str:
+    """Returns what a value is, with its type: `'steps' is 'ten' (text)`."""
     kind, text = type(value).__name__, repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     return f"'{name}' is empty" if value is None else f"'{name}' is {text} ({_KINDS.get(kind, kind)})"
 
@@ -318,31 +298,20 @@ def _kind_refusal(model: type[Frozen], document: Document, location: Location, v
     """Returns the error for a value that fits no alternative of a union which a key tells apart, such as `kind`."""
     name, place = ".".join(str(part) for part in location), document.place(location)
     literals = [_literals(candidate) for candidate in _models(model, location)]
-    key = next(key for key in literals[0] if all(key in other for other in literals))
+    key = next(key for key in literals[0] if all(key in fields for fields in literals))
     kinds = [str(values[key][0]) for values in literals]
+    all_kinds = f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
     if not isinstance(value, dict):
         sample = value if value in kinds else kinds[0]
         remedy = f"It must be a mapping of keys to values, such as {{{key}: {sample}}}"
-        return WrongTypeError(
-            place, _fact(name, value), remedy if sample == value else f"{remedy}. {_known(key, kinds)}"
-        )
+        return WrongTypeError(place, _fact(name, value), remedy if sample == value else f"{remedy}. {all_kinds}")
     if key not in value:
-        return MissingKeyError(place, f"'{name}.{key}' is missing", _known(key, kinds), key=f"{name}.{key}")
+        return MissingKeyError(place, f"'{name}.{key}' is missing", all_kinds, key=f"{name}.{key}")
     place = document.place((*location, key))
     if isinstance(value[key], str):
         fact = f"'{name}.{key}' is '{value[key]}'"
         return UnknownNameError(place, fact, nearest(value[key], kinds), name=value[key])
-    return WrongTypeError(place, _fact(f"{name}.{key}", value[key]), _known(key, kinds), key=f"{name}.{key}")
-
-
-def _known(key: str, kinds: Sequence[str]) -> str:
-    return f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
-
-
-def _literals(model: type[pydantic.BaseModel]) -> dict[str, tuple[Any, ...]]:
-    """Returns the allowed values of each field that is a `Literal`, by the field's key."""
-    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-    return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
+    return WrongTypeError(place, _fact(f"{name}.{key}", value[key]), all_kinds, key=f"{name}.{key}")
 
 
 _WANTED = {
@@ -366,39 +335,48 @@ _KINDS = {
 }
 
 
-def _fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = None) -> list[str]:
-    """Returns the keys that a model reads at a location; of alternatives, only the keys of those that fit `data`."""
+def _keys(model: type[Frozen], location: Location, data: Any) -> list[str]:
+    """Returns the keys that a model reads at a location; of a union's alternatives, those of the ones that fit."""
+    candidates = _models(model, location)
     for part in location:
         keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
         data = data[part] if part in keys else None
-    fitting = candidates = _models(model, location)
-    if isinstance(data, dict):
-        fitting = [c for c in candidates if all(data.get(key, v[0]) in v for key, v in _literals(c).items())]
+    values = data if isinstance(data, dict) else {}
+    fitting = [c for c in candidates if all(values.get(key, v[0]) in v for key, v in _literals(c).items())]
     return sorted({field.alias or name for c in fitting or candidates for name, field in c.model_fields.items()})
 
 
-def _models(model: type[Frozen], location: Sequence[str | int]) -> list[type[pydantic.BaseModel]]:
-    current: Any = model
+def _literals(model: type[pydantic.BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """Returns the allowed values of each field that is a `Literal`, by key: `{"kind": ("magcache",)}`."""
+    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
+
+
+def _models(model: type[Frozen], location: Location) -> list[type[pydantic.BaseModel]]:
+    """Returns the models that may lie at a location of a model; several where its annotation is a union."""
+    annotation: Any = model
     for part in location:
-        current = _inside(current, part)
-    return [c for c in _alternatives(current) if isinstance(c, type) and issubclass(c, pydantic.BaseModel)]
+        annotation = _annotation_of(part, annotation)
+    members = _members(annotation)
+    return [member for member in members if isinstance(member, type) and issubclass(member, pydantic.BaseModel)]
 
 
-def _alternatives(annotation: Any) -> list[Any]:
+def _members(annotation: Any) -> list[Any]:
+    """Returns the members of a union, also of those inside `Annotated`; of another annotation, itself alone."""
     if get_origin(annotation) is None or get_origin(annotation) in (dict, list, tuple):
         return [annotation]
-    return [inner for arg in get_args(annotation) for inner in _alternatives(arg)]
+    return [inner for arg in get_args(annotation) for inner in _members(arg)]
 
 
-def _inside(annotation: Any, part: str | int) -> Any:
+def _annotation_of(part: str | int, annotation: Any) -> Any:
     """Returns the annotation of a field, item or value inside an annotation; None if it has no such part."""
-    for candidate in _alternatives(annotation):
-        if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
-            for name, field in candidate.model_fields.items():
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, pydantic.BaseModel):
+            for name, field in member.model_fields.items():
                 if part in (name, field.alias):
                     return field.annotation
-        elif get_origin(candidate) in (list, tuple):
-            return get_args(candidate)[0]
-        elif get_origin(candidate) is dict:
-            return get_args(candidate)[1]
+        elif get_origin(member) in (list, tuple):
+            return get_args(member)[0]
+        elif get_origin(member) is dict:
+            return get_args(member)[1]
     return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # where patches alone are read, no model of a card is made
 SHIPPED = "torchport"
 """What listings call the pack that torchport brings."""
 DERIVED = "diffusers:"
-"""How the name of a model begins whose card is derived. Those cards are a pack that no listing shows."""
+"""The start of the name of a model whose card is derived: `diffusers:SomePipeline`. No listing shows their pack."""
 GROUP = "torchport.packs"
 """The entry points by which an installed package says that it holds a pack."""
 
@@ -52,13 +52,13 @@ class Pack:
 
     @property
     def patches(self) -> Path:
-        """The folder of its own patch files, one per upstream package; derived cards use those of the pack below."""
+        """The folder of this pack's own patch files; derived cards use the patches of the pack below."""
         if self.name == DERIVED and self.under is not None:
             return self.under.patches
         return self.root / "patches"
 
     def layers(self) -> Iterator[Pack]:
-        """Yields this pack and those under it, from the top."""
+        """Yields this pack and those under it, from the top: `--path`, installed packages, the shipped one."""
         pack: Pack | None = self
         while pack is not None:
             yield pack
@@ -71,22 +71,26 @@ class Pack:
 
     @property
     def checked(self) -> list[Pack]:
-        """The packs that somebody works on: those that are named, or the lowest one if none is."""
+        """The packs that `torchport check` checks: those that the user named, or else the shipped one."""
         layers = list(self.layers())
         return [pack for pack in layers if pack.chosen] or layers[-1:]
 
     def models(self) -> list[str]:
-        return sorted({name for pack in self.layers() for name in pack.cards_here()})
+        """Returns the names of all model cards, of this pack and of those under it."""
+        return sorted({name for pack in self.layers() for name in pack.card_names()})
 
-    def cards_here(self) -> list[str]:
-        return [file.stem for file in self._configs("models/*.yaml")]
-
-    def _configs(self, pattern: str) -> list[Path]:
-        return list((self.root / "configs").glob(pattern))
+    def card_names(self) -> list[str]:
+        """Returns the names of the model cards in this pack's folder."""
+        return [file.stem for file in (self.root / "configs" / "models").glob("*.yaml")]
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the highest pack that has a model card; raises if none has it."""
+        """Returns the pack with a model's card: this one, or the first one under it that has the card; or raises.
+
+        Args:
+            place: Where the model is named; by default `--model`.
+        """
         name = f"configs/models/{model}.yaml"
+        # A card that was derived from a pipeline lies in a cache, as a pack on top of this one.
         if model.startswith(DERIVED) and has_file(derived_folder() / name):
             return Pack(derived_folder(), DERIVED, self)
         if model not in self.models():
@@ -96,7 +100,11 @@ class Pack:
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
-        """Returns the highest pack with a file; refuses one that hides a different file without `overrides: true`."""
+        """Returns the highest pack with a file; refuses one that hides a different file without `overrides: true`.
+
+        Args:
+            name: The file's path in a pack: `configs/720p.yaml`.
+        """
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
             document = home.read(home.root / name)
@@ -118,7 +126,8 @@ class Pack:
         from torchport.config.card import Card
 
         home = self.home(name)
-        document = home._card_document(name)
+        folder = home.root / "configs" / "models"
+        document = home._on_base(home.read(folder / f"{name}.yaml"))
         card = validated(Card, document)
         if ("model",) in document.files:  # it is that of the card which this one extends
             raise MissingKeyError(document.place(), "'model' is missing", f"Add 'model: {name}'", key="model")
@@ -126,30 +135,34 @@ class Pack:
             raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
         if card.overrides:
             home._check_overridden(f"configs/models/{name}.yaml", document)
-        return card.in_folder(home.root / "configs" / "models"), document
+        trained = {
+            component: weights.model_copy(update={"file": str(folder / weights.file)})
+            for component, weights in card.tiny.trained.items()
+        }
+        return (card.with_trained(trained) if trained else card), document
 
-    def extended(self, name: str) -> str | None:
-        """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
-        try:
-            document = self.home(name).read(self.home(name).root / "configs" / "models" / f"{name}.yaml")
-        except TorchportError:
-            return None
-        other = document.data.get("extends") if isinstance(document.data, dict) else None
-        return other if isinstance(other, str) else None
-
-    def _card_document(self, name: str) -> Document:
-        """Returns the document of a card of this pack, on top of the one that it extends; only one may be extended."""
-        document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
-        other = document.data.get("extends") if isinstance(document.data, dict) else None
-        place = document.place(["extends"])
-        if other is None:
+    def _on_base(self, document: Document) -> Document:
+        """Returns the document of a card on top of the card that its `extends` names; that one may extend none."""
+        base_name = document.data.get("extends") if isinstance(document.data, dict) else None
+        if base_name is None:
             return document
         # A name that is none is refused alone: without the other card, all that it has would be missing.
-        validated(_Extending, dataclasses.replace(document, data={"extends": other}))
-        base = self.read(self.home(other, place).root / "configs" / "models" / f"{other}.yaml")
+        validated(_Extending, dataclasses.replace(document, data={"extends": base_name}))
+        place = document.place(["extends"])
+        base = self.read(self.home(base_name, place).root / "configs" / "models" / f"{base_name}.yaml")
         if isinstance(base.data, dict) and "extends" in base.data:
-            raise BadValueError(place, f"'{other}' extends another card", "Extend one that extends none")
+            raise BadValueError(place, f"'{base_name}' extends another card", "Extend one that extends none")
         return document.over(base)
+
+    def base_name(self, name: str) -> str | None:
+        """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
+        home = self.home(name)
+        try:
+            document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
+        except TorchportError:
+            return None
+        base = document.data.get("extends") if isinstance(document.data, dict) else None
+        return base if isinstance(base, str) else None
 
     def cards(self) -> Iterator[tuple[str, tuple[Card, Document] | TorchportError]]:
         """Yields each model's name with its card or the error in it, then an error for each file that is never read."""
@@ -188,7 +201,7 @@ class Pack:
         return str(homes[0].root / card.demo) if homes else card.demo
 
     def job(self, name: str, overrides: Sequence[str] = (), card: Card | None = None) -> tuple[Job, Document]:
-        """Returns a config, by path or name, with `a.b=c` overrides applied; refuses an unknown name.
+        """Returns a config, by path or name, with overrides such as `cache.start=5`; refuses an unknown name.
 
         Args:
             card: The model's, whose own demo is meant by `demo`.
@@ -206,17 +219,18 @@ class Pack:
 
     def _job_file(self, name: str) -> Path:
         """Returns the file of a config: at this path, or else in the highest pack that has it; raises without one."""
-        here = Path(name)
-        if has_file(here):
-            return here
-        if here.name.startswith(DERIVED) and has_file(derived_folder() / name):
+        path = Path(name)
+        if has_file(path):
+            return path
+        if path.name.startswith(DERIVED) and has_file(derived_folder() / name):
             return derived_folder() / name
         # A bare name means one of the packs' configs; a path means that file of a pack alone.
-        names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if here.name == name)]
+        names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if path.name == name)]
         for relative in names:
-            if not here.is_absolute() and any(has_file(pack.root / relative) for pack in self.layers()):
+            if not path.is_absolute() and any(has_file(pack.root / relative) for pack in self.layers()):
                 return self.highest(relative).root / relative
-        configs = sorted({f"configs/{file.name}" for pack in self.layers() for file in pack._configs("*.yaml")})
+        files = [file for pack in self.layers() for file in (pack.root / "configs").glob("*.yaml")]
+        configs = sorted({f"configs/{file.name}" for file in files})
         folders = ", ".join(as_named(pack.root) for pack in self.layers())
         fact = f"There is no file '{name}', here or in {folders}"
         raise UnknownNameError(f"--config {name}", fact, nearest(name, configs), name=name)
@@ -227,23 +241,32 @@ class Pack:
         return read_document(file if owner is None else inside(owner.root, file), as_named(file))
 
     def _owner(self, file: Path) -> Pack | None:
+        """Returns the highest pack whose folder a file lies in; None for a file outside of all packs."""
         return next((pack for pack in self.layers() if file.absolute().is_relative_to(pack.root)), None)
 
 
 def find_pack(paths: Sequence[str] = ()) -> Pack:
-    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one. The
-    current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
+    """Returns the highest pack: `--path`, above `TORCHPORT_PATH`, above installed packages, above the shipped one.
+
+    The current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
     """
     shipped = _shipped()
-    packs = [*_packs("--path", paths)]
-    packs += _packs("TORCHPORT_PATH", [path for path in os.environ.get("TORCHPORT_PATH", "").split(os.pathsep) if path])
+    variable = os.environ.get("TORCHPORT_PATH", "").split(os.pathsep)
+    named = [("--path", path) for path in paths]
+    named += [("TORCHPORT_PATH", path) for path in variable if path]
+    packs = []
+    for source, path in named:
+        if not path or not _is_pack(Path(path)):
+            fact, remedy = "There is no folder here with patches/ or configs/ in it", "Name the folder that holds them"
+            raise DataFolderError(f"{source} {path}", fact, remedy)
+        root = Path(path).resolve()
+        packs.append(Pack(root, as_named(root), chosen=True))
     packs += _installed()
-    lowest = Pack(shipped, SHIPPED, chosen=any(pack.chosen and pack.root == shipped for pack in packs))
-    roots = dict.fromkeys(pack.root for pack in packs if pack.root != shipped)
-    for root in reversed(roots):
-        first = next(pack for pack in packs if pack.root == root)
-        lowest = dataclasses.replace(first, under=lowest)
-    return lowest
+    highest = Pack(shipped, SHIPPED, chosen=any(pack.chosen and pack.root == shipped for pack in packs))
+    for root in reversed(dict.fromkeys(pack.root for pack in packs if pack.root != shipped)):
+        first = next(pack for pack in packs if pack.root == root)  # a folder that is named twice is one pack
+        highest = dataclasses.replace(first, under=highest)
+    return highest
 
 
 def derived_folder() -> Path:
@@ -256,24 +279,17 @@ def derived_folder() -> Path:
     return cache.folder() / "derived" / "-".join(versions)
 
 
-def _packs(source: str, paths: Sequence[str]) -> Iterator[Pack]:
-    """Yields the packs at these paths, which `source` (`--path` or `TORCHPORT_PATH`) names; refuses other folders."""
-    for path in paths:
-        if not path or not _is_pack(Path(path)):
-            fact, remedy = "There is no folder here with patches/ or configs/ in it", "Name the folder that holds them"
-            raise DataFolderError(f"{source} {path}", fact, remedy)
-        root = Path(path).resolve()
-        yield Pack(root, as_named(root), chosen=True)
-
-
 def _installed() -> Iterator[Pack]:
-    """Yields the packs of installed packages without importing them; raises if an entry point leads to no pack."""
+    """Yields the packs of installed packages without importing them; raises if an entry point leads to no pack.
+
+    The value of an entry point, `"some_package.data"`, names the folder `data` in the package `some_package`.
+    """
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        package, *inner = point.value.split(".")
-        is_name = all(part.isidentifier() for part in (package, *inner))
+        package, *folders = point.value.split(".")
+        is_name = all(part.isidentifier() for part in (package, *folders))
         spec = importlib.util.find_spec(package) if is_name else None
         for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-            root = Path(place, *inner)
+            root = Path(place, *folders)
             if _is_pack(root):
                 yield Pack(root.resolve(), f"package {point.name}")
                 break
@@ -297,4 +313,5 @@ def _shipped() -> Path:
 
 
 def _is_pack(folder: Path) -> bool:
+    """Returns whether a folder has `patches/` or `configs/` in it."""
     return has_folder(folder / "patches") or has_folder(folder / "configs")

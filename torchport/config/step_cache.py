@@ -6,8 +6,7 @@ A cached step is another result: every kind is lossy. `torchport compare` says b
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
@@ -20,10 +19,7 @@ Positive = Annotated[float, pydantic.Field(gt=0, le=100, allow_inf_nan=False)]
 class _Kind(Frozen, abc.ABC):
     """A kind of step cache."""
 
-    @property
-    def apart(self) -> int:
-        """The number of blocks at the end that every step computes."""
-        return 0
+    last_blocks: ClassVar[int] = 0  #: The number of blocks at the end that every step computes.
 
     @property
     def differences(self) -> int:
@@ -48,15 +44,14 @@ class _Periodic(_Kind):
     """The number of steps that `start` and `end` are meant for. With another number both move in proportion."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps, counted from 0, that compute all blocks; raises unless `start` < `end` <= `of`."""
         if not self.start < self.end <= self.of:
             keys = ("start", "end") if self.start >= self.end else ("of", "end")
             values = [
                 f"'cache.{key}' is {getattr(self, key)}{'' if key in self.model_fields_set else ' by default'}"
                 for key in ("start", "end", "of")
             ]
-            fact, remedy = ", ".join(values), "Write all three in this order: start < end <= of"
-            raise BadValueError("cache", fact, remedy, keys=keys)
+            remedy = "Write all three in this order: start < end <= of"
+            raise BadValueError("cache", ", ".join(values), remedy, keys=keys)
         # `start` and `end` are meant for `of` steps, and the job has `steps`.
         start, end = (max(1, round(step * steps / self.of)) for step in (self.start, self.end))
         return tuple(n for n in range(steps) if n < start or n >= end or (n - start) % self.every == 0)
@@ -70,10 +65,7 @@ class DeepCache(_Periodic):
     keep: Literal["last"] = "last"
     """The blocks that a cached step computes."""
 
-    @property
-    def apart(self) -> int:
-        """One: the last block."""
-        return 1
+    last_blocks: ClassVar[int] = 1
 
 
 class TaylorSeer(_Periodic):
@@ -86,7 +78,6 @@ class TaylorSeer(_Periodic):
 
     @property
     def differences(self) -> int:
-        """The highest difference that the extrapolation takes."""
         return self.order
 
 
@@ -129,12 +120,10 @@ class MagCache(_Kind):
     """The share of steps at the beginning that compute all blocks."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
-        return tuple(self._computed(steps))
-
-    def _computed(self, steps: int) -> Iterator[int]:
-        """Yields the steps that compute all blocks. Others are skipped: after the first share `retain`, no more than
+        """Returns the steps that compute all blocks. Others are skipped: after the first share `retain`, no more than
         `skips` in a row, and while the errors that they add up to stay below `threshold`.
         """
+        whole = []
         ratio, error, skipped = 1.0, 0.0, 0
         for step in range(steps):
             # A curve of another number of steps: the nearest of its steps.
@@ -143,8 +132,9 @@ class MagCache(_Kind):
             if step >= max(1, self.retain * steps) and error <= self.threshold and skipped < self.skips:
                 skipped += 1
             else:
+                whole.append(step)
                 ratio, error, skipped = 1.0, 0.0, 0
-                yield step
+        return tuple(whole)
 
 
 class Calibrate(_Kind):
@@ -160,16 +150,17 @@ class Calibrate(_Kind):
 StepCache = Annotated[DeepCache | Schedule | MagCache | TaylorSeer | Calibrate, pydantic.Field(discriminator="kind")]
 
 
-def computed_by(cache: _Kind, steps: int, begins: int) -> tuple[int, ...]:
-    """Returns the steps, counted from 0, that compute all blocks, if the network's first step is step `begins`. That
-    step is always among them: at its first step a network has nothing to reuse.
+def computed_steps(cache: _Kind, steps: int, first_step: int) -> tuple[int, ...]:
+    """Returns the steps, counted from 0, that compute all blocks in a network that takes steps from `first_step` on.
+
+    That step is always among them: at its first step a network has nothing to reuse.
     """
-    return tuple(sorted({*cache.computed(steps), begins}))
+    return tuple(sorted({*cache.computed(steps), first_step}))
 
 
-def described(cache: _Kind, steps: int, begins: int = 0) -> str:
-    """Returns which steps compute all blocks, in words: `25 of 50 steps: 0-11, 15, 19`; see `computed_by`."""
-    numbers = computed_by(cache, steps, begins)
+def schedule_text(cache: _Kind, steps: int, first_step: int = 0) -> str:
+    """Returns which steps compute all blocks, in words: `25 of 50 steps: 0-11, 15, 19`; see `computed_steps`."""
+    numbers = computed_steps(cache, steps, first_step)
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

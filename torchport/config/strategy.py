@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from torchport.config.document import Frozen, read_document, validated
+from torchport.config.document import Frozen, read_document
 
 FILE = Path(__file__).with_name("strategies.yaml")
 """The shared rules."""
@@ -32,7 +32,8 @@ def _regex(text: str) -> str:
 Regex = Annotated[str, pydantic.AfterValidator(_regex), pydantic.WithJsonSchema({"type": "string", "format": "regex"})]
 
 
-def _once_each(split: list[Split]) -> list[Split]:
+def _axes_once(split: list[Split]) -> list[Split]:
+    """Returns the dims of a spec as they are, if no axis splits two of them; raises a ValueError otherwise."""
     axes_of_dims = [axis for axes in dims_of(split) for axis in axes]
     if len(axes_of_dims) != len(set(axes_of_dims)):
         raise ValueError("It must name each axis once at most: an axis splits one dim; fallbacks go under 'otherwise'")
@@ -41,11 +42,14 @@ def _once_each(split: list[Split]) -> list[Split]:
 
 Split = Axis | Annotated[list[Axis], pydantic.Field(min_length=1)] | None
 """What splits a dim: one axis, several (the first one outermost), or none."""
-Spec = Literal["replicate"] | Annotated[list[Split], pydantic.AfterValidator(_once_each)]
+Spec = Literal["replicate"] | Annotated[list[Split], pydantic.AfterValidator(_axes_once)]
 
 
 def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
-    """Returns the mesh axes that split each dim of a spec, as tuples; an empty list for `replicate` and for None."""
+    """Returns the mesh axes that split each dim of a spec: `[None, ["dp", "tp"]]` -> `[(), ("dp", "tp")]`.
+
+    The list is empty for `replicate` and for None.
+    """
     dims = [] if spec is None or spec == "replicate" else spec
     return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
 
@@ -114,13 +118,13 @@ class Strategy(Frozen):
     divides: dict[Axis, str] = {}
     """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
-    def filled(self, other: Strategy) -> Strategy:
-        """Returns this strategy with the mesh, `divides` and networks' rules of `other` where it has none itself."""
+    def over(self, base: Strategy) -> Strategy:
+        """Returns this strategy on top of `base`: the mesh, `divides` and networks' rules that it lacks are those."""
         kinds = ("divides", "weights", "inputs", "activations")
-        update: dict[str, Any] = {kind: {**getattr(other, kind), **getattr(self, kind)} for kind in kinds}
-        return self.model_copy(update={**update, "mesh": self.mesh or other.mesh})
+        update: dict[str, Any] = {kind: {**getattr(base, kind), **getattr(self, kind)} for kind in kinds}
+        return self.model_copy(update={**update, "mesh": self.mesh or base.mesh})
 
-    def completed(self, name: str, networks: Iterable[str]) -> Strategy:
+    def with_shared_rules(self, name: str, networks: Iterable[str]) -> Strategy:
         """Returns this strategy with the rules of the shared strategy in `shared`, or else of the one called `name`.
 
         With `shared`, shared rules follow a network's own; without, only networks that have no rules get them.
@@ -131,14 +135,14 @@ class Strategy(Frozen):
             return self
         kinds: dict[str, dict[str, Any]] = {}
         for kind in ("weights", "inputs", "activations"):
-            rules_of: dict[str, Any] = dict(getattr(self, kind))
+            rules_by_network: dict[str, Any] = dict(getattr(self, kind))
             for network in networks:
                 rules = getattr(shared.vae if network == "vae" else shared.network, kind)
                 if self.shared is None:
-                    rules_of.setdefault(network, rules)
+                    rules_by_network.setdefault(network, rules)
                 elif rules:
-                    rules_of[network] = [*rules_of.get(network, []), *rules]
-            kinds[kind] = rules_of
+                    rules_by_network[network] = [*rules_by_network.get(network, []), *rules]
+            kinds[kind] = rules_by_network
         return self.model_copy(update={**kinds, "mesh": self.mesh or shared.mesh})
 
 
@@ -158,18 +162,14 @@ class SharedStrategy(Frozen):
     vae: NetworkRules
 
 
-class _SharedTable(Frozen):
-    """`strategies.yaml`."""
-
-    strategies: dict[str, SharedStrategy]
-
-
 @functools.cache
 def shared_strategies() -> dict[str, SharedStrategy]:
     """Returns the strategies of `strategies.yaml`, by name, with all their rules marked as shared."""
-    table = validated(_SharedTable, read_document(FILE, FILE.name)).strategies
-    for rules in (rules for strategy in table.values() for rules in (strategy.network, strategy.vae)):
-        every: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]
-        for rule in every:
-            rule._is_shared = True
-    return table
+    table = read_document(FILE, FILE.name).data["strategies"]
+    strategies = {name: SharedStrategy.model_validate(fields) for name, fields in table.items()}
+    for strategy in strategies.values():
+        for rules in (strategy.network, strategy.vae):
+            all_rules: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]
+            for rule in all_rules:
+                rule._is_shared = True
+    return strategies

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,44 +9,42 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from torchport.config.document import Frozen, read_document, validated
+from torchport.config.document import Frozen, read_document
 from torchport.config.machine import Machine
 from torchport.errors import BadValueError, UnknownNameError, nearest
 
 FILE = Path(__file__).with_name("xla_flags.yaml")
 VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "cpu": "XLA_FLAGS"}
 """The environment variable from which the compiler of a platform reads its flags, once, when it starts."""
+FUSION = re.compile(r"(--xla_tpu_enable_async_collective_fusion\w*)=true")
+OVERLAP = "--xla_tpu_overlap_compute_collective_tc"
 
 
 class Flag(Frozen):
-    """One flag.
-
-    Attributes:
-        flag: As the compiler reads it, `--name=value`.
-        why: What it changes.
-        source: Where that is written.
-    """
+    """A flag of a compiler."""
 
     flag: Annotated[str, pydantic.StringConstraints(pattern=r"^--\w+=\w+$")]
+    """As the compiler reads it, `--name=value`."""
     why: str
+    """What it changes."""
     source: Annotated[str, pydantic.StringConstraints(pattern=r"^https://\S+$")]
+    """Where that is written."""
 
 
-class _FlagSet(Frozen):
-    """A named set.
+class FlagSet(Frozen):
+    """A named set of flags, which `--xla-flags NAME` passes to the compiler of a platform."""
 
-    Attributes:
-        platform: The machines that it is for.
-        why: What it is for.
-        flags: The flags, in the order in which they are passed.
-    """
-
+    name: str
     platform: Literal["tpu", "cpu"]
+    """The machines that it is for."""
     why: str
+    """What it is for."""
     flags: Annotated[list[Flag], pydantic.Field(min_length=1)]
+    """The flags, in the order in which they are passed."""
 
     @property
     def texts(self) -> list[str]:
+        """The flags as the compiler reads them: `["--xla_tpu_enable_latency_hiding_scheduler=true"]`."""
         return [flag.flag for flag in self.flags]
 
     @property
@@ -55,52 +52,47 @@ class _FlagSet(Frozen):
         """The environment variable that they are passed in."""
         return VARIABLES[self.platform]
 
+    def value(self, environment: Mapping[str, str]) -> str:
+        """Returns the new value of `variable`: the flags that it has, then those of the set; raises if they conflict.
 
-class _FlagTable(Frozen):
-    """`xla_flags.yaml`."""
+        Args:
+            environment: The environment variables so far.
+        """
+        place = f"--xla-flags {self.name}"
+        flags = environment.get(self.variable, "").split()
+        for text in self.texts:
+            key = text.partition("=")[0]
+            conflict = next((flag for flag in flags if flag.partition("=")[0] == key and flag != text), None)
+            if conflict is not None:
+                fact = f"It has {text}, and {self.variable} has {conflict}"
+                raise BadValueError(place, fact, f"Take {key} out of {self.variable}, or leave the set out")
+        value = " ".join([*flags, *(text for text in self.texts if text not in flags)])
+        fusion = nan_pair({**environment, self.variable: value})
+        if fusion is not None:
+            fact = f"{OVERLAP} is in the environment, and {fusion} beside it makes NaN on v6e (jax issue 38741)"
+            raise BadValueError(place, fact, "Drop one of the two")
+        return value
 
-    sets: dict[str, _FlagSet]
+
+SETS = {
+    name: FlagSet.model_validate({"name": name, **fields})
+    for name, fields in read_document(FILE, FILE.name).data["sets"].items()
+}
+"""The sets of `xla_flags.yaml`, by name."""
 
 
-@functools.cache
-def sets() -> dict[str, _FlagSet]:
-    return validated(_FlagTable, read_document(FILE, FILE.name)).sets
-
-
-def set_of(name: str, machine: Machine) -> _FlagSet:
+def flag_set(name: str, machine: Machine) -> FlagSet:
     """Returns the set of flags of this name; refuses an unknown name, and a set for another platform."""
-    if name not in sets():
-        raise UnknownNameError(f"--xla-flags {name}", "There is no such set of flags", nearest(name, sets()), name=name)
-    chosen = sets()[name]
-    if chosen.platform != machine.platform:
-        others = [other for other, entry in sets().items() if entry.platform == machine.platform]
-        fact = f"Its flags are for a {chosen.platform}, and the machine is {machine.name}"
-        remedy = f"Leave it out, or name one for a {machine.platform}: {', '.join(others)}"
-        raise BadValueError(f"--xla-flags {name}", fact, remedy if others else "Leave it out", name=name)
-    return chosen
-
-
-def added(name: str, chosen: _FlagSet, environment: Mapping[str, str]) -> str:
-    """Returns the new value of an environment variable: its flags, then those of the set; raises if they conflict."""
-    flags = environment.get(chosen.variable, "").split()
-    for text in chosen.texts:
-        key = text.partition("=")[0]
-        other = next((flag for flag in flags if flag.partition("=")[0] == key and flag != text), None)
-        if other is not None:
-            fact = f"It has {text}, and {chosen.variable} has {other}"
-            raise BadValueError(
-                f"--xla-flags {name}", fact, f"Take {key} out of {chosen.variable}, or leave the set out"
-            )
-    value = " ".join([*flags, *(text for text in chosen.texts if text not in flags)])
-    fusion = nan_pair({**environment, chosen.variable: value})
-    if fusion is not None:
-        fact = f"{OVERLAP} is in the environment, and {fusion} beside it makes NaN on v6e (jax issue 38741)"
-        raise BadValueError(f"--xla-flags {name}", fact, "Drop one of the two")
-    return value
-
-
-FUSION = re.compile(r"(--xla_tpu_enable_async_collective_fusion\w*)=true")
-OVERLAP = "--xla_tpu_overlap_compute_collective_tc"
+    place = f"--xla-flags {name}"
+    if name not in SETS:
+        raise UnknownNameError(place, "There is no such set of flags", nearest(name, SETS), name=name)
+    flags = SETS[name]
+    if flags.platform != machine.platform:
+        fitting = [key for key, candidate in SETS.items() if candidate.platform == machine.platform]
+        fact = f"Its flags are for a {flags.platform}, and the machine is {machine.name}"
+        remedy = f"Leave it out, or name one for a {machine.platform}: {', '.join(fitting)}"
+        raise BadValueError(place, fact, remedy if fitting else "Leave it out", name=name)
+    return flags
 
 
 def nan_pair(environment: Mapping[str, str]) -> str | None:

@@ -56,7 +56,7 @@ def folder_of(card: Card, family: Path) -> Path:
     entries += [{name: each.sha256 for name, each in card.tiny.trained.items()}] if card.tiny.trained else []
     text = json.dumps(entries, sort_keys=True)
     sha = hashlib.sha256(text.encode())
-    for file in (Path(__file__), Path(str(renaming.__file__)), *card.code(family)):
+    for file in (Path(__file__), Path(str(renaming.__file__)), *card.python_files(family)):
         sha.update(file.read_bytes() if file.is_file() else b"")
     return cache.folder() / "tiny" / f"{card.model}-{sha.hexdigest()[:12]}"
 

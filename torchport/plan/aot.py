@@ -228,13 +228,13 @@ def _with_cache(
     yield full.holding(kept_bytes)
     if kept is not None and computed < steps:
         assert called.flops is not None
-        blocks = sum(count + cache.apart for count in outline.program.counts.values())
+        blocks = sum(count + cache.last_blocks for count in outline.program.counts.values())
         reused = dataclasses.replace(
             called,
             inputs={**called.inputs, cached_steps.KEPT: kept},
             static=(*called.static, (cached_steps.MODE, "reuse")),
             times=a_step * (steps - computed),
-            flops=called.flops * cache.apart // blocks,  # only these blocks are computed; other work is small
+            flops=called.flops * cache.last_blocks // blocks,  # only these blocks are computed; other work is small
         )
         yield _program(outline, reused, task.machine, dump)[0].holding(kept_bytes)
 
@@ -342,8 +342,8 @@ def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True
     environment = {"XLA_FLAGS": dump_flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **absent.environment()}
     flags = task.request.execution.xla_flags
     if flags is not None:
-        chosen = xla_flags.set_of(flags, task.machine)
-        environment[chosen.variable] = xla_flags.added(flags, chosen, {**os.environ, **environment})
+        flag_set = xla_flags.flag_set(flags, task.machine)
+        environment[flag_set.variable] = flag_set.value({**os.environ, **environment})
     programs: list[CompiledProgram] = child.call(
         "torchport.plan.aot:compiled",
         *(dataclasses.replace(task, request=dataclasses.replace(task.request, stage=stage)), dump, bounded),

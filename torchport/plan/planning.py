@@ -19,7 +19,7 @@ from torchport.compile import network, preflight
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
-from torchport.config.step_cache import described
+from torchport.config.step_cache import schedule_text
 from torchport.errors import BadValueError
 from torchport.files import atomic
 from torchport.plan import aot, step_time
@@ -187,7 +187,7 @@ def lossy(task: Task) -> list[str]:
     cache, steps = task.job.cache, task.job.steps
     if cache is None or len(cache.computed(steps)) == steps:
         return eight_bits
-    return [*eight_bits, f"cache {cache.kind} computes {described(cache, steps)}"]
+    return [*eight_bits, f"cache {cache.kind} computes {schedule_text(cache, steps)}"]
 
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:

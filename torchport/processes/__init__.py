@@ -21,19 +21,16 @@ def without_empty(value: str) -> str:
     return os.pathsep.join(filter(None, value.split(os.pathsep)))
 
 
-def trusted_path(path: list[str], started: bool = False) -> list[str]:
-    """Returns a `sys.path` without the current folder, unless `PYTHONPATH` names it.
+def trusted_path(path: list[str], is_main: bool = False) -> list[str]:
+    """Returns a `sys.path` without the current folder, unless `PYTHONPATH` names it: `["", "/a"]` -> `["/a"]`.
 
     Args:
-        started: Whether Python was started with `-m`, which puts the current folder first.
+        is_main: Whether Python was started with `-m`, which puts the current folder first.
     """
-    here, variable = current_folder(), os.environ.get("PYTHONPATH")
-    entries_of_variable = variable.split(os.pathsep) if variable else []
-    entries = list(path[1:] if started and path and path[0] == here else path)
-    if (
-        "" in entries_of_variable
-        and here in entries
-        and here not in map(os.path.abspath, filter(None, entries_of_variable))
-    ):
-        entries.remove(here)  # the first one only: another may come from an installed package
+    folder, variable = current_folder(), os.environ.get("PYTHONPATH")
+    entries = list(path[1:] if is_main and path and path[0] == folder else path)
+    named = variable.split(os.pathsep) if variable else []
+    # Python takes an empty entry of the variable for the current folder. The user named it if another entry says so.
+    if "" in named and folder in entries and folder not in map(os.path.abspath, filter(None, named)):
+        entries.remove(folder)  # the first one only: another may come from an installed package
     return [entry for entry in entries if entry]

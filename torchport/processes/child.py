@@ -29,10 +29,8 @@ from torchport.files import atomic
 from torchport.progress import note, track
 
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r}, {parent})"
-_RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
+_EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
 _REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
-
-
 PAUSE = 0.1
 """Seconds between two looks at whether a process is to be stopped."""
 
@@ -50,20 +48,23 @@ class Ended:
 
     def __str__(self) -> str:
         """Returns a clause that follows the process's name, as "ended with exit code 7 and said: nothing"."""
-        how = f"ended with exit code {self.code}"
+        clause = f"ended with exit code {self.code}"
         if self.code < 0:
             name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
-            how = f"was killed by {name}"
+            clause = f"was killed by {name}"
             if self.code == -signal.SIGKILL:
-                how += ", as the system does where memory runs out,"
-        return f"{how} and said: {last_words(self.stderr)}"
+                clause += ", as the system does where memory runs out,"
+        return f"{clause} and said: {last_words(self.stderr)}"
 
 
 def last_words(stderr: str) -> str:
-    """Returns why a process stopped: the last line that names an exception (JAX may write more), or else the last."""
+    """Returns why a process stopped, from its stderr: `"ValueError: the cause"`.
+
+    That is the last line that names an exception (JAX may write more below it), or else the last line.
+    """
     lines = stderr.strip().splitlines() or ["nothing"]
-    raised = [line for line in lines if _RAISED.match(line)]
-    return (raised or lines)[-1].strip()[:300].rstrip(".")
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    return (exceptions or lines)[-1].strip()[:300].rstrip(".")
 
 
 def call(
@@ -81,6 +82,7 @@ def call(
         *arguments: What it is called with; what `pickle` can carry, as must be what it returns.
         ended: Returns the refusal of a process that ended without an answer.
         first: Folders that are searched before all others for what is imported.
+        stop: When it is set, the process is killed, and ChildStoppedError raised.
     """
     root = str(Path(__file__).resolve().parents[2])
     trusted = processes.trusted_path(sys.path)
@@ -141,9 +143,8 @@ def answer(name: str, parent: int) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends this process where its parent has ended: nobody waits for the answer, and nobody else would end it. A signal
-    at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
-    """
+    """Ends this process when its parent has ended: nobody waits for the answer, and nobody else would end it."""
+    # A signal at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
     while os.getppid() == parent:
         time.sleep(PAUSE)
     os._exit(1)
@@ -164,22 +165,27 @@ def default_workers() -> int:
 
 
 def in_parallel(
-    work: Callable[[ItemT], ResultT], items: Sequence[ItemT], count: int, what: str, name: Callable[[ItemT], str]
+    work: Callable[[ItemT], ResultT], items: Sequence[ItemT], count: int, title: str, name: Callable[[ItemT], str]
 ) -> list[ResultT | TorchportError]:
-    """Returns each item's result, or its refusal, in their order; `name` returns an item's name for the log."""
+    """Returns each item's result, or its refusal, in their order; `count` items at a time, each in a thread.
+
+    Args:
+        title: What the bar and the log call all of it.
+        name: Returns an item's name for the log.
+    """
     results: dict[int, ResultT | TorchportError] = {}
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(work, item): number for number, item in enumerate(items)}
         try:
-            for done in track(concurrent.futures.as_completed(waiting), what, "plan", total=len(items)):
+            for done in track(concurrent.futures.as_completed(waiting), title, "plan", total=len(items)):
                 number = waiting[done]
                 try:
                     results[number] = done.result()
                 except TorchportError as error:
                     results[number] = error
                 end = "refused" if isinstance(results[number], TorchportError) else "done"
-                note(f"{what}: {name(items[number])}: {end} ({len(results)} of {len(items)})")
+                note(f"{title}: {name(items[number])}: {end} ({len(results)} of {len(items)})")
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)  # or what has not begun would still be begun
+            pool.shutdown(wait=False, cancel_futures=True)  # waiting items would still be begun
             raise
     return [results[number] for number in range(len(items))]

@@ -13,10 +13,9 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-_LINK, _SUBMODULE = "120000", "160000"
+_LINK, _SUBMODULE = "120000", b"160000"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +51,10 @@ def revision(package: Path) -> Revision:
         listing = _git(package.parent, "ls-tree", "-r", "-z", commit, "--", package.name)
     except _NoAnswerError as error:
         return Revision(None, reason=str(error))
-    entries = list(_entries(listing))
-    if not entries:
+    files = [row for row in listing.split(b"\0") if row and not row.startswith(_SUBMODULE)]
+    if not files:
         return Revision(None, reason=f"git does not track {package.name}")
-    return Revision(commit, any(_differs(package.parent, *entry) for entry in entries))
+    return Revision(commit, any(_differs(package.parent, row) for row in files))
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
@@ -77,40 +76,33 @@ def _git(folder: Path, *arguments: str) -> bytes:
     # Another user's repository is refused, unless it is called safe: here it is, because nothing of it is run.
     settings = "safe.directory=*", "core.fsmonitor=false", f"core.hooksPath={os.devnull}"
     options = [word for setting in settings for word in ("-c", setting)]
-    done = subprocess.run(
+    result = subprocess.run(
         [program, "--no-pager", *options, "-C", str(folder), *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
     )
-    if done.returncode:
-        raise _NoAnswerError(_reason(done.stderr.decode(errors="replace")))
-    return done.stdout
-
-
-def _reason(stderr: str) -> str:
-    """Returns why git failed, in a few words, from what it wrote to stderr."""
+    if not result.returncode:
+        return result.stdout
+    stderr = result.stderr.decode(errors="replace")
     if "not a git repository" in stderr:
-        return "no git repository"
+        raise _NoAnswerError("no git repository")
     if "Needed a single revision" in stderr:
-        return "its repository has no commit yet"
+        raise _NoAnswerError("its repository has no commit yet")
     lines = stderr.strip().splitlines() or ["git fails"]
-    return lines[0].removeprefix("fatal: ").strip()[:200]
+    raise _NoAnswerError(lines[0].removeprefix("fatal: ").strip()[:200])
 
 
-def _entries(listing: bytes) -> Iterator[tuple[str, str, str]]:
-    """Yields the mode, the hash and the path of each file that `git ls-tree -z` lists."""
-    for entry in filter(None, listing.split(b"\0")):
-        words, _, name = entry.partition(b"\t")
-        mode, _, digest = words.decode().split()
-        if mode != _SUBMODULE:
-            yield mode, digest, os.fsdecode(name)
+def _differs(folder: Path, row: bytes) -> bool:
+    """Returns whether a file is not that of the commit: it is gone, no longer a file or link, or has other content.
 
-
-def _differs(folder: Path, mode: str, digest: str, name: str) -> bool:
-    """Returns whether a file is not that of the commit: it is gone, no longer a file or link, or has other content."""
-    path = folder / name
+    Args:
+        row: The file as `git ls-tree -z` lists it, `100644 blob <hash>\\t<path>`.
+    """
+    words, _, name = row.partition(b"\t")
+    mode, _, digest = words.decode().split()
+    path = folder / os.fsdecode(name)
     try:
         is_link = stat.S_ISLNK(path.lstat().st_mode)
         if is_link is not (mode == _LINK):

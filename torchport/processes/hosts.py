@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -157,8 +158,8 @@ def _connect(cluster: Cluster) -> None:
         log.setLevel(logging.WARNING)  # the first process speaks for all
 
 
-_number = itertools.count()
-"""Number of the next exchange: every process makes the same exchanges in the same order."""
+_exchanges = itertools.count()
+"""Numbers of exchanges: every process makes the same exchanges in the same order."""
 _alone: list[bool] = []
 """Not empty while the first process works and the others only wait for it."""
 
@@ -176,14 +177,14 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
     """Returns, on every process, what the first one makes, tensors among it, bit for bit; see `from_first`."""
     if processes() == 1 or _alone:
         return make()
-    key = f"torchport/{next(_number)}"
+    key = f"torchport/{next(_exchanges)}"
     return _publish(key, make) if is_first() else _receive(key)
 
 
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns what the first process makes, and sends it to the others; if that fails, sends and raises the error."""
+    """Returns what the first process makes, and sends it to the others under a key; or sends and raises its refusal."""
     from safetensors.torch import save
 
     _alone.append(True)
@@ -213,19 +214,17 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
     """Returns what the first process sent under a key, or raises the refusal that it sent."""
     from safetensors.torch import load
 
-    header = json.loads(_get(key))
+    header = json.loads(_wait_for(key))
     if "kind" in header:
         error: TorchportError = getattr(errors, header["kind"])(*header["args"])
         vars(error).update(header["culprit"])
         raise error
-    client = _state().client
-    pieces = [
-        client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in range(0, header["bytes"], PIECE)
-    ]
+    client, starts = _state().client, range(0, header["bytes"], PIECE)
+    pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in starts]
     return header["value"], load(b"".join(pieces))
 
 
-def _get(key: str) -> str:
+def _wait_for(key: str) -> str:
     """Returns the value that another process sets for a key; waits as long as that takes, and Ctrl-C ends the wait."""
     import jax
 
@@ -237,34 +236,35 @@ def _get(key: str) -> str:
                 raise
 
 
-def _all(mine: str) -> list[str]:
-    """Returns the texts of all processes, each of which calls this with its own."""
-    key = f"torchport/{next(_number)}"
-    _state().client.key_value_set(f"{key}/{process()}", mine)
-    return [_get(f"{key}/{number}") for number in range(processes())]
+def _all_texts(text: str) -> list[str]:
+    """Returns the texts of all processes, by their numbers; each of them calls this with its own text."""
+    key = f"torchport/{next(_exchanges)}"
+    _state().client.key_value_set(f"{key}/{process()}", text)
+    return [_wait_for(f"{key}/{number}") for number in range(processes())]
 
 
 def any_process(mine: bool) -> bool:
     """Returns whether something is true of any process; all processes must call this."""
     if processes() == 1 or _alone:
         return mine
-    return "yes" in _all("yes" if mine else "no")
+    return "yes" in _all_texts("yes" if mine else "no")
 
 
-def check_same(what: Mapping[str, Any]) -> None:
+def check_same(facts: Mapping[str, Any]) -> None:
     """Refuses processes that differ in what they run: they would wait for each other, or compute nonsense.
 
     Args:
-        what: All that decides which programs run; what JSON can hold.
+        facts: All that decides which programs run; what JSON can hold.
     """
     if processes() == 1:
         return
-    for number, theirs in enumerate(map(json.loads, _all(json.dumps(dict(what), default=str)))):
-        mine = json.loads(json.dumps(dict(what), default=str))
-        differs = [key for key in sorted({*theirs, *mine}) if theirs.get(key) != mine.get(key)]
+    text = json.dumps(dict(facts), default=str)
+    ours = json.loads(text)
+    for number, theirs in enumerate(map(json.loads, _all_texts(text))):
+        differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         if differs:
             key = differs[0]
-            fact = f"Its {key} is {mine.get(key)!r}, and that of process {number} is {theirs.get(key)!r}"
+            fact = f"Its {key} is {ours.get(key)!r}, and that of process {number} is {theirs.get(key)!r}"
             remedy = "Start every process with the same command, versions and checkpoint"
             raise MachineError(f"process {process()}", fact, remedy, key=key)
 
@@ -279,13 +279,13 @@ POLL = 1.0
 BRIEF = 3 * POLL
 """Seconds in which all others have looked; a process that ends waits no longer for anything that may hang."""
 KEYS = "torchport/watch/"
-"""The folder of keys that every process reads: under its number, the last word of each process."""
+"""The folder of keys that every process reads: under its number, the last sign of life of each process."""
 FAILED = f"{KEYS}failed"
 """Key of the coordination service that holds the failing process's error and exit code."""
 AT_ONCE = "Stopped at once; what was being written is not kept."
 """The last line after a second Ctrl-C."""
 OVER = "over"
-"""The last word of a process that ends normally."""
+"""The last sign of a process that ends normally."""
 
 
 class Watch:
@@ -295,10 +295,11 @@ class Watch:
         self.state = state
         self.folder: Path | None = None  #: Where what is finished lies, once that is known.
         self.over = threading.Event()  #: Whether this process has come to its end by itself.
-        self.last_words = {number: "" for number in range(state.num_processes) if number != state.process_id}
-        self.heard = dict.fromkeys(self.last_words, time.monotonic())  #: When each last word was read.
-        self.words = dict.fromkeys(self.last_words, 0)  #: How many words each process has said.
-        self.answered = time.monotonic()  # the first process, which has the service
+        #: The last sign of life of each other process, when it was read, and how many were read.
+        self.signs = {number: "" for number in range(state.num_processes) if number != state.process_id}
+        self.heard = dict.fromkeys(self.signs, time.monotonic())
+        self.counts = dict.fromkeys(self.signs, 0)
+        self.answered = time.monotonic()  #: When the first process, which has the service, answered last.
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -308,7 +309,7 @@ class Watch:
         _watches.append(self)
         try:
             # The first process runs the service itself, so it needs no handler.
-            with self._abort() if self.state.process_id else contextlib.nullcontext():
+            with self._abort_handler() if self.state.process_id else contextlib.nullcontext():
                 yield
         finally:
             self.over.set()
@@ -316,9 +317,9 @@ class Watch:
 
     def settle(self) -> None:
         """Waits for a new sign of life of every other process; this process ends here if one gives none."""
-        before, limit = dict(self.words), time.monotonic() + 2 * SILENCE
-        # The last word of a dead process may be unread yet; a second new word proves that the process lives.
-        while any(self.words[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
+        before, limit = dict(self.counts), time.monotonic() + 2 * SILENCE
+        # The last sign of a dead process may be unread yet; a second new sign proves that the process lives.
+        while any(self.counts[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
             time.sleep(POLL / 10)
 
     def fail(self, error: BaseException) -> None:
@@ -328,16 +329,11 @@ class Watch:
             code, text = error.exit_code, f"error[{error.id}] {error.sentence()}"
         elif isinstance(error, KeyboardInterrupt):
             code, text = errors.StoppedError.exit_code, AT_ONCE
-        self._publish(code, text)
+        self.publish(code, text)
         # Before JAX's own: handlers run last in, first out.
-        atexit.register(self._leave, code)
+        atexit.register(self.leave, code)
 
-    def end(self, code: int, text: str) -> NoReturn:
-        """Ends this process and the others with an exit code and a last line; see the function `end`."""
-        _briefly(lambda: self._publish(code, text))
-        self._leave(code, text)
-
-    def _publish(self, code: int, text: str) -> None:
+    def publish(self, code: int, text: str) -> None:
         """Publishes why this process failed, for the others to read; if another one failed first, its reason stays."""
         import jax
 
@@ -345,23 +341,27 @@ class Watch:
             failed = {"process": self.state.process_id, "code": code, "error": text}
             self.state.client.key_value_set(FAILED, json.dumps(failed))
 
-    def _set_word(self, word: str) -> None:
-        """Publishes this process's last word: a sign of life, or `OVER`."""
-        self.state.client.key_value_set(f"{KEYS}{self.state.process_id}", word, allow_overwrite=True)
+    def leave(self, code: int, text: str = "") -> NoReturn:
+        """Ends this process once the others have had the time to read what it published."""
+        if self.state.process_id == 0:
+            # The others ask this process for what has failed.
+            time.sleep(BRIEF)
+        _leave(code, text)
 
     def _run(self) -> None:
         """Publishes a sign of life and looks at the other processes, every second, until this process is over."""
         import jax
 
+        client, key = self.state.client, f"{KEYS}{self.state.process_id}"
         for beat in itertools.count():
-            # Where the service does not answer, JAX ends this process: `_abort`.
+            # Where the service does not answer, JAX ends this process: `_abort_handler`.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._set_word(str(beat))
+                client.key_value_set(key, str(beat), allow_overwrite=True)
                 self._look()
             if self.over.wait(POLL):
                 break
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._set_word(OVER)
+            client.key_value_set(key, OVER, allow_overwrite=True)
 
     def _look(self) -> None:
         """Reads the others' signs of life; ends this process if another one has failed, or was silent for too long."""
@@ -372,12 +372,12 @@ class Watch:
             return
         if failed and failed["process"] != self.state.process_id:
             place = f"process {failed['process']} of {self.state.num_processes}"
-            self._leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
-        for number, before in self.last_words.items():
-            last = messages.get(f"{KEYS}{number}", before)
-            if last != before or last == OVER:
-                self.last_words[number], self.heard[number] = last, time.monotonic()
-                self.words[number] += 1
+            self.leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
+        for number, before in self.signs.items():
+            sign = messages.get(f"{KEYS}{number}", before)
+            if sign != before or sign == OVER:
+                self.signs[number], self.heard[number] = sign, time.monotonic()
+                self.counts[number] += 1
             elif time.monotonic() - self.heard[number] > SILENCE:
                 self._lose(number)
 
@@ -388,35 +388,34 @@ class Watch:
             fact = f"{fact}; what was finished is in {self.folder}"
             remedy = f"{remedy} and --out {self.folder}"
         error = LostProcessError(f"process {number} of {self.state.num_processes}", fact, remedy)
-        self._leave(error.exit_code, f"error[{error.id}] {error}")
+        self.leave(error.exit_code, f"error[{error.id}] {error}")
 
     @contextlib.contextmanager
-    def _abort(self) -> Iterator[None]:
-        """Prints the last line if JAX aborts this process. JAX does so at once when the first process is gone. The
-        abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
-        """
+    def _abort_handler(self) -> Iterator[None]:
+        """Makes a process that JAX aborts print the last line; JAX aborts it when the first process is gone."""
+        # The abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._on_abort())
-        handle = ctypes.CDLL(None).signal
-        handle.argtypes, handle.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-        before = handle(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+        signal_of_c = ctypes.CDLL(None).signal
+        signal_of_c.argtypes, signal_of_c.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        before = signal_of_c(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
         try:
             yield
         finally:
-            handle(signal.SIGABRT, before)
+            signal_of_c(signal.SIGABRT, before)
 
     def _on_abort(self) -> None:
         """Ends this process with the error that the first one is lost, if that is why JAX aborts this process."""
+        if self.over.is_set():
+            return
         # A process that hangs, is stopped or swapped out still accepts connections: its kernel does.
-        silent = time.monotonic() - self.answered > SILENCE
-        if not self.over.is_set() and (silent or not _reachable(self.state.coordinator_address)):
+        is_gone = time.monotonic() - self.answered > SILENCE
+        host, _, port = self.state.coordinator_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
+        except OSError:
+            is_gone = True
+        if is_gone:
             self._lose(0)
-
-    def _leave(self, code: int, text: str = "") -> NoReturn:
-        """Ends this process once the others have had the time to read what it published."""
-        if self.state.process_id == 0:
-            # The others ask this process for what has failed.
-            time.sleep(BRIEF)
-        _leave(code, text)
 
 
 _watches: list[Watch] = []
@@ -425,10 +424,12 @@ _watches: list[Watch] = []
 
 def end(code: int, text: str) -> NoReturn:
     """Ends this process at once, whatever its main thread does, with a last line; the others of its run end too.
+
     Nothing waits for threads: a compiler's would go on for minutes.
     """
     for watch in _watches:
-        watch.end(code, text)
+        _briefly(functools.partial(watch.publish, code, text))
+        watch.leave(code, text)
     _leave(code, text)
 
 
@@ -443,16 +444,6 @@ def _leave(code: int, text: str) -> NoReturn:
 
     _briefly(write)
     os._exit(code)
-
-
-def _reachable(address: str) -> bool:
-    """Returns whether a process accepts connections at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
-    except OSError:
-        return False
-    return True
 
 
 def _briefly(work: Callable[[], object]) -> None:

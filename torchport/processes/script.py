@@ -19,13 +19,18 @@ from torchport.errors import BadValueError, TorchportError
 from torchport.files.folder import refused
 from torchport.processes import without_empty
 
-_START = "TORCHPORT_BEGIN"
+_VARIABLE = "TORCHPORT_BEGIN"
 """The variable that says what is called in the process with a number, and how its path was."""
 _HOOK = str(Path(__file__).parent / "site")
+"""The folder with our `sitecustomize.py`, which calls `start`."""
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuses a command line that names no program."""
+    """Refuses a command line that names no program.
+
+    Args:
+        words: `FILE ARGS...`, or `-m package.module ARGS...`.
+    """
     place = "torchport exec"
     if not words or (words[0] == "-m" and len(words) < 2):
         raise BadValueError(place, "No script is named", "Add it: -- script.py ARGS, or -- -m package.module ARGS")
@@ -46,14 +51,14 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) ->
     """Replaces this process by a Python program, in which a function is called first.
 
     Args:
-        words: `FILE ARGS...`, or `-m package.module ARGS...`.
+        words: The program, as `check` takes it.
         function: `package.module:function`. A refusal of it ends the process.
         arguments: Its keywords; what JSON can carry.
     """
     before = os.environ.get("PYTHONPATH")
-    start = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
+    message = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
     entries = [_HOOK, *filter(None, [without_empty(before or "")])]
-    environment = {**os.environ, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
+    environment = {**os.environ, _VARIABLE: json.dumps(message), "PYTHONPATH": os.pathsep.join(entries)}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *words], environment)
@@ -61,39 +66,38 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) ->
 
 def start() -> None:
     """Runs in the new process, as its `sitecustomize`: calls the function, and removes all traces of itself."""
-    message = json.loads(os.environ.pop(_START, "{}"))
+    message = json.loads(os.environ.pop(_VARIABLE, "{}"))
     _remove_hook(message)
     if message.get("process") != os.getpid():  # a child of a program that has kept the variables
         return
     module, _, name = message["function"].partition(":")
-    # Upstreams may lie in the folder that Python will put first on the path.
-    first = next((word for word in sys.orig_argv[1:2]), "")
-    added = os.getcwd() if first == "-m" else str(Path(first).resolve().parent)  # noqa: PTH109 - as Python does
-    if Path(first).is_dir():
-        added = str(Path(first))
-    sys.path.insert(0, added)
+    # Upstreams may lie in the folder that Python will put first on the path: the program's, or the current one.
+    program = next(iter(sys.orig_argv[1:2]), "")
+    if Path(program).is_dir():
+        folder = str(Path(program))
+    else:
+        folder = os.getcwd() if program == "-m" else str(Path(program).resolve().parent)  # noqa: PTH109 - as Python does
+    sys.path.insert(0, folder)
     try:
         getattr(importlib.import_module(module), name)(**message["arguments"])
     except TorchportError as error:
         sys.stderr.write(f"{error.report()}\n")
         sys.stderr.flush()
         os._exit(error.exit_code)  # an exception would be printed as one of `site`, and the program would run
-    if added in sys.path:
-        sys.path.remove(added)
+    if folder in sys.path:
+        sys.path.remove(folder)
 
 
 def _remove_hook(message: Mapping[str, Any]) -> None:
     """Restores path and environment, and imports the `sitecustomize` that would have been imported without us."""
     sys.path[:] = [entry for entry in sys.path if entry != _HOOK]
-    before = message.get("path")
-    if before is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = before
-    ours = sys.modules.pop("sitecustomize")
+    os.environ.pop("PYTHONPATH", None)
+    if message.get("path") is not None:
+        os.environ["PYTHONPATH"] = message["path"]
+    hook = sys.modules.pop("sitecustomize")
     try:
         importlib.import_module("sitecustomize")
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules["sitecustomize"] = ours
+        sys.modules["sitecustomize"] = hook

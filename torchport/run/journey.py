@@ -25,7 +25,7 @@ from torchport.compile.cached_steps import StepCached
 from torchport.compile.program import Compiled
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES, StageName
-from torchport.config.step_cache import computed_by
+from torchport.config.step_cache import computed_steps
 from torchport.errors import ArtefactForeignError, OutputError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -387,7 +387,7 @@ def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] |
     cache, steps = network.step_cache_of(task, stage), task.job.steps
     if cache is None:
         return None
-    return {"kind": cache.kind, "steps": steps, "computed": list(computed_by(cache, steps, begins))}
+    return {"kind": cache.kind, "steps": steps, "computed": list(computed_steps(cache, steps, begins))}
 
 
 def _lossy(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torchport.compile.cached_steps import StepCached
 from torchport.compile.in_force import in_force, stage_in_force
 from torchport.config import checkout
 from torchport.config.card import DENOISING
-from torchport.config.step_cache import described
+from torchport.config.step_cache import schedule_text
 from torchport.errors import BadValueError, OutputError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -146,7 +146,7 @@ def shared(task: Task) -> Iterator[Shared]:
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, checkpoint_of(task), checkout.upstream(task.card.checkout, task.upstream))
-        loras = task.loras if task.takes_steps else []
+        loras = task.loras if any(stage in task.denoising for stage in task.stages) else []
         hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
         preflight.check_checkpoint(task, common.weights.folder)
         yield common
@@ -225,7 +225,7 @@ class StageAtHand:
         cache = None if task.original else network.step_cache_of(task, self.stage)
         if cache is None:
             return call, steps
-        computed = described(cache, task.job.steps, journey.begins)
+        computed = schedule_text(cache, task.job.steps, journey.begins)
         log.info("%s: cache %s (lossy) computes %s", self.stage.name, cache.kind, computed)
         cached = StepCached(call, cache, steps, task.job.steps)
         return cached, cached.steps

@@ -86,51 +86,18 @@ class Task:
 
     @property
     def original(self) -> bool:
+        """Whether upstream's networks run in eager PyTorch, and none is compiled."""
         return self.request.backend == "original"
 
     @property
     def inputs(self) -> Path:
+        """The folder in which earlier stages' artefacts are read."""
         return self.request.inputs or self.folder
 
     @property
     def stages(self) -> list[families.Stage]:
+        """The family's stages that the request asks for, in order."""
         return [stage for stage in self.family.STAGES if self.request.stage in (stage.name, "all")]
-
-    @property
-    def checkpoint(self) -> str:
-        """The checkpoint's name: the flag's, else the config's, else the card's."""
-        return _checkpoint(self.request, self.job, self.card)
-
-    @property
-    def result(self) -> Path:
-        """The file that a whole run makes: a video, or a picture."""
-        return self.folder / (save.PICTURE if self.card.makes_pictures else save.VIDEO)
-
-    @property
-    def is_tiny(self) -> bool:
-        return is_tiny(self.checkpoint)
-
-    def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
-        """Returns the patches of some stages.
-
-        Every stage that goes through torchax also gets the patches of torchax. For the original, this returns only the
-        patches without which upstream cannot start: plumbing, and those that the card names.
-        """
-        names: dict[str, None] = {}
-        for stage in stages:
-            names |= dict.fromkeys(["torchax"] if stage.network is not None and not self.original else [])
-            names |= dict.fromkeys(["torchax", "torch/attention"] if self.encodes_on_devices(stage) else [])
-            names |= dict.fromkeys(self.card.patch_names(stage.name, self.job.implementations))
-        home = self.pack.home(self.card.model).patches
-        entries = patch.read(self.pack.folders, list(names), home)
-        if not self.original:
-            return entries
-        needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}
-        return [entry for entry in entries if entry.plumbing or entry.id in needed]
-
-    def encodes_on_devices(self, stage: families.Stage) -> bool:
-        """Returns whether a stage's encoders are programs."""
-        return stage.name == "encode" and self.job.encode == "devices" and not self.original
 
     @property
     def denoising(self) -> list[families.Stage]:
@@ -138,8 +105,43 @@ class Task:
         return [stage for stage in self.family.STAGES if stage.name in DENOISING]
 
     @property
-    def takes_steps(self) -> bool:
-        return any(stage.name in DENOISING for stage in self.stages)
+    def checkpoint(self) -> str:
+        """The checkpoint's name: the flag's, else the config's, else the card's."""
+        return self.request.checkpoint or self.job.checkpoint or self.card.checkpoint
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the checkpoint is the card's tiny one."""
+        return is_tiny(self.checkpoint)
+
+    @property
+    def result(self) -> Path:
+        """The file that a whole run makes: a video, or a picture."""
+        return self.folder / (save.PICTURE if self.card.makes_pictures else save.VIDEO)
+
+    def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
+        """Returns the patches of some stages.
+
+        Every stage that goes through torchax also gets the patches of torchax. For the original, this returns only the
+        patches without which upstream cannot start: plumbing, and those that the card names.
+        """
+        names: list[str] = []
+        for stage in stages:
+            if stage.network is not None and not self.original:
+                names.append("torchax")
+            if self.encodes_on_devices(stage):
+                names += ["torchax", "torch/attention"]
+            names += self.card.patch_names(stage.name, self.job.implementations)
+        home = self.pack.home(self.card.model).patches
+        entries = patch.read(self.pack.folders, list(dict.fromkeys(names)), home)
+        if not self.original:
+            return entries
+        needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}
+        return [entry for entry in entries if entry.plumbing or entry.id in needed]
+
+    def encodes_on_devices(self, stage: families.Stage) -> bool:
+        """Returns whether a stage's text encoders are compiled for the devices; by default they run on the host."""
+        return stage.name == "encode" and self.job.encode == "devices" and not self.original
 
     def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
         """Returns the caller's noise by its name among a stage's inputs; an empty dict without any."""
@@ -147,9 +149,11 @@ class Task:
         return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
 
     def component_folder(self, weights: Path, component: str) -> Path:
+        """Returns where a component's files lie in the folder of a checkpoint: `weights / "transformer"`."""
         return weights / self.card.folder(component, self.settings.variant)
 
     def dtype(self, component: str) -> str:
+        """Returns the name of a component's dtype: `"bfloat16"`."""
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
     def identity(self, stage: StageName) -> dict[str, Any]:
@@ -167,17 +171,17 @@ class Task:
     @functools.cached_property
     def loras(self) -> list[dict[str, Any]]:
         """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
-        listed: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for lora in self.job.lora:
             file = expand_home(lora.path)
             row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
-            beside = config_beside(file)
-            listed.append({**row, "config": _sha256(beside)} if beside else row)
-        return listed
+            config = config_beside(file)
+            rows.append({**row, "config": _sha256(config)} if config else row)
+        return rows
 
     @functools.cached_property
     def image_digest(self) -> str:
-        """What tells the image's file from others."""
+        """The first 16 digits of the SHA-256 of the image's file, which tell it from others."""
         assert self.settings.image is not None
         return hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
 
@@ -186,46 +190,44 @@ class Task:
         settings = dataclasses.asdict(self.settings)
         settings["image"] = str(self.settings.image) if self.settings.image else None
         settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
-        manifest_settings = {key: settings[key] for key in stage.uses}
-        if "dtypes" in manifest_settings:
-            manifest_settings["precision"] = {
-                name: self.card.components[name].precision for name in self.settings.dtypes
-            }
-        if "image" in manifest_settings and self.settings.image is not None:
-            manifest_settings["image_digest"] = self.image_digest
+        row = {key: settings[key] for key in stage.uses}
+        if "dtypes" in row:
+            row["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
+        if "image" in row and self.settings.image is not None:
+            row["image_digest"] = self.image_digest
         if stage.name in DENOISING:
-            manifest_settings["lora"] = self.loras
+            row["lora"] = self.loras
         if stage.name == "encode":
-            manifest_settings["encode"] = self.job.encode
-        if "seed" in manifest_settings:
-            manifest_settings["noise"] = None  # it is drawn from the seed
+            row["encode"] = self.job.encode
+        if "seed" in row:
+            row["noise"] = None  # it is drawn from the seed
             if self.request.noise is not None:
                 raw = self.request.noise.detach().to(torch.float32).contiguous().numpy().tobytes()
-                manifest_settings["noise"] = hashlib.sha256(raw).hexdigest()[:16]
-        return manifest_settings
+                row["noise"] = hashlib.sha256(raw).hexdigest()[:16]
+        return row
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
         """Returns what a stage's manifest keeps of its code: the card, and checksums of family files and patches."""
-        texts = {file: _sha256(file)[:16] for file in self.card.code(Path(str(self.family.__file__)))}
+        digests = {file: _sha256(file)[:16] for file in self.card.python_files(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
-            texts[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)
+            digests[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)
             if entry.reference is not None:
-                texts[file_of(entry, entry.reference)] = _sha256(file_of(entry, entry.reference))[:16]
+                digests[file_of(entry, entry.reference)] = _sha256(file_of(entry, entry.reference))[:16]
         code: dict[str, str] = {}
-        for file, sha in texts.items():
+        for file, digest in digests.items():
             name = "/".join(file.parts[-3:])
-            code[name] = code.get(name, "") + sha  # two packs may have files of one name
+            code[name] = code.get(name, "") + digest  # two packs may have files of one name
         return {"card": self.card.model_dump(mode="json", exclude_defaults=True), "code": code}
 
     def flag_settings(self) -> dict[str, Any]:
         """Returns the settings that a flag sets, without those of a config or a default."""
         keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
-        flag_settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
+        settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
         flags = {key: getattr(self.request, key) for key in ("prompt", "negative_prompt", "seed")}
         flags["image"] = None if self.request.image is None else str(self.request.image)
         flags["lora"] = self.loras if "lora" in keys else None
-        return flag_settings | {key: value for key, value in flags.items() if value is not None}
+        return settings | {key: value for key, value in flags.items() if value is not None}
 
     def command(self, stage: StageName, folder: Path) -> str:
         """Returns the command that makes the artefact of a stage in a folder, for errors."""
@@ -251,15 +253,13 @@ class Task:
 
 
 def _with_family(fields: dict[str, Any]) -> Task:
+    """Returns the task with these fields; its family is loaded from the card's pack."""
     card, document = fields["card"], fields["card_document"]
     return Task(**fields, family=load_family(fields["pack"], card, document))
 
 
-def _checkpoint(request: Request, job: Job, card: Card) -> str:
-    return request.checkpoint or job.checkpoint or card.checkpoint
-
-
 def _sha256(file: Path) -> str:
+    """Returns the SHA-256 of a file, 64 hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -280,13 +280,13 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
-    _check_lora_components(card, job, family, job_document)
-    _check_encoders(card, job, family, job_document)
-    stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
+    _check_components(card, job, family, job_document)
+    stages = [stage for stage in family.STAGES if request.stage in (stage.name, "all")]
     check(request.execution, stages, original=request.backend == "original", job=job, machine=slice_)
     check_step_cache(card, job, stages, original=request.backend == "original", document=job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
+        # A mesh that the job takes from its strategy is wrong on the strategy's line.
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
         shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
         shard.check_divides(
@@ -300,9 +300,10 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     if not dry:
         _check_lora_files(job, request.stage, request.overrides, job_document)
-    checkpoint.check_name(_checkpoint(request, job, card))
-    card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
-    published = checkpoint.as_published(card, _checkpoint(request, job, card))
+    weights = request.checkpoint or job.checkpoint or card.checkpoint
+    checkpoint.check_name(weights)
+    card = card.with_trained({}) if weights == RANDOM else card
+    published = checkpoint.as_published(card, weights)
     if published is not card:
         card, family = published, load_family(pack, published, card_document)
     upstream = checkout.find(card.checkout, request.upstream_path)
@@ -328,13 +329,6 @@ def accept_like(task: Task, request: Request) -> Task:
 def encoder_names(card: Card, stage: families.Stage) -> list[str]:
     """Returns the components that encode the prompt in a stage."""
     return [name for name in stage.parts if card.components[name].dtype is not None and name != "vae"]
-
-
-def _check_encoders(card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses encoders on the devices where the family loads them itself."""
-    if job.encode == "devices" and not any(encoder_names(card, s) for s in family.STAGES if s.name == "encode"):
-        fact = f"The family of '{card.model}' loads its encoders itself, for the host"
-        raise BadValueError(document.place(["encode"]), fact, "Write 'encode: host', or leave it out")
 
 
 def _check_stage(request: Request, family: ModuleType) -> None:
@@ -370,21 +364,25 @@ def _check_request(request: Request, card: Card, dry: bool) -> None:
         raise BadValueError(f"--negative-prompt {request.negative_prompt}", fact, "Leave it out")
 
 
-def _check_lora_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a LoRA for a component that the denoising loop does not call."""
+def _check_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses a LoRA of a component that takes no steps, and encoders on the devices that the family loads itself."""
     names = [str(stage.network) for stage in family.STAGES if stage.name in DENOISING]
     for number, lora in enumerate(job.lora):
         if lora.component not in names:
             fact = f"'{card.model}' takes no steps with a network '{lora.component}'"
             place = document.place(["lora", number, "component"])
             raise UnknownNameError(place, fact, nearest(lora.component, names), name=lora.component)
+    encoding = [stage for stage in family.STAGES if stage.name == "encode"]
+    if job.encode == "devices" and not any(encoder_names(card, stage) for stage in encoding):
+        fact = f"The family of '{card.model}' loads its encoders itself, for the host"
+        raise BadValueError(document.place(["encode"]), fact, "Write 'encode: host', or leave it out")
 
 
 def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
-    """Refuses a LoRA that is not there, or that is a pickle.
+    """Refuses a LoRA file that is missing, or that is a pickle.
 
-    A stage without denoising steps needs no LoRA, unless a flag names one: that is compared with the LoRA of the steps.
-    A plan does not come here: it also works without the files, and checks those that are here itself.
+    A stage without denoising steps reads no LoRA, unless `--set lora=` names one: its bytes must then be those that the
+    steps were taken with. `torchport plan` does not call this: it works without the files.
     """
     if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
         return
@@ -427,12 +425,9 @@ def _check_image(
         frames: Of a video that is edited; None for a picture.
     """
     kind = "picture" if frames is None else "video"
+    is_read = request.stage in (*families.with_image(family.STAGES), "all")
     if request.image is None:
-        if (
-            family.TAKES_IMAGE == families.ALWAYS
-            and request.stage in (*families.with_image(family.STAGES), "all")
-            and not dry
-        ):
+        if family.TAKES_IMAGE == families.ALWAYS and is_read and not dry:
             fact = f"It is missing, and '{request.model}' begins with {'an image' if frames is None else 'a video'}"
             raise BadValueError("--image", fact, "Add --image FILE")
         return

@@ -24,8 +24,8 @@ class Need:
     """What a job takes, in bytes, computed from shapes alone."""
 
     devices: int  #: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-    device_bytes: dict[str, int]
-    host_bytes: int
+    device_bytes: dict[str, int]  #: Of the weights of each component, on one device.
+    host_bytes: int  #: Of the weights that the host has.
     checkpoint: str
     #: Latents and frames that are held there beside the weights, at least.
     host_tensors: int = 0
@@ -33,10 +33,12 @@ class Need:
     activations: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def bytes_of(self, component: str) -> int:
+        """Returns what a component takes on each device, with its activations."""
         return self.device_bytes[component] + self.activations.get(component, 0)
 
     @property
     def largest(self) -> str | None:
+        """The component that takes the most on a device: each is there alone. None for what runs in PyTorch."""
         return max(self.device_bytes, key=self.bytes_of, default=None)
 
 
@@ -70,7 +72,11 @@ def devices(machine: Machine) -> list[Any]:
 
 
 def require(machine: Machine, need: Need, instead: str) -> None:
-    """Refuses a job that does not fit this machine; nothing has been loaded or downloaded yet."""
+    """Refuses a job that does not fit this machine; nothing has been loaded or downloaded yet.
+
+    Args:
+        instead: A command that fits any machine, for the remedy.
+    """
     count, kind, memory = visible_devices(machine.platform) if need.devices else (0, "none", None)
     lacks = []
     if count < need.devices:
@@ -88,33 +94,31 @@ def require(machine: Machine, need: Need, instead: str) -> None:
         lacks.append(f"{size_text(host)} of free host memory")
     if not lacks:
         return
-    more = "more" if need.activations else "activations"
+    wants = []
+    if need.largest is not None:
+        weights = f"{size_text(need.device_bytes[need.largest])} of weights ({need.largest})"
+        activations = need.activations.get(need.largest, 0)
+        beside = f" and at least {size_text(activations)} of activations" if activations else ""
+        wants.append(f"{need.devices} device(s) of {machine.name} with {weights}{beside} on each")
     beside = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
-    on_host = f"{size_text(need.host_bytes)} of host memory for weights{beside}"
-    wants = [*_on_devices(machine, need), on_host, f"the checkpoint {need.checkpoint}"]
+    wants.append(f"{size_text(need.host_bytes)} of host memory for weights{beside}")
+    wants.append(f"the checkpoint {need.checkpoint}")
+    more = "more" if need.activations else "activations"
     fact = f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}"
     remedy = _remedy(machine, need, limit, host, instead)
     raise MachineError(f"machine {machine.name}", fact, remedy, need=need, found=count)
 
 
-def _on_devices(machine: Machine, need: Need) -> list[str]:
-    """Returns a list with a clause on the devices that a job needs; an empty list if it needs none."""
-    if need.largest is None:
-        return []
-    most = need.activations.get(need.largest, 0)
-    beside = f" and at least {size_text(most)} of activations" if most else ""
-    weights = f"{size_text(need.device_bytes[need.largest])} of weights ({need.largest})"
-    return [f"{need.devices} device(s) of {machine.name} with {weights}{beside} on each"]
-
-
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
     """Returns what to do: use a smaller video, if the weights alone would fit; else a larger machine, or `instead`."""
-    weights = limit is None or max(need.device_bytes.values(), default=0) <= limit
-    whole = limit is None or max(map(need.bytes_of, need.device_bytes), default=0) <= limit
-    large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
-    smaller = "Make the video smaller with --set height=, width= or frames=; or run it" if large else "Run it"
-    where = f"a {machine.name}" if need.devices and not large else "a larger machine"
-    return f"{smaller} on {where}, or run here: {instead}"
+    weights_fit = limit is None or max(need.device_bytes.values(), default=0) <= limit
+    all_fits = limit is None or max(map(need.bytes_of, need.device_bytes), default=0) <= limit
+    is_large_video = (weights_fit and not all_fits) or need.host_bytes <= host < need.host_bytes + need.host_tensors
+    if is_large_video:
+        start, where = "Make the video smaller with --set height=, width= or frames=; or run it", "a larger machine"
+    else:
+        start, where = "Run it", f"a {machine.name}" if need.devices else "a larger machine"
+    return f"{start} on {where}, or run here: {instead}"
 
 
 def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
@@ -140,8 +144,9 @@ def host_memory() -> int:
 
 
 def hush_libtpu() -> None:
-    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet. JAX
-    loads it as soon as any device is asked for, also for one of a CPU.
+    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet.
+
+    JAX loads it as soon as any device is asked for, also for one of a CPU.
     """
     if not any(any(DEVICES.glob(pattern)) for pattern in CHIPS):
         os.environ.update({name: value for name, value in UNKNOWN_TO_LIBTPU.items() if name not in os.environ})

@@ -23,9 +23,9 @@ class Execution:
 
     #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
     jit: bool = True
-    xla_flags: str | None = None
-    profile: int | None = None
-    memory: bool = False
+    xla_flags: str | None = None  #: The name of a set of flags for the compiler.
+    profile: int | None = None  #: How many denoising steps the profiler traces.
+    memory: bool = False  #: Whether the memory that each program takes is logged.
     #: Whether an operator is refused of which no sample has shown that it computes what PyTorch does.
     strict: bool = False
 
@@ -33,8 +33,8 @@ class Execution:
         """Returns the fields of a manifest that say how a request was executed: what may change last bits."""
         if self.xla_flags is None:
             return {"jit": self.jit, "xla_flags": None}
-        chosen = xla_flags.set_of(self.xla_flags, machine)
-        return {"jit": self.jit, "xla_flags": {"name": self.xla_flags, "flags": chosen.texts}}
+        texts = xla_flags.flag_set(self.xla_flags, machine).texts
+        return {"jit": self.jit, "xla_flags": {"name": self.xla_flags, "flags": texts}}
 
 
 COMPILED = Execution()
@@ -43,33 +43,29 @@ COMPILED = Execution()
 
 def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
     """Refuses flags that would have no effect on a request, or contradict it."""
-    networks, loops = [s for s in stages if s.network], [s for s in stages if s.name in DENOISING]
-    for flag, given in {"--no-jit": not execution.jit, "--strict": execution.strict}.items():
-        if given and not networks:
+    for flag, is_given in {"--no-jit": not execution.jit, "--strict": execution.strict}.items():
+        if is_given and not any(stage.network for stage in stages):
             fact = f"'{stages[0].name}' has no network that is compiled"
             raise BadValueError(flag, fact, "Leave it out, or run another stage")
     if not execution.jit and job.cache is not None:
         fact = "The job has a step cache, which is two compiled programs"
         raise BadValueError("--no-jit", fact, "Leave one of the two out: --set cache=null")
     if execution.profile is not None:
-        _check_profile(execution.profile, denoises=bool(loops), original=original, job=job)
+        place = f"--profile steps={execution.profile}"
+        if original:
+            fact = "JAX's profiler does not see --backend original"
+            raise BadValueError(place, fact, "Leave one of the two out")
+        if not any(stage.name in DENOISING for stage in stages):
+            fact = "No stage of this run takes denoising steps"
+            raise BadValueError(place, fact, "Leave it out, or run --stage denoise")
+        if job.steps < SKIPPED + execution.profile:
+            fact = f"The job has {job.steps} steps, and the first {SKIPPED} are not traced"
+            raise BadValueError(place, fact, f"Take more: --set steps={SKIPPED + execution.profile}")
     if execution.xla_flags is not None:
         place = f"--xla-flags {execution.xla_flags}"
         if original:
             raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-        xla_flags.set_of(execution.xla_flags, machine)  # raises if there is no such set for this machine
-
-
-def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None:
-    """Refuses `--profile` where no step can be traced, or fewer than `count`."""
-    place = f"--profile steps={count}"
-    if original:
-        raise BadValueError(place, "JAX's profiler does not see --backend original", "Leave one of the two out")
-    if not denoises:
-        raise BadValueError(place, "No stage of this run takes denoising steps", "Leave it out, or run --stage denoise")
-    if job.steps < SKIPPED + count:
-        fact = f"The job has {job.steps} steps, and the first {SKIPPED} are not traced"
-        raise BadValueError(place, fact, f"Take more: --set steps={SKIPPED + count}")
+        xla_flags.flag_set(execution.xla_flags, machine)  # raises if there is no such set for this machine
 
 
 def pass_flags(execution: Execution, machine: Machine) -> None:
@@ -78,11 +74,11 @@ def pass_flags(execution: Execution, machine: Machine) -> None:
         return
     from jax._src import xla_bridge
 
-    name, chosen = execution.xla_flags, xla_flags.set_of(execution.xla_flags, machine)
-    value = xla_flags.added(name, chosen, os.environ)
-    if value != os.environ.get(chosen.variable, ""):
+    flags = xla_flags.flag_set(execution.xla_flags, machine)
+    value = flags.value(os.environ)
+    if value != os.environ.get(flags.variable, ""):
         if xla_bridge.backends_are_initialized():
             fact = "JAX runs in this process already, and reads its flags when it starts"
-            raise MachineError(f"--xla-flags {name}", fact, "Start a new process")
-        os.environ[chosen.variable] = value
-    log.info("xla flags %s: %s", name, " ".join(chosen.texts))
+            raise MachineError(f"--xla-flags {flags.name}", fact, "Start a new process")
+        os.environ[flags.variable] = value
+    log.info("xla flags %s: %s", flags.name, " ".join(flags.texts))

@@ -23,6 +23,7 @@ from torchport.stages.family import Settings, Stage
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """Returns the Python module of a card's family, loaded from its file; for `family: diffusers`, made from the card.
+
     Raises if the file, a builder in it or a name that a family must have is missing, or if a stage is wrong.
     """
     place = document.place(["family"])
@@ -30,49 +31,54 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     if card.family == GENERIC:
         return diffusers_pipeline.family(card, document.place(["call"]))
     file = pack.family_file(card, place)
-    path = as_named(file)
-    module = _loaded(file, card, place)
+    module = _load(file, card, place)
     for name, component in card.components.items():
         if component.build is not None:
-            at = document.place(["components", name, "build"])
-            _loaded(file.with_name(component.build.partition(":")[0]), card, at)
-            builder(module, component.build, at)  # both are called for their errors: a missing file or function
-    check_complete(path, vars(module), place, variants=bool(getattr(module, "VARIANTS", ())))
+            build_place = document.place(["components", name, "build"])
+            _load(file.with_name(component.build.partition(":")[0]), card, build_place)
+            builder(module, component.build, build_place)  # for its error: there may be no such function
+    check_complete(as_named(file), vars(module), place, variants=bool(getattr(module, "VARIANTS", ())))
     stages = module.STAGES
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
-        fact = f"STAGES in '{path}' is no tuple of Stages"
+        fact = f"STAGES in '{as_named(file)}' is no tuple of Stages"
         raise ReplacementError(place, fact, f"It must be {NAMES['STAGES']}", family=card.family)
     for stage in stages:
-        _check_stage(stage, stages, card, f"Stage '{stage.name}' in '{path}'", place)
+        _check_stage(stage, stages, card, f"Stage '{stage.name}' in '{as_named(file)}'", place)
     return module
 
 
-def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, what: str, place: str) -> None:
-    """Refuses a stage that names what is not there, or whose function cannot be called as stages are."""
+def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, title: str, place: str) -> None:
+    """Refuses a stage that names what is not there, or whose function cannot be called as stages are.
+
+    Args:
+        title: What errors call the stage.
+    """
     earlier = [other.name for other in stages[: stages.index(stage)]]
     settings = [field.name for field in dataclasses.fields(Settings)]
     known: dict[str, Collection[str]] = dict.fromkeys(("parts", "meta", "network"), card.components)
     known |= {"uses": settings, "needs": earlier, "outputs": stage.outputs}
-    for field, names in known.items():
+    for field, known_names in known.items():
         value = getattr(stage, field)
         if isinstance(value, str) and field != "network":
-            fact = f"{what} has '{value}' as '{field}', which is text"
+            fact = f"{title} has '{value}' as '{field}', which is text"
             raise ReplacementError(place, fact, f"Write a tuple: ({value!r},)", family=card.family)
-        for name in ((value,) if value else ()) if field == "network" else value:
-            if name not in names:
-                fact = f"{what} names '{name}' in '{field}'"
-                raise ReplacementError(place, fact, nearest(name, names), family=card.family)
+        if field == "network":
+            value = (value,) if value else ()
+        for name in value:
+            if name not in known_names:
+                fact = f"{title} names '{name}' in '{field}'"
+                raise ReplacementError(place, fact, nearest(name, known_names), family=card.family)
     if stage.name == "denoise" and "denoise_first" in earlier and "denoise_first" not in stage.needs:
-        fact = f"{what} does not name 'denoise_first' in 'needs', and would begin anew"
+        fact = f"{title} does not name 'denoise_first' in 'needs', and would begin anew"
         raise ReplacementError(place, fact, "Add it: the steps of the one stage go on in the other", family=card.family)
     try:
-        inspect.signature(stage.run).bind_partial(*("parts", "call", "settings", "steps"))
+        inspect.signature(stage.run).bind_partial("parts", "call", "settings", "steps")
     except TypeError as error:
-        fact = f"{what} has a function that cannot be called: {error}"
+        fact = f"{title} has a function that cannot be called: {error}"
         raise ReplacementError(place, fact, "Write it as run(parts, call, settings, steps, **inputs)") from error
 
 
-def _loaded(file: Path, card: Card, place: str) -> ModuleType:
+def _load(file: Path, card: Card, place: str) -> ModuleType:
     """Returns the module of a file among the patches; raises if it is not there, or if it imports the upstream."""
     if not file.is_file():
         known = [other.name for other in file.parent.glob("*.py")]
@@ -81,9 +87,9 @@ def _loaded(file: Path, card: Card, place: str) -> ModuleType:
     before = set(sys.modules)
     module = replacement.module_of(file, file.parent.name, place)
     packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]
-    early = [name for name in packages if name in sys.modules and name not in before]
-    if early:
-        fact = f"'{as_named(file)}' imports '{early[0]}' when it is loaded, before its patches are applied"
+    imported = [name for name in packages if name in sys.modules and name not in before]
+    if imported:
+        fact = f"'{as_named(file)}' imports '{imported[0]}' when it is loaded, before its patches are applied"
         raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
     return module
 
