@@ -248,7 +248,7 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
 
     def total(parts: list[jax.Array]) -> jax.Array:
-        """Returns the sum of features: of all, or of each head in the register."""
+        """Returns the sum over features [rows, 1]; of two heads in a register, each sum in its half [rows, 128]."""
         whole = functools.reduce(jnp.add, parts)
         if over_all or heads.padded == LANES:
             return whole.sum(-1, keepdims=True)

@@ -54,7 +54,9 @@ class Tile:
 
     @property
     def cells_at_once(self) -> int:
-        """Cells of a tail piece that are scheduled together: a divisor of their number, five at most."""
+        """Cells (of `columns` queries) that the kernel computes at once on the last keys, which fill no whole chunk. It
+        divides the number of cells, and is five at most.
+        """
         cells = self.block_q // self.columns
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
 

@@ -248,8 +248,10 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
     batch_of_frame, counts = _batches(x_BCTHW)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
 
-    def over_batch(each_BGT: torch.Tensor) -> torch.Tensor:  # no product of matrices, which a TPU rounds
-        return (each_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
+    def over_batch(moments_BGT: torch.Tensor) -> torch.Tensor:
+        """Returns, for each frame, the mean of a moment over the frames that are decoded together with it."""
+        # No product of matrices, which a TPU rounds.
+        return (moments_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
 
     joined = over_batch(mean)
     return joined, over_batch(variance + (mean - joined) ** 2)
