@@ -7,7 +7,7 @@ import pytest
 from fakes import plans
 
 from torchport.plan import plan_report, planning
-from torchport.plan.figures import JobPlan, StagePlan
+from torchport.plan.figures import ClipPart, JobPlan, StagePlan
 from torchport.task import Request, accept
 
 SIZES = ("machine=v6e:2x4", "encode=host", "price_per_chip_hour=2.7", "checkpoint=somebody/hunyuan@main")
@@ -119,6 +119,7 @@ def test_upstreams_modules_are_built_with_the_patches_in_force(monkeypatch):
         inside.pop()
 
     monkeypatch.setattr(planning, "in_force", noted)
-    monkeypatch.setattr(planning, "_encode_part", lambda task: [])
+    encoding = ClipPart(part="encode", once=False, seconds=0.0, limit="nothing")
+    monkeypatch.setattr(planning, "_encode_part", lambda task: encoding)
     monkeypatch.setattr(planning.network, "parameters", lambda task, component: {1: 10**9}[len(inside)])
     assert planning.clip_of_plans(task_of(), planned()).host_bytes > 0

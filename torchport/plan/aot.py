@@ -105,8 +105,9 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
 
 
 def _suffix(name: str) -> str:
-    found = re.search(r"_(\d+)(?=_mask$|$)", name)
-    return "" if found is None else found[1]
+    """Returns the number that ends a component's or an embedding's name, `2` of `prompt_embeds_2_mask`; or ''."""
+    number = re.search(r"_(\d+)(?=_mask$|$)", name)
+    return "" if number is None else number[1]
 
 
 def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.sharding.Mesh) -> StageNetwork:
@@ -204,9 +205,11 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
     devices = absent.describe(task.machine).devices
     if task.encodes_on_devices(stage):
         with in_force(task, [stage]) as ledger, lowerings(ledger):
-            mesh, calls = ported.encoder_mesh(task, devices), encoder_calls(task, stage)
-            outlines = [_encoder(task, name, called, mesh) for name, called in calls.items()]
-            return [_program(each, each.called[0], task.machine, dump)[0] for each in outlines]
+            mesh = ported.encoder_mesh(task, devices)
+            return [
+                _program(_encoder(task, name, called, mesh), called, task.machine, dump)[0]
+                for name, called in encoder_calls(task, stage).items()
+            ]
     with outlined(task, stage, devices, bounded) as outline:
         cache = network.step_cache_of(task, stage)
         if cache is None:
@@ -224,7 +227,10 @@ def _with_cache(
     full, outputs = _program(outline, first, task.machine, dump)
     kept = None if outputs is None else outputs[1]
     # An extrapolation also keeps differences of earlier steps on the devices, besides inputs and outputs.
-    kept_bytes = cache.differences * sum(_bytes(leaf) for leaf in jax.tree.leaves(kept))
+    kept_bytes = 0
+    for leaf in jax.tree.leaves(kept):
+        elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        kept_bytes += cache.differences * elements * leaf.dtype.itemsize
     yield full.holding(kept_bytes)
     if kept is not None and computed < steps:
         assert called.flops is not None
@@ -237,11 +243,6 @@ def _with_cache(
             flops=called.flops * cache.last_blocks // blocks,  # only these blocks are computed; other work is small
         )
         yield _program(outline, reused, task.machine, dump)[0].holding(kept_bytes)
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None
-    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
 
 def _program(

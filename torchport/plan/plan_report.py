@@ -57,6 +57,7 @@ def lines(job: JobPlan) -> list[str]:
 
 
 def _clip_lines(clip: Clip) -> list[str]:
+    """Returns the lines on a whole clip: its seconds, those of its parts, and the host's memory."""
     cost = "" if clip.dollars is None else f", {clip.dollars:.2g} US dollars"
     text = [
         f"a clip: {clip.first_s:.3g} s for the first, {clip.next_s:.3g} s for each after it, by the model; "
@@ -73,7 +74,13 @@ def _clip_lines(clip: Clip) -> list[str]:
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     """Returns the lines on a compiled stage: memory, blocks, collectives, modelled time and the longest operations."""
-    text = [_memory_line(stage.per_device)]
+    device = stage.per_device
+    text = [f"  bytes per device  {_size(device.peak_bytes)} of {size_text(device.hbm_bytes)}"]
+    if device.arguments_bytes is not None:
+        text[0] += (
+            f", of them {size_text(device.arguments_bytes)} arguments and {_size(device.temporaries_bytes)} temporaries"
+            f"; constants of the program {_size(device.constants_bytes)}"
+        )
     text += [f"  DOES NOT FIT: {line}" for line in _finding_lines(stage, Overflow)]
     text += _block_lines(stage.per_block) if stage.per_block else []
     scope = "per step" if name in DENOISING else f"a {name}"
@@ -120,21 +127,12 @@ def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> li
     return lines
 
 
-def _memory_line(device: Memory) -> str:
-    text = f"  bytes per device  {_size(device.peak_bytes)} of {size_text(device.hbm_bytes)}"
-    if device.arguments_bytes is None:
-        return text
-    return (
-        f"{text}, of them {size_text(device.arguments_bytes)} arguments and {_size(device.temporaries_bytes)} "
-        f"temporaries; constants of the program {_size(device.constants_bytes)}"
-    )
-
-
 def _size(size: int | None) -> str:
     return "not known" if size is None else size_text(size)
 
 
 def _block_lines(block: BlockTime) -> list[str]:
+    """Returns the lines on one block of the network: its time, and its collectives."""
     kernel = "not known" if block.attention_ms is None else f"{block.attention_ms:.3g} ms"
     return [
         f"  per block ({block.count})  attention {kernel} (model), everything else {block.other_ms:.3g} ms (compiler), "
@@ -188,7 +186,7 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         "findings": [f"Does not fit: {line}" for line in _finding_lines(stage, Overflow)],
         "estimates": _finding_lines(stage, Underestimate),
         "charts": [*_time_charts(name, stage), _memory_chart(stage.per_device)],
-        "tables": [_program_table(stage), _collective_table(name, stage), _operation_table(stage)],
+        "tables": _tables(name, stage),
         "not_modelled": stage.not_modelled,
     }
 
@@ -234,6 +232,7 @@ def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest
 
 
 def _bar(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
+    """Returns a part of a bar chart of times, labelled in milliseconds, or in seconds from one second on."""
     return BarPart(kind, label, ms, f"{ms / 1e3:.4g} s" if ms >= 1e3 else f"{ms:.4g} ms", shade)
 
 
@@ -255,11 +254,12 @@ def _memory_chart(device: Memory) -> BarChart:
     return BarChart(title, parts, float(max(peak, hbm)))
 
 
-def _program_table(stage: StagePlan) -> PageTable:
-    rows = []
+def _tables(name: str, stage: StagePlan) -> list[PageTable]:
+    """Returns the tables of a stage: its programs, its collectives, and its most expensive operations."""
+    programs = []
     for program in stage.programs:
         model, peak = program.step.model_s, program.per_device.peak_bytes
-        rows.append((
+        programs.append((
             largest_shape(program.inputs),
             program.times,
             "not known" if peak is None else f"{peak:,}",
@@ -268,21 +268,18 @@ def _program_table(stage: StagePlan) -> PageTable:
             f"{program.step.floor_s:.4g}",
             f"{program.compile_s:.1f}",
         ))  # fmt: skip
-    heads = "largest input|calls#|bytes on a device#|fits|modelled s a call#|floor s#|compiled in s#"
-    return page.table("Programs", heads, rows)
-
-
-def _collective_table(name: str, stage: StagePlan) -> PageTable:
     per = stage.per_block or stage.per_step
-    caption = f"Collectives of {'a block' if stage.per_block else 'a step' if name in DENOISING else 'the stage'}"
-    rows = [
+    sent = [
         (collective.kind, f"{collective.count:g}", f"{collective.bytes:,}", collective.group, collective.source or "")
         for collective in (per.collectives if per else ())
     ]
-    return page.table(caption, "kind|times#|bytes of output#|among#|line", rows)
-
-
-def _operation_table(stage: StagePlan) -> PageTable:
-    caption = f"Most expensive operations{' of a block' if stage.per_block else ''}, by the compiler's estimate"
-    rows = [(f"{operation.ms:.4g}", operation.opcode, operation.source) for operation in stage.largest]
-    return page.table(caption, "ms#|operation|line", rows)
+    where = "a block" if stage.per_block else "a step" if name in DENOISING else "the stage"
+    operations = [(f"{operation.ms:.4g}", operation.opcode, operation.source) for operation in stage.largest]
+    of_block = " of a block" if stage.per_block else ""
+    heads = "largest input|calls#|bytes on a device#|fits|modelled s a call#|floor s#|compiled in s#"
+    longest = f"Most expensive operations{of_block}, by the compiler's estimate"
+    return [
+        page.table("Programs", heads, programs),
+        page.table(f"Collectives of {where}", "kind|times#|bytes of output#|among#|line", sent),
+        page.table(longest, "ms#|operation|line", operations),
+    ]

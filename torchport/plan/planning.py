@@ -7,7 +7,7 @@ modelled, see `step_time`. All but attention is divided by the factor of `calibr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,14 @@ def plan(
 
 
 def on_slice(request: Request, topology_name: str | None) -> Request:
+    """Returns a request to denoise on another slice than the job's, such as `v6e:2x4`; None: on the job's."""
     overrides = request.overrides if topology_name is None else (*request.overrides, f"machine={topology_name}")
     return dataclasses.replace(request, stage="denoise", overrides=overrides)
 
 
 def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ()) -> JobPlan:
     """Returns the plan of a job that is read and checked already; for the arguments see `plan`."""
-    stages = _chosen(task, stages)
-    _check(task, stages)
+    stages = _checked_stages(task, stages)
     with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
         planned = {}
         for number, name in enumerate(stages, 1):
@@ -131,35 +131,38 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     return job
 
 
-def _chosen(task: Task, stages: Sequence[str]) -> list[str]:
-    """Returns the stages to compile: those that the user names, or else all whose input shapes are known."""
-    networks = [stage for stage in task.family.STAGES if stage.network is not None or task.encodes_on_devices(stage)]
-    if "all" in stages:
-        return [stage.name for stage in networks]
-    known = [s for s in networks if s in task.denoising or s.like is not None or task.encodes_on_devices(s)]
-    return list(stages) or [stage.name for stage in known]
-
-
 def require_tpu(machine: Machine) -> Chip:
+    """Returns the machine's chip; raises if it is no TPU."""
     return machine.require_tpu(
         remedy="Name a slice with --topology v6e:2x4", fact="It is no TPU, and a plan is for one"
     )
 
 
-def _check(task: Task, stages: Sequence[str]) -> None:
-    """Raises if the machine is no TPU, a stage has nothing to compile, or its sizes do not divide over the mesh."""
+def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
+    """Returns the stages to compile: those that the user names, or else all whose input shapes are known.
+
+    Raises if the machine is no TPU, a stage has nothing to compile, or its sizes do not divide over the mesh.
+    """
     require_tpu(task.machine)
     networks = {stage.name: str(stage.network) for stage in task.family.STAGES if stage.network is not None}
+    # Text encoders are compiled, but no network's rules are for them.
     encoding = [stage.name for stage in task.family.STAGES if task.encodes_on_devices(stage)]
-    stages = [name for name in stages if name not in encoding]  # text encoders are compiled, but no network's rules
-    for name in stages:
+    compiled = [stage for stage in task.family.STAGES if stage.name in (*networks, *encoding)]
+    if "all" in names:
+        chosen = [stage.name for stage in compiled]
+    else:
+        known = [s for s in compiled if s in task.denoising or s.like is not None or s.name in encoding]
+        chosen = list(names) or [stage.name for stage in known]
+    of_network = [name for name in chosen if name not in encoding]
+    for name in of_network:
         if name not in networks:
             fact = "Nothing of it is compiled: it runs on the host, in PyTorch"
             raise BadValueError(f"--stage {name}", fact, f"Name one of {', '.join(networks)}, or all")
     strategy = task.card.strategies[task.job.strategy]
-    shard.check_axes(strategy, [networks[name] for name in stages], task.job, task.job_document)
-    compiled = [stage for stage in task.family.STAGES if stage.name in stages]
-    check_tiling(task.card, task.job, compiled, task.job_document)
+    shard.check_axes(strategy, [networks[name] for name in of_network], task.job, task.job_document)
+    tiled = [stage for stage in task.family.STAGES if stage.name in of_network]
+    check_tiling(task.card, task.job, tiled, task.job_document)
+    return chosen
 
 
 def _left_out(task: Task, stage: Stage) -> StageLeftOut:
@@ -265,15 +268,18 @@ def combined(
     """Returns a stage's figures from those of its programs: the largest program's bytes, and the times of a step."""
     largest = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
     longest = max(programs, key=lambda program: program.step.flops * program.times)
-    is_step = len(programs) == 1 and programs[0].times == steps
+    if len(programs) == 1 and programs[0].times == steps:
+        block, sent, step, operations = longest.per_block, longest.per_step, longest.step, longest.largest
+    else:
+        block, (sent, step, operations) = None, _average_step(programs, steps)
     return StagePlan(
         fits=all(program.fits for program in programs),
         per_device=largest.per_device,
-        per_block=longest.per_block if is_step else None,
-        per_step=longest.per_step if is_step else _communication_of_steps(programs, steps),
-        step=longest.step if is_step else _sum_of_steps(programs, steps),
+        per_block=block,
+        per_step=sent,
+        step=step,
         attention=longest.attention,
-        largest=longest.largest if is_step else _largest_of_steps(programs, steps),
+        largest=operations,
         findings=[finding for program in programs for finding in program.findings],
         not_modelled=list(dict.fromkeys(text for program in programs for text in program.not_modelled)),
         operators="; ".join(dict.fromkeys(program.operators for program in programs)),
@@ -286,36 +292,27 @@ def combined(
     )
 
 
-def _largest_of_steps(programs: Sequence[ProgramPlan], steps: int) -> list[Operation]:
-    """Returns the ten most expensive operations of all programs, with their milliseconds in an average step."""
-    each = [
-        operation.model_copy(update={"ms": operation.ms * program.times / steps})
-        for program in programs
-        for operation in program.largest
-    ]
-    return sorted(each, key=lambda operation: -operation.ms)[:10]
-
-
-def _communication_of_steps(programs: Sequence[ProgramPlan], steps: int) -> Communication:
-    """Returns the collectives of all programs in an average step; their time is None if one does not fit."""
-    sent = [
-        collective.model_copy(update={"count": collective.count * program.times / steps})
-        for program in programs
-        for collective in (program.per_step.collectives if program.per_step else ())
-    ]
+def _average_step(programs: Sequence[ProgramPlan], steps: int) -> tuple[Communication, StepTime, list[Operation]]:
+    """Returns the collectives, the time and the ten most expensive operations of an average step, over all programs. A
+    time is None if one program has none, as it does not fit.
+    """
+    sent, operations = [], []
+    for program in programs:
+        for collective in program.per_step.collectives if program.per_step else ():
+            sent.append(collective.model_copy(update={"count": collective.count * program.times / steps}))
+        for operation in program.largest:
+            operations.append(operation.model_copy(update={"ms": operation.ms * program.times / steps}))
+    operations.sort(key=lambda operation: -operation.ms)
     times = [None if program.per_step is None else program.per_step.communication_ms for program in programs]
     known = [ms * program.times / steps for ms, program in zip(times, programs, strict=True) if ms is not None]
-    return Communication(communication_ms=sum(known) if len(known) == len(times) else None, collectives=sent)
-
-
-def _sum_of_steps(programs: Sequence[ProgramPlan], steps: int) -> StepTime:
-    """Returns the time and FLOPs of all programs in an average step; a field is None if one program has it as None."""
+    communication = Communication(communication_ms=sum(known) if len(known) == len(times) else None, collectives=sent)
     total: dict[str, float | None] = {}
     for name in StepTime.model_fields:
-        each = [getattr(program.step, name) for program in programs]
-        known = None not in each
-        total[name] = sum(amount * p.times for amount, p in zip(each, programs, strict=True)) / steps if known else None
-    return StepTime.model_validate(total)
+        amounts = [getattr(program.step, name) for program in programs]
+        total[name] = None
+        if None not in amounts:
+            total[name] = sum(amount * p.times for amount, p in zip(amounts, programs, strict=True)) / steps
+    return communication, StepTime.model_validate(total), operations[:10]
 
 
 def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> VerificationCost | None:
@@ -350,14 +347,20 @@ def clip_of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     stages = [stage for stage in task.family.STAGES if stage.network is not None or task.encodes_on_devices(stage)]
     if any(stage.name not in planned or planned[stage.name].step.model_s is None for stage in stages):
         return None
-    encode = [] if task.job.encode == "devices" else _encode_part(task)
+    encode = [] if task.job.encode == "devices" else [_encode_part(task)]
     with in_force(task, task.family.STAGES):  # upstream's modules may need a stub to be imported
-        load, host_bytes = _load_part(task), preflight.host_bytes(task)
-    limit = "traced and compiled, as long as on this machine; JAX's cache keeps the programs"
+        dtypes, host_bytes = task.settings.dtypes, preflight.host_bytes(task)
+        sizes = {name: network.parameters(task, name) for name in task.card.components}
+    weights = sum(dtypes.get(name, torch.float16).itemsize * count for name, count in sizes.items())
     duration = sum(stage.trace_s + stage.compile_s for stage in planned.values())
-    compilation = ClipPart(part="compile", once=True, seconds=duration, limit=limit)
-    parts = [load, compilation, *encode, *(_device_part(planned[s.name], s) for s in stages)]
-    parts.append(_write_part(task))
+    limit = "traced and compiled, as long as on this machine; JAX's cache keeps the programs"
+    parts = [
+        ClipPart(part="load", once=True, seconds=weights / DISK, limit=f"reads {size_text(weights)} of weights"),
+        ClipPart(part="compile", once=True, seconds=duration, limit=limit),
+        *encode,
+        *(_device_part(planned[stage.name], stage) for stage in stages),
+        _write_part(task),
+    ]
     seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
     chips = task.machine.devices // chip.devices
@@ -376,21 +379,14 @@ def clip_of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
     )
 
 
-def _load_part(task: Task) -> ClipPart:
-    size = 0
-    for name in task.card.components:
-        size += task.settings.dtypes.get(name, torch.float16).itemsize * network.parameters(task, name)
-    return ClipPart(part="load", once=True, seconds=size / DISK, limit=f"reads {size_text(size)} of weights")
-
-
-def _encode_part(task: Task) -> Iterator[ClipPart]:
-    """Yields one part: the time of the text encoders, which run on the host."""
+def _encode_part(task: Task) -> ClipPart:
+    """Returns the time of the text encoders, which run on the host."""
     stage = task.family.STAGES[0]
     with in_force(task, [stage]):
         calls = aot.encoder_calls(task, stage).values()
     flops = sum(call.times * (call.flops or 0) for call in calls)
     limit = f"{flops:.3g} FLOP of the encoders on the host"
-    yield ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)
+    return ClipPart(part="encode", once=False, seconds=flops / HOST_FLOPS, limit=limit)
 
 
 def _device_part(plan: StagePlan, stage: Stage) -> ClipPart:

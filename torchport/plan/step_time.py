@@ -66,6 +66,7 @@ class ProgramTime:
 
     @property
     def attention(self) -> Attention | None:
+        """The call of attention with the most FLOPs; None if there is none."""
         return max(self.calls, key=lambda call: call.flops_per_device, default=None)
 
     def block(self) -> BlockTime | None:
@@ -88,24 +89,21 @@ class ProgramTime:
         )
 
     def communication(self) -> Communication:
+        """Returns the collectives of a whole run, and their modelled time."""
         sent = _collectives(self.program, None, self.spots)
         return Communication(communication_ms=1e3 * communication_seconds(sent, self.chip), collectives=sent)
 
-    def parts(self) -> Parts[float]:
-        """Returns the modelled seconds of attention, of other operations and of collectives."""
+    def step(self) -> StepTime:
+        """Returns the modelled time of one run; that of a denoising step is also divided by the calibration factor."""
         # Attention without a kernel is in the compiler's estimate. A loop's is traced once; it is the largest call.
         spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
         loop = _block_loop(self.program) if spent else None
         repeats = loop.trips * loop.times - 1 if loop else 0
-        return Parts[float](
+        parts = Parts[float](
             attention_s=(sum(spent) + repeats * max(spent, default=0.0)) / 1e3,
             other_s=self.program.cycles() / self.chip.clock + self._kernel_seconds(None),
             communication_s=communication_seconds(_collectives(self.program, None, self.spots), self.chip),
         )
-
-    def step(self) -> StepTime:
-        """Returns the modelled time of one run; that of a denoising step is also divided by the calibration factor."""
-        parts = self.parts()
         by = shipped_calibration() if self.denoises else None  # it was fitted to denoising steps
         return StepTime(
             **parts.model_dump(),
@@ -136,11 +134,10 @@ class ProgramTime:
         raised = self.program.underestimated()
         if not raised:
             return []
-        count = sum(runs.times for runs in raised)
         return [
             Underestimate(
                 what="estimate",
-                count=count,
+                count=sum(runs.times for runs in raised),
                 negative=sum(runs.times for runs in raised if runs.estimated < 0),
                 estimated_ms=self._ms(sum(runs.estimated for runs in raised)),
                 charged_ms=self._ms(sum(runs.cycles for runs in raised)),
@@ -169,6 +166,7 @@ class ProgramTime:
         return list(dict.fromkeys(facts))
 
     def _kernel_seconds(self, computation: str | None) -> float:
+        """Returns the modelled seconds of the kernels beside attention, in a computation or in the whole program."""
         return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(computation).items())
 
     def _ms(self, cycles: int) -> float:

@@ -39,12 +39,8 @@ class SweptMesh:
 
     @property
     def mesh_text(self) -> str:
+        """The mesh as text, `dp=2 x sp=4`; `1` for a single device."""
         return mesh_text(self.mesh) or "1"
-
-    @property
-    def overrides(self) -> tuple[str, str]:
-        mesh = ", ".join(f"{axis}: {size}" for axis, size in self.mesh.items())
-        return f"strategy={self.strategy}", f"mesh={{{mesh}}}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +82,9 @@ def sweep(
     with contextlib.ExitStack() as patches:
         for choice in choices(card, machine):
             try:
-                overrides = (*job_request.overrides, *choice.overrides)
+                sizes = ", ".join(f"{axis}: {size}" for axis, size in choice.mesh.items())
+                chosen = (f"strategy={choice.strategy}", f"mesh={{{sizes}}}")
+                overrides = (*job_request.overrides, *chosen)
                 task = accept(dataclasses.replace(job_request, overrides=overrides), dry=True)
                 if is_unpatched:  # all choices have the same patches, which take long to apply
                     patches.enter_context(in_force(task, task.stages))

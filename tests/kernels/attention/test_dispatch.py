@@ -98,7 +98,7 @@ def test_keys_without_their_mean_give_the_same_softmax_and_a_wider_bound(monkeyp
     assert float(jnp.abs(plain - attention(q, k, v)).max()) < 1e-4
     seen = []
     monkeypatch.setattr(
-        dispatch, "_implementation", lambda name, asked, *shapes: seen.append(asked.bound) or (lambda *_: q)
+        dispatch, "_implementation", lambda name, asked, *shapes: seen.append(asked.bound) or (lambda *_, **__: q)
     )
     attention(q, k, v, bound=8.0, smooth_keys=True)
     attention(q, k, v, bound=8.0)
@@ -109,7 +109,9 @@ def test_a_bound_by_name_is_the_programs(monkeypatch):
     q, k, v = drawn()
     seen = []
     monkeypatch.setattr(
-        dispatch, "_implementation", lambda name, asked, *shapes: seen.append((name, asked.bound)) or (lambda *_: q)
+        dispatch,
+        "_implementation",
+        lambda name, asked, *shapes: seen.append((name, asked.bound)) or (lambda *_, **__: q),
     )
     with context(Context("plain", {"joint": 12.0})):
         attention(q, k, v, bound="joint")

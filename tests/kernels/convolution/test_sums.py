@@ -6,7 +6,6 @@ import numpy
 import pytest
 
 from torchport.config.machine import parse_machine
-from torchport.kernels.attention.dispatch import Pass
 from torchport.kernels.convolution import moments
 from torchport.kernels.convolution.moments import Sums
 from torchport.plan.tpu import absent, bundles
@@ -28,7 +27,7 @@ def test_differences_to_the_first_position_are_summed(valid):
 
 def test_a_row_is_added_some_columns_at_a_time():
     call = Sums(2, 40, 16, 128)
-    assert call.columns_at_once == 20 and moments.sums_trips(call) == (2, 2)
+    assert call.columns_at_once == 20 and moments.sums_pass(call).loops == (2, 2)
     x = jnp.asarray(numpy.random.default_rng(0).normal(size=(2, 40, 16, 128)), jnp.bfloat16)
     _, total, _ = SUMMED(call, x, jnp.asarray([2, 40], jnp.int32), interpret=True)
     wide = numpy.asarray(x, numpy.float64)
@@ -40,14 +39,9 @@ def test_a_row_is_added_some_columns_at_a_time():
 def test_its_loops_run_as_often_as_a_plan_counts(sizes):
     call = Sums(*sizes)
     arguments = dict(zip(("height", "width", "frames", "channels", "padded", "dtype"), sizes, strict=True))
-    one = Pass(
-        call.name,
-        "torchport.kernels.convolution.moments:sums_alone",
-        arguments,
-        moments.sums_trips(call),
-        moments.sums_moved(call),
-    )
+    noted = moments.sums_pass(call)
+    assert (noted.build, noted.arguments) == ("torchport.kernels.convolution.moments:sums_alone", arguments)
     machine = parse_machine("v6e:2x4", "here")
-    seconds = bundles.pass_seconds(one, machine)
+    seconds = bundles.pass_seconds(noted, machine)
     chip = machine.require_tpu()
-    assert call.height * 20 / chip.clock < seconds < 3 * moments.sums_moved(call) / chip.bandwidth
+    assert call.height * 20 / chip.clock < seconds < 3 * noted.bytes / chip.bandwidth

@@ -95,10 +95,14 @@ def of_weights(
                 block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
     if not all(hasattr(array, "__array__") for block in blocks.values() for group in block for array in group):
         return None
-    bounds = [
-        _of_block(*([numpy.asarray(array, numpy.float64) for array in group] for group in block))
-        for block in blocks.values()
-    ]
+    bounds = []
+    for block in blocks.values():
+        gains_q, gains_k, offsets_q, offsets_k = ([numpy.asarray(x, numpy.float64) for x in group] for group in block)
+        # All features may share one gain; its size does not say how many features there are.
+        if not gains_q or not gains_k or any(gain.size == 1 for gain in (*gains_q, *gains_k)):
+            bounds.append(math.inf)
+        else:
+            bounds.append(norm_bound(gains_q, gains_k, query_offsets=offsets_q, key_offsets=offsets_k))
     if min(bounds) <= 0:
         fact = f"The gains of the bound '{what}' are all 0"
         raise BadValueError(place, fact, "A norm that multiplies by 1 + weight has no place here")
@@ -123,11 +127,3 @@ def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> l
         fact = f"'{pattern}' of the bound '{what}' matches '{names[0]}' and not '{unmatched}'"
         raise DeadRuleError(place, fact, "It must match the norms of every block")
     return names
-
-
-def _of_block(query_gains: Any, key_gains: Any, query_offsets: Any, key_offsets: Any) -> float:
-    """Returns the bound of one block's scores; infinity where its gains do not give one."""
-    # All features may share one gain; its size does not say how many features there are.
-    if not query_gains or not key_gains or any(gain.size == 1 for gain in (*query_gains, *key_gains)):
-        return math.inf
-    return norm_bound(query_gains, key_gains, query_offsets=query_offsets, key_offsets=key_offsets)

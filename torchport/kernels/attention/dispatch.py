@@ -185,6 +185,7 @@ def context(value: Context) -> Iterator[None]:
 
 
 def current() -> Context:
+    """Returns the settings that hold for the attention calls of the program that is traced now."""
     return _CONTEXT.get()
 
 
@@ -211,9 +212,7 @@ def attention(
     over `sp` (`_query_axes`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
 
     Args:
-        q_BHSD: Queries [B, H, S, D].
-        k_BHTD: Keys [B, H, T, D].
-        v_BHTD: Values [B, H, T, D].
+        q_BHSD: Queries, of the dtype of keys and values.
         lengths: Integers [B], 0 to T: keys and values from there on are ignored, and may be NaN.
         query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
             is self-attention; pass the number of queries where that is a coincidence.
@@ -230,9 +229,6 @@ def attention(
 
     Returns:
         [B, H, S, D] of q's dtype; 0 for a query that sees no key. It has no reverse mode.
-
-    Raises:
-        AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
     """
     check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
     batch, _, queries, size = q_BHSD.shape
@@ -246,31 +242,35 @@ def attention(
     kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)
     interpret = interpret or current().interpret
     problem = Problem(*kind, masked=mask is not None, bound=limit, tile=tile, interpret=interpret)
-    output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
-    return output if query_lengths is None else _zero_from_length(output, query_lengths)
+    run = _implementation(implementation, problem, q_BHSD.shape[:3], keys)
+    output = run(q_BHSD, k_BHTD, v_BHTD, lengths_B=lengths_B, **({} if mask is None else {"mask": mask}))
+    if query_lengths is None:
+        return output
+    valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
+    return jnp.where(valid_BS[:, None, :, None], output, jnp.zeros_like(output))
 
 
 def score_bound(bound: float | str | None, factor: float) -> float | None:
-    """Returns a bound of the scores: `factor` times that of |q . k|, a number or a name in the context; or None."""
+    """Returns the bound of |factor * q . k|; None if none is known.
+
+    Args:
+        bound: That of |q . k|: a number, or a name in `Context.bounds`.
+    """
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise AttentionError("attention", f"bound is {limit!r}", "It must be a positive number, or the name of one")
     return None if limit is None else limit * abs(factor)
 
 
-def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
-    """Returns outputs [B, H, S, D] that are 0 from each sample's number of queries on."""
-    batch, _, queries, _ = o_BHSD.shape
-    valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
-    return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
+def _implementation(
+    requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int
+) -> Callable[..., jax.Array]:
+    """Returns the function that computes a call from q, k and v, `lengths_B` and, if it is masked, `mask`. Notes the
+    call for a plan. Raises if the requested implementation cannot compute it.
 
-
-Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"], jax.Array]
-
-
-def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation of a call, as a function of q, k, v, lengths and mask, and notes the call for a plan.
-    Raises if that implementation cannot compute it. `shape` is that of the queries, [B, H, S].
+    Args:
+        shape: [B, H, S] of the queries.
+        keys: T.
     """
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
@@ -292,16 +292,18 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
     if program.note is not None:
         dtype = jnp.dtype(problem.dtype).name
         program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, dtype=dtype))
+    rules: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
+    run: Callable[..., jax.Array]
     if name == "plain":
-        # A mask has its own layout, so XLA splits the masked form by itself.
-        whole = functools.partial(_plain, problem)
-        return whole if problem.masked else _sharded(whole, problem.windowed)
-    if name == "xla":
-        return functools.partial(_stock, problem, "xla")
-    if name == "cudnn":
-        return _sharded(functools.partial(_stock, problem, "cudnn"), problem.windowed)
-    kernel = _splash if name == "splash" else functools.partial(_transposed, name == "splash_int8")
-    return _sharded(functools.partial(kernel, problem), problem.windowed)
+        run = functools.partial(plain.attention, **rules)
+    elif name in ("xla", "cudnn"):
+        run = functools.partial(stock.attention, **rules | {"implementation": name})
+    elif name == "splash":
+        run = functools.partial(_splash, problem)
+    else:
+        run = functools.partial(_transposed, problem, int8=name == "splash_int8")
+    # XLA splits its own form, and a mask, which has a layout of its own.
+    return run if name == "xla" or problem.masked else _sharded(run, problem.windowed)
 
 
 def _choice_for_platform(problem: Problem) -> str:
@@ -346,20 +348,8 @@ def _check_int8(chip: str | None) -> None:
         raise _refusal("splash_int8", fact, "Use implementation 'splash_transposed'")
 
 
-def _plain(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: Any = None) -> jax.Array:
-    return plain.attention(q, k, v, lengths_B=lengths_B, mask=mask, **_rules(problem))
-
-
-def _stock(problem: Problem, name: Any, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
-    return stock.attention(q, k, v, lengths_B=lengths_B, implementation=name, **_rules(problem))
-
-
-def _rules(problem: Problem) -> dict[str, Any]:
-    return {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
-
-
-def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Array:
-    """Calls JAX's Splash Attention with a call's tile, or the best one of the chip."""
+def _splash(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any) -> jax.Array:
+    """Computes attention by JAX's Splash Attention, with the problem's tile or the chip's best tile."""
     # A further feature hides padding for free where the matrix unit is deeper than the head size.
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
     options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
@@ -370,11 +360,12 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Arr
         options["tile"] = tiles.best(problem.chip, "splash", problem.head_size, bounded=False)
     if current().rehearse:
         return q
-    return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
+    options |= {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
+    return splash.attention(q, k, v, lengths_B=lengths_B, **options)
 
 
-def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any) -> jax.Array:
-    """Calls `splash_transposed`, or `splash_int8`; a rehearsal, which has only shapes, gets the queries back."""
+def _transposed(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any, int8: bool) -> jax.Array:
+    """Computes attention by `splash_transposed`, or by `splash_int8`; a rehearsal gets the queries back."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     settings = transposed_settings(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:
@@ -399,8 +390,8 @@ def transposed_settings(
     return transposed.KernelSettings(problem.scale, problem.bounded, tile, left, exponent, problem.interpret)
 
 
-def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
-    """Returns a function of whole arrays that runs `run` on every device's shard, if there is a mesh.
+def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Callable[..., jax.Array]:
+    """Returns `run` as a function of whole q, k, v and lengths, which computes on every device's shard under a mesh.
 
     XLA cannot split a kernel by itself. Axes that do not divide the batch or the heads are left out: the devices along
     them compute the same.
@@ -409,28 +400,28 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
         windowed: Whether a query's index matters: then queries are not split.
     """
 
-    def split(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None, _: None) -> jax.Array:
-        """Calls `run` on each device's shard: of samples, heads, or queries."""
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None = None) -> jax.Array:
+        return run(q, k, v, lengths_B=lengths_B)
+
+    def split(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths_B: jax.Array | None) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
-            return run(q, k, v, lengths_B)
+            return local(q, k, v, lengths_B)
         _check_axes(mesh)
         sizes = dict(mesh.shape)
         batch = _dividing_axes(BATCH_AXES, sizes, q.shape[0])
         tokens = () if windowed else _query_axes(sizes, q.shape[2], k.shape[2])
         heads = _dividing_axes(tuple(axis for axis in HEAD_AXES if axis not in tokens), sizes, q.shape[1])
         queries, keys = PartitionSpec(batch, heads, tokens), PartitionSpec(batch, heads)
-        if lengths_B is None:
-            whole = functools.partial(run, lengths_B=None)
-            return jax.shard_map(whole, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False)(q, k, v)
-        specs = (queries, keys, keys, PartitionSpec(batch))
-        return jax.shard_map(run, in_specs=specs, out_specs=queries, check_vma=False)(q, k, v, lengths_B)
+        arrays = (q, k, v) if lengths_B is None else (q, k, v, lengths_B)
+        specs = (queries, keys, keys, PartitionSpec(batch))[: len(arrays)]
+        return jax.shard_map(local, in_specs=specs, out_specs=queries, check_vma=False)(*arrays)
 
     return split
 
 
 def _query_axes(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
-    """Returns the axes that split the queries rather than the heads, in cross-attention to few keys; else ().
+    """Returns the axes that split queries, not heads: `QUERY_AXES` in cross-attention to few keys, else ().
 
     To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
     A text's keys are few, and every device has them.
@@ -453,7 +444,7 @@ def _check_axes(mesh: Any) -> None:
 
 
 def _dividing_axes(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
-    """Returns axes whose sizes multiply to a divisor of `count`; an axis that would not divide it is left out."""
+    """Returns those axes of a mesh that split `count` items evenly: (sp=2, tp=3) for 4 items gives (sp,)."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:

@@ -29,11 +29,8 @@ def attention(
     """Returns attention over the first `lengths` tokens of each sample; 0 for queries beyond them where S equals T.
 
     Args:
-        q_BHSD: Queries [B, H, S, D].
-        k_BHTD: Keys [B, H, T, D].
-        v_BHTD: Values [B, H, T, D].
         lengths: Integers [B]; None: all tokens.
-        scale: 1 / sqrt(D) by default.
+        scale: What q . k is multiplied by; 1 / sqrt(D) by default.
         causal: Whether query s sees keys up to s only.
         bound: The model card's name for the bound of these scores, if their q and k are normalised.
 

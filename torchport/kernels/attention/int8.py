@@ -63,11 +63,12 @@ def quantised(
         _rounded(keys.astype(jnp.float32) - mean_B1F, jnp.repeat(1 / step_k, head_size, axis=1)[:, None])
         for keys, _ in arrays
     ]
-    return (
-        _rounded(q_BSF, _over_features([1 / step for step in steps_q], head_size)),
-        rows.reshape(-1, 1, queries),
-        keys,
-    )
+    factors = [1 / step for step in steps_q]
+    head = lax.broadcasted_iota(jnp.int32, (1, 1, features), 2) // head_size
+    factor_BSF = factors[0][..., None]
+    for number, factor in enumerate(factors):
+        factor_BSF = jnp.where(head == number, factor[..., None], factor_BSF)
+    return _rounded(q_BSF, factor_BSF), rows.reshape(-1, 1, queries), keys
 
 
 def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
@@ -86,21 +87,13 @@ def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.A
     return mean, jnp.maximum(jnp.stack(largest).max(0) - mean, mean - jnp.stack(smallest).min(0))
 
 
-def _over_features(factors: Sequence[jax.Array], head_size: int) -> jax.Array:
-    """Repeats each head's factors [B, S] for all features of the head, as [B, S, F]."""
-    head = lax.broadcasted_iota(jnp.int32, (1, 1, len(factors) * head_size), 2) // head_size
-    result = factors[0][..., None]
-    for number, factor in enumerate(factors):
-        result = jnp.where(head == number, factor[..., None], result)
-    return result
-
-
 def _step(peak: jax.Array) -> jax.Array:
     """Returns what one step of int8 stands for, by the largest value; 1 where there is nothing to round, or no key."""
     return jnp.where(peak > 0, peak / STEPS, 1.0)
 
 
 def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns x times a factor, rounded to int8."""
     return jnp.round(x.astype(jnp.float32) * factor).astype(jnp.int8)
 
 
@@ -124,16 +117,16 @@ class Int8Softmax(Softmax):
         if p.dtype != jnp.int32:
             super()._add(values, cell, p, shrink)
             return
-        g, a, n = cell
-        head_values = self._head_values(values, g)
+        head, start, count = cell
+        head_values = self._head_values(values, head)
         row = lax.broadcasted_iota(jnp.int32, (ONES, head_values.shape[1]), 0)
         with_ones = jnp.concatenate([head_values, (row == 0).astype(head_values.dtype)], axis=0)
         product = self._product(with_ones, pltpu.bitcast(p, jnp.bfloat16), PLAIN)
         size = self.plan.head_size
-        self.refs.acc[self.plan.rows(g), pl.ds(a, n)] += product[:size]
-        self.refs.sums[g, :, pl.ds(a, n)] += product[size : size + self.refs.sums.shape[1]]
+        self.refs.acc[self.plan.rows(head), pl.ds(start, count)] += product[:size]
+        self.refs.sums[head, :, pl.ds(start, count)] += product[size : size + self.refs.sums.shape[1]]
 
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
-        _, a, n = cell
-        exact = lax.dot_general(keys, self.refs.q[pl.ds(a, n), :], ROWS, preferred_element_type=jnp.int32)
-        return exact.astype(jnp.float32) * self.rows[:, pl.ds(a, n)]
+        _, start, count = cell
+        exact = lax.dot_general(keys, self.refs.q[pl.ds(start, count), :], ROWS, preferred_element_type=jnp.int32)
+        return exact.astype(jnp.float32) * self.rows[:, pl.ds(start, count)]

@@ -92,7 +92,7 @@ class _Inputs:
     block_kv: int
 
     def key_blocks(self, first_row: Any) -> tuple[Any, Any]:
-        """Returns which blocks of keys the queries of a block see: the first, and one after the last."""
+        """Returns the range of the key blocks that a query block sees: the first one's number, and the end."""
         left, right = limits(self.causal, self.window)
         keys = self.k.shape[2]
         if keys <= self.block_kv:
@@ -126,14 +126,8 @@ class _Inputs:
                 s_BHQC = s_BHQC + block.astype(jnp.float32)
         return jnp.where(seen, s_BHQC, -jnp.inf)
 
-    def values(self, first_column: Any) -> jax.Array:
-        """Returns the values of a block of keys, float32 [B, H, C, D], with zeros beyond the lengths."""
-        v_BHCD = lax.dynamic_slice_in_dim(self.v, first_column, self.block_kv, axis=2)
-        lengths_B = None if self.lengths is None else self.lengths - first_column
-        return without_padding(v_BHCD, lengths_B).astype(jnp.float32)
 
-
-def _block(inputs: _Inputs, first_row: Any) -> jax.Array:
+def _outputs_of_block(inputs: _Inputs, first_row: Any) -> jax.Array:
     """Returns the outputs of one block of queries, [B, H, Q, D] of q's dtype."""
     q_BHQD = lax.dynamic_slice_in_dim(inputs.q, first_row, inputs.block_q, axis=2)
     batch, heads, queries, _ = q_BHQD.shape
@@ -150,7 +144,10 @@ def _block(inputs: _Inputs, first_row: Any) -> jax.Array:
         origin_BHQ1 = jnp.where(after_BHQ1 == -jnp.inf, 0.0, after_BHQ1)
         p_BHQC = jnp.exp(s_BHQC - origin_BHQ1)
         shrink_BHQ1 = jnp.exp(peak_BHQ1 - origin_BHQ1)
-        more_BHQD = jnp.einsum("bhqc,bhcd->bhqd", p_BHQC, inputs.values(first_column), precision=lax.Precision.HIGHEST)
+        v_BHCD = lax.dynamic_slice_in_dim(inputs.v, first_column, inputs.block_kv, axis=2)
+        valid_B = None if inputs.lengths is None else inputs.lengths - first_column
+        v_BHCD = without_padding(v_BHCD, valid_B).astype(jnp.float32)
+        more_BHQD = jnp.einsum("bhqc,bhcd->bhqd", p_BHQC, v_BHCD, precision=lax.Precision.HIGHEST)
         return after_BHQ1, sum_BHQ1 * shrink_BHQ1 + p_BHQC.sum(-1, keepdims=True), o_BHQD * shrink_BHQ1 + more_BHQD
 
     start = (
@@ -195,7 +192,7 @@ def attention(
 
     def step(i: Any, o_BHSD: jax.Array) -> jax.Array:
         first_row = jnp.minimum(i * block_q, queries - block_q)
-        return lax.dynamic_update_slice_in_dim(o_BHSD, _block(inputs, first_row), first_row, axis=2)
+        return lax.dynamic_update_slice_in_dim(o_BHSD, _outputs_of_block(inputs, first_row), first_row, axis=2)
 
     o_BHSD = jnp.zeros((*q_BHSD.shape[:3], v_BHTD.shape[3]), q_BHSD.dtype)
     return lax.fori_loop(0, -(-queries // block_q), step, o_BHSD)

@@ -199,7 +199,13 @@ def _gains(norm: Norm | None, heads: Heads) -> list[jax.Array]:
 
 
 def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
-    """Computes a block: x [rows, F], gains, offsets [1, 128 or F], cos and sin [rows, 128], out [N, rows, F / N]."""
+    """Computes `norm_rotary` for a block of tokens, in registers of 128 features.
+
+    Args:
+        x: Reference to queries or keys [rows, F].
+        others: References to gains and offsets [1, 128 or F], as far as `norm` has them; to cosines and sines
+            [rows, 128]; and to the output [N, rows, F / N].
+    """
     *gains, cos, sin, out = others
     groups, _, part = out.shape
     per_group = part // LANES
@@ -212,18 +218,18 @@ def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
 
     columns = range(groups * per_group)
     over_all = norm is not None and norm.is_over_all(heads.size)
-    of_all = _statistics([column(i) for i in columns], norm, heads) if norm is not None and over_all else None
+    shared = _statistics([column(i) for i in columns], norm, heads) if norm is not None and over_all else None
     for i in columns:
-        whole = column(i)
+        features = column(i)
         if norm is not None:
-            mean, scale = of_all or _statistics([whole], norm, heads)
+            mean, scale = shared or _statistics([features], norm, heads)
             weight, *bias = (gain[:, i * LANES : (i + 1) * LANES] if over_all else gain[...] for gain in gains)
-            wide = whole.astype(jnp.float32)
+            wide = features.astype(jnp.float32)
             normal = (wide if mean is None else wide - mean) * scale
-            whole = norm.scaled(normal, weight, bias[0] if bias else None, out.dtype)
-        here = slice(i % per_group * LANES, (i % per_group + 1) * LANES)
-        turned = whole.astype(jnp.float32) * cos[...] + _product(whole, turn) * sin[...]
-        out[i // per_group, :, here] = turned.astype(out.dtype)
+            features = norm.scaled(normal, weight, bias[0] if bias else None, out.dtype)
+        lanes = slice(i % per_group * LANES, (i % per_group + 1) * LANES)
+        turned = features.astype(jnp.float32) * cos[...] + _product(features, turn) * sin[...]
+        out[i // per_group, :, lanes] = turned.astype(out.dtype)
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -242,12 +248,12 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
 
     def total(parts: list[jax.Array]) -> jax.Array:
-        """Returns the sum of features: of all, or of each head in the register."""
+        """Returns the sum over features [rows, 1]; of two heads in a register, each sum in its half [rows, 128]."""
         whole = functools.reduce(jnp.add, parts)
         if over_all or heads.padded == LANES:
             return whole.sum(-1, keepdims=True)
         left = lane < heads.padded
-        halves = [jnp.where(here, whole, 0.0).sum(-1, keepdims=True) for here in (left, ~left)]
+        halves = [jnp.where(half, whole, 0.0).sum(-1, keepdims=True) for half in (left, ~left)]
         return jnp.where(left, *halves)
 
     wide, mean = [column.astype(jnp.float32) for column in columns], None

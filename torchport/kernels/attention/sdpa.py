@@ -36,12 +36,8 @@ def scaled_dot_product_attention(
     Args:
         query: [..., S, D], two to four dims.
         key: [..., T, D]; a batch or head of one stands for all of the queries', and the other way round.
-        value: [..., T, D].
         attn_mask: bool or float, broadcast to [..., S, T].
         dropout_p: 0.
-        is_causal: Whether query s sees keys up to s only.
-        scale: 1 / sqrt(D) by default.
-        enable_gqa: Whether keys and values have fewer heads, each used by several of the queries' heads.
 
     Returns:
         [..., S, D]; 0 for a query that sees no key.
@@ -57,7 +53,7 @@ def scaled_dot_product_attention(
     if dims > 4:
         fact = f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
         raise AttentionError("scaled_dot_product_attention", fact, "At most 4 dims are known")
-    q, k, v = (_four(x) for x in (query, key, value))
+    q, k, v = (_with_four_dims(x) for x in (query, key, value))
     if enable_gqa:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     # A batch or head of one stands for all. Other sizes that differ are refused below.
@@ -87,7 +83,8 @@ def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(x, heads // x.shape[1], axis=1)
 
 
-def _four(x: jax.Array) -> jax.Array:
+def _with_four_dims(x: jax.Array) -> jax.Array:
+    """Returns an array with dims of 1 before its own, up to four: [T] becomes [1, 1, 1, T]."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
@@ -97,7 +94,8 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
-    mask = jnp.broadcast_to(_four(mask)[:, :, 0], (batch, heads if _four(mask).shape[1] > 1 else 1, keys))
+    mask = _with_four_dims(mask)
+    mask = jnp.broadcast_to(mask[:, :, 0], (batch, heads if mask.shape[1] > 1 else 1, keys))
     if mask.shape[1] > 1:
         q, k, v = (x.reshape(batch * heads, 1, *x.shape[2:]) for x in (q, k, v))
     valid_BT = mask.reshape(-1, keys)
@@ -110,7 +108,7 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
 
 def _full_mask(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
     """Returns a mask as [B or 1, H or 1, S, T]; refuses one of more than `MASK_LIMIT` bytes."""
-    mask = _four(mask)
+    mask = _with_four_dims(mask)
     shape = (*mask.shape[:2], query[2], keys)
     size = math.prod(shape) * mask.dtype.itemsize
     if size > MASK_LIMIT:

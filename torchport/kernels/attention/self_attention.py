@@ -41,8 +41,8 @@ class Tokens:
     norm_k: Norm | None = None  #: The keys'.
 
 
-def sizes() -> tuple[int, int]:
-    """Returns the ways of `tp` and of `sp` of the mesh that is traced for; 1 and 1 without one."""
+def mesh_ways() -> tuple[int, int]:
+    """Returns the sizes of the axes `tp` and `sp` of the mesh that is traced for; 1 for an axis that it lacks."""
     shape = jax.sharding.get_abstract_mesh().shape
     return shape.get("tp", 1), shape.get("sp", 1)
 
@@ -55,15 +55,17 @@ def uses_kernel() -> bool:
 
 
 def fits(batch: int, heads: int, head_size: int) -> bool:
-    """Returns whether `attention` computes this here: by the kernel, on a mesh that divides samples and heads."""
+    """Returns whether `attention` here computes such a call: the kernel may be used and takes the head size, and the
+    current mesh divides samples and heads.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    divided = heads % math.prod(sizes()) == 0 and batch % mesh.shape.get("dp", 1) == 0
+    divided = heads % math.prod(mesh_ways()) == 0 and batch % mesh.shape.get("dp", 1) == 0
     return uses_kernel() and head_size <= LANES and head_size % 2 == 0 and divided and not mesh.manual_axes
 
 
 def multiple() -> int:
-    """Returns the number of which the tokens should be a multiple: `sp`, times 256 for the kernel."""
-    return sizes()[1] * (TAIL if uses_kernel() else 1)
+    """Returns the number that must divide the count of tokens: the size of `sp`, times 256 for the kernel."""
+    return mesh_ways()[1] * (TAIL if uses_kernel() else 1)
 
 
 def attention(
@@ -107,7 +109,7 @@ def attention(
         name = "splash_int8" if _int8(problem) else "splash_transposed"
         note(Traced(name, batch, heads, keys, keys, size, problem.bounded, arrays=arrays, dtype=dtype))
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
-    run = functools.partial(_local, problem, heads // math.prod(sizes()), valid)
+    run = functools.partial(_local, problem, heads // math.prod(mesh_ways()), valid)
     if further is None:
         return _on_shards(run, tokens, None, cos, sin, None, size=size)
     padding = -longest % TAIL
@@ -176,34 +178,35 @@ def _local(
     sin_SD: jax.Array,
     lengths_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes one device's part: outputs [B, 1, N, S, F / N] of its tokens, and [B, T, F] of the further tokens."""
-    (ways, groups), size, interpret = sizes(), problem.head_size, problem.interpret
+    """Computes one device's part of `attention`: it exchanges its tokens of `heads` heads for all tokens of some heads,
+    `valid` of which are no padding, attends, and exchanges the outputs back. Returns outputs [B, 1, N, S, F / N] of its
+    tokens, and [B, T, F] of the further tokens.
+    """
+    (ways, groups), size, interpret = mesh_ways(), problem.head_size, problem.interpret
     group, padded = transposed.grouping(heads, size)
     layout = Heads(size, padded, groups)
-    if ways > 1:
+    if ways > 1:  # a norm over all heads needs the sums of other devices, which `norm_rotary` has not
         tokens = _normalised(tokens, size, only_over_all=True)
     q, k, v = (layout.spread(x) for x in (tokens.q, tokens.k, tokens.v))
-    further_qkv = None
-    if further is not None:
-        further = _normalised(further, size)
-        further_qkv = [_local_heads(layout.spread(x), groups) for x in (further.q, further.k, further.v)]
+    further_qkv = None if further is None else _heads_of_device(further, layout)
 
     def attend(samples: range) -> tuple[jax.Array, jax.Array | None]:
         """Computes attention of some samples: outputs [B, N, S, F / N], and [B, T, F / N] of the further tokens."""
-        here = slice(samples.start, samples.stop)
+        taken = slice(samples.start, samples.stop)
 
-        def placed(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:
+        def with_positions(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:
+            """Returns queries or keys of all tokens and this device's heads, normalised and turned, [B, S, F / N]."""
             x = norm_rotary(x_BSF, norm, cos_SD, sin_SD, layout, interpret=interpret, samples=samples)
             x_BNSF = _all_to_all(x, groups)  # the tokens that came from each device, which become one sequence
             return x_BNSF.reshape(x_BNSF.shape[0], -1, x_BNSF.shape[3])
 
-        queries, keys = placed(q, tokens.norm_q), placed(k, tokens.norm_k)
-        batch, local, features = v[here].shape
-        values = jnp.swapaxes(v[here], 1, 2).reshape(batch, groups, features // groups, local)
+        queries, keys = with_positions(q, tokens.norm_q), with_positions(k, tokens.norm_k)
+        batch, local, features = v[taken].shape
+        values = jnp.swapaxes(v[taken], 1, 2).reshape(batch, groups, features // groups, local)
         arrays = [transposed.Keys(keys, _all_to_all(values, groups), jnp.full((batch,), valid, jnp.int32))]
         if further_qkv is not None and lengths_B is not None:
-            _, k_BTF, v_BTF = (x[here] for x in further_qkv)
-            arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[here]))
+            _, k_BTF, v_BTF = (x[taken] for x in further_qkv)
+            arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[taken]))
 
         def over_all_keys(x_BSF: jax.Array) -> jax.Array:
             settings = transposed_settings(problem, x_BSF.shape[1], keys.shape[1], group, padded, int8=_int8(problem))
@@ -211,12 +214,11 @@ def _local(
 
         out = over_all_keys(queries).reshape(batch, groups, local, features // groups)
         out = _all_to_all(layout.gathered(out), groups)
-        return out, None if further_qkv is None else layout.gathered(over_all_keys(further_qkv[0][here]))
+        return out, None if further_qkv is None else layout.gathered(over_all_keys(further_qkv[0][taken]))
 
     # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
-    batch = q.shape[0]
-    step = batch if groups == 1 else 1
-    parts = [attend(range(first, first + step)) for first in range(0, batch, step)]
+    step = q.shape[0] if groups == 1 else 1
+    parts = [attend(range(first, first + step)) for first in range(0, q.shape[0], step)]
     out = _joined([part for part, _ in parts])[:, None]
     if lengths_B is None:
         return out, None
@@ -229,16 +231,18 @@ def _local(
 
 
 def _int8(problem: Problem) -> bool:
+    """Returns whether the kernel multiplies in eight bits: the program asks for it, and the problem allows it."""
     return current().implementation == "splash_int8" and problem.int8
 
 
 def _joined(parts: list[jax.Array]) -> jax.Array:
+    """Returns the results of several samples as one array."""
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> Tokens:
     """Returns tokens after their norms; with `only_over_all`, after those that are of all heads together."""
-    axis = "tp" if sizes()[0] > 1 else None
+    axis = "tp" if mesh_ways()[0] > 1 else None
 
     def after(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, Norm | None]:
         over_all = norm is not None and norm.is_over_all(size)
@@ -255,9 +259,13 @@ def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
     return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
 
 
-def _local_heads(x_BTF: jax.Array, groups: int) -> jax.Array:
-    """Returns the features of this device's own heads, of those that all devices of `sp` have."""
-    if groups == 1:
-        return x_BTF
-    part = x_BTF.shape[2] // groups
-    return lax.dynamic_slice_in_dim(x_BTF, lax.axis_index("sp") * part, part, 2)
+def _heads_of_device(tokens: Tokens, layout: Heads) -> list[jax.Array]:
+    """Returns normalised queries, keys and values [B, T, F / N] of this device's heads, where every device of `sp` has
+    all heads of the tokens.
+    """
+    tokens = _normalised(tokens, layout.size)
+    qkv = [layout.spread(x) for x in (tokens.q, tokens.k, tokens.v)]
+    if layout.groups == 1:
+        return qkv
+    part = qkv[0].shape[2] // layout.groups
+    return [lax.dynamic_slice_in_dim(x, lax.axis_index("sp") * part, part, 2) for x in qkv]

@@ -84,14 +84,6 @@ def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -
     return x_BHTD.reshape(batch * heads, tokens, size + more)
 
 
-def _valid(batch: int, keys: int, all_keys: int, lengths_B: jax.Array | None) -> jax.Array | None:
-    """Returns which keys are valid, not padding of samples or of tiles: bool [B, all_keys]; None: all are."""
-    if lengths_B is None and all_keys == keys:
-        return None
-    ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B
-    return jnp.arange(all_keys) < ends_B[:, None]
-
-
 def attention(
     q_BHSD: jax.Array,
     k_BHTD: jax.Array,
@@ -122,10 +114,12 @@ def attention(
     tile = tile.fitted(queries, keys)
     all_queries, all_keys = rounded_up(queries, tile.block_q), rounded_up(keys, tile.block_kv)
     q_BHSD = (q_BHSD.astype(jnp.float32) * scale).astype(q_BHSD.dtype)
-    valid_BT = _valid(batch, keys, all_keys, lengths_B)
-    one_BS = hidden_BT = None
-    if valid_BT is not None and padding == "feature":
-        one_BS, hidden_BT, valid_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN), None
+    one_BS = hidden_BT = valid_BT = None
+    if lengths_B is not None or all_keys > keys:
+        ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B
+        valid_BT = jnp.arange(all_keys) < ends_B[:, None]
+        if padding == "feature":
+            one_BS, hidden_BT, valid_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN), None
     mask = _mask(all_queries, all_keys, *limits(causal, window))
     q_NSD = _padded(q_BHSD, all_queries, one_BS)
     k_NTD = _padded(without_padding(k_BHTD, lengths_B), all_keys, hidden_BT)

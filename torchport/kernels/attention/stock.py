@@ -71,7 +71,7 @@ def attention(
 
 
 def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None:
-    """Refuses a call that cuDNN cannot compute. The GPU is checked last, so that the rest is known without one."""
+    """Refuses a call that cuDNN cannot compute here, by its dtype, head size and window, and then by this GPU."""
     size, dtype = q_BHSD.shape[3], str(q_BHSD.dtype)
     if dtype not in CUDNN_DTYPES:
         fact = f"queries are {dtype}"
@@ -86,11 +86,7 @@ def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None
         fact = f"the window is {left} to the left and {right} to the right"
         remedy = "cuDNN limits the left side only beside a right side of 0, or causal; 'plain' and 'xla' limit any"
         raise AttentionError("attention 'cudnn'", fact, remedy, window=(left, right))
-    _check_gpu(size)
-
-
-def _check_gpu(size: int) -> None:
-    """Refuses a machine without an NVIDIA GPU, or with one that does not take this head size."""
+    # The GPU comes last: the checks above need none.
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic
 
@@ -55,7 +54,9 @@ class Tile:
 
     @property
     def cells_at_once(self) -> int:
-        """Cells of a tail piece that are scheduled together: a divisor of their number, five at most."""
+        """Cells (of `columns` queries) that the kernel computes at once on the last keys, which fill no whole chunk. It
+        divides the number of cells, and is five at most.
+        """
         cells = self.block_q // self.columns
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
 
@@ -137,12 +138,6 @@ def _multiple_of(number: int) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
-def _chip(name: str) -> str:
-    if name not in TPU_CHIPS:
-        raise ValueError(f"It must be one of {', '.join(TPU_CHIPS)}")
-    return name
-
-
 class _TransposedTile(Frozen):
     block_q: Annotated[int, _multiple_of(LANES)]
     block_kv: Annotated[int, _multiple_of(TAIL)]
@@ -156,9 +151,9 @@ class _SplashTile(Frozen):
 
 
 class _Row(Frozen):
-    """What every row of the table of tiles has."""
+    """The fields of every row of the table of tiles."""
 
-    chip: Annotated[str, pydantic.AfterValidator(_chip)]
+    chip: str
     head_size: pydantic.PositiveInt
     """D, as the kernel pads it."""
     tokens: pydantic.PositiveInt
@@ -170,6 +165,13 @@ class _Row(Frozen):
     ranked_by: Literal["schedule", "time"]
     libtpu: str
     """The version of libtpu whose schedule or programs gave these figures."""
+
+    @pydantic.field_validator("chip")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in TPU_CHIPS:
+            raise ValueError(f"It must be one of {', '.join(TPU_CHIPS)}")
+        return name
 
 
 class TransposedRow(_Row):
@@ -207,6 +209,7 @@ def key(row: Row) -> tuple[str, int, bool]:
 
 @functools.cache
 def table() -> TileTable:
+    """Returns the shipped table of tiles."""
     return read_table(TABLE)
 
 
@@ -214,12 +217,8 @@ def read_table(file: Path) -> TileTable:
     """Returns a file's table of tiles; refuses two rows with the same key."""
     document = read_document(file, file.name)
     contents = validated(TileTable, document)
-    lists: dict[str, Sequence[Row]] = {
-        "splash_transposed": contents.splash_transposed,
-        "splash_int8": contents.splash_int8,
-        "splash": contents.splash,
-    }
-    for implementation, rows in lists.items():
+    for implementation in get_args(KernelName):
+        rows: list[Row] = getattr(contents, implementation)
         keys = [key(row) for row in rows]
         again = next((at for at, row_key in enumerate(keys) if row_key in keys[:at]), None)
         if again is not None:
@@ -247,12 +246,8 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool) -
 
 def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Row:
     """Returns the table's row with the best tile, and its figures; raises if the chip or the head size has none."""
-    if implementation == "splash":
-        rows: list[Row] = [*table().splash]
-    elif implementation == "splash_int8":
-        rows = [*table().splash_int8]
-    else:
-        rows = [row for row in table().splash_transposed if row.bounded == bounded]
+    rows: list[Row] = getattr(table(), implementation)
+    rows = [row for row in rows if not isinstance(row, TransposedRow) or row.bounded == bounded]
     of_chip = [row for row in rows if row.chip == chip]
     enough = [row for row in of_chip if row.head_size >= head_size]
     if enough:

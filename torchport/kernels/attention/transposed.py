@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from torchport.kernels.attention.bound import LOG2E
 from torchport.kernels.attention.int8 import Exponent, Int8Softmax, quantised
 from torchport.kernels.attention.tiles import LANES, TAIL, Tile, rounded_up
-from torchport.kernels.attention.transposed_kernel import Plan, Refs, attend, kernel, scratch
+from torchport.kernels.attention.transposed_kernel import Plan, Softmax, kernel, scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool)
     block = pl.BlockSpec((None, block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups)))
     scales = [pl.BlockSpec((None, 1, block_q), lambda r, i, _: (r, 0, i))] if is_int8 else []
     call: Callable[..., jax.Array] = pl.pallas_call(
-        functools.partial(_int8_kernel if is_int8 else kernel, plan),
+        functools.partial(kernel, plan, Int8Softmax if is_int8 else Softmax),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch * groups, -(-queries // block_q)),
@@ -142,12 +141,6 @@ def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool)
         interpret=interpret,
     )
     return call
-
-
-def _int8_kernel(plan: Plan, lengths: Any, rows: Any, q: Any, *others: Any) -> None:
-    """One tile of queries in eight bits, whose scores `rows` scales, against all keys of its sample."""
-    refs = Refs.in_order(plan, lengths, q, others)
-    attend(plan, refs, Int8Softmax(plan, refs, rows))
 
 
 def grouping(heads: int, size: int) -> tuple[int, int]:

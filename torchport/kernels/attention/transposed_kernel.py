@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from torchport.kernels.attention.tiles import LANES, SLOTS, SUBLANES, TAIL, Tile
 
 Cell = tuple[int, Any, int]
-"""A head of the group, its first query, and how many queries."""
+"""Some queries of a head: the head's number in its group, the first query, and how many queries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,6 @@ class Refs:
     tail_done: Any  # [2]
     heads: Any = None  # [g, block_q, W]: each head's queries, zeros for the others' features; if g > 1
 
-    @classmethod
-    def in_order(cls, plan: Plan, lengths: Any, q: Any, others: Sequence[Any]) -> Refs:
-        """Returns the references in the order in which a kernel is called with them."""
-        n = plan.arrays
-        return cls(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
-
 
 class Chunks:
     """Copies keys and values from HBM into two slots in turn.
@@ -103,68 +97,50 @@ class Chunks:
         self.features = pl.ds(pl.multiple_of(lax.rem(row, plan.groups) * plan.width, LANES), plan.width)
         self.k_hbm, self.v_hbm = refs.k_hbm[array], refs.v_hbm[array]
 
-    @staticmethod
-    def slot(j: Any) -> Any:
-        return lax.rem(j, SLOTS)
-
     def keys(self, j: Any, slot: Any) -> Any:
-        refs, here = self.refs, pl.ds(pl.multiple_of(j * self.block, self.block), self.block)
-        source = self.k_hbm.at[self.sample, here, self.features]
+        """Returns the copy of the keys of chunk `j` into a slot, to be started or awaited."""
+        refs, tokens = self.refs, pl.ds(pl.multiple_of(j * self.block, self.block), self.block)
+        source = self.k_hbm.at[self.sample, tokens, self.features]
         return pltpu.make_async_copy(source, refs.keys.at[slot], refs.chunk_done.at[0, slot])
 
-    def values(self, j: Any, slot: Any) -> _Copies:
-        count = self.block // LANES
-        return self._columns(j * count, self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
+    def start_values(self, first: Any, columns: range, slot: Any) -> None:
+        """Starts to copy some columns of 128 keys' values of a chunk, whose first column is `first`, into a slot."""
+        self._start_columns(first, columns, self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
 
-    def _columns(self, first: Any, target: Any, done: Any) -> _Copies:
-        """Returns the copies of values into [n, W, 128], from a column of 128 keys on: a chunk may lie in two parts."""
+    def wait_for_values(self, slot: Any) -> None:
+        _wait_for_all(self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
+
+    def _start_columns(self, first: Any, columns: range, target: Any, done: Any) -> None:
+        """Starts to copy values into `target` [n, W, 128]: column i of it has the 128 keys of column `first` + i."""
         _, parts, _, keys = self.v_hbm.shape
-
-        def copy(i: int) -> Any:
-            """Returns the i-th copy: of 128 keys' values, from the part that has them."""
+        for i in columns:
             part, column = 0, first + i
-            if parts > 1:
+            if parts > 1:  # a chunk may lie in two parts
                 part, column = lax.div(column, keys // LANES), lax.rem(column, keys // LANES)
-            here = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
-            source = self.v_hbm.at[self.sample, part, self.features, here]
-            return pltpu.make_async_copy(source, target.at[i], done)
-
-        return _Copies(copy, target, done)
+            tokens = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
+            source = self.v_hbm.at[self.sample, part, self.features, tokens]
+            pltpu.make_async_copy(source, target.at[i], done).start()
 
     def fetch_first(self) -> None:
+        """Starts to copy chunk 0."""
         self.keys(0, 0).start()
-        self.values(0, 0).start()
+        self.start_values(0, range(self.block // LANES), 0)
 
     def fetch_tail(self, start: Any) -> None:
         """Copies keys and values of a piece of the tail from HBM, and waits for them."""
-        refs, here = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
-        source = self.k_hbm.at[self.sample, here, self.features]
+        refs, tokens = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
+        source = self.k_hbm.at[self.sample, tokens, self.features]
         keys = pltpu.make_async_copy(source, refs.tail_keys, refs.tail_done.at[0])
-        values = self._columns(lax.div(start, LANES), refs.tail_values, refs.tail_done.at[1])
+        first, columns = lax.div(start, LANES), range(refs.tail_values.shape[0])
         keys.start()
-        values.start()
+        self._start_columns(first, columns, refs.tail_values, refs.tail_done.at[1])
         keys.wait()
-        values.wait()
+        _wait_for_all(refs.tail_values, refs.tail_done.at[1])
 
 
-@dataclasses.dataclass(eq=False)
-class _Copies:
-    """The copies of a chunk's values: they are started some at a time, and awaited together."""
-
-    copy: Callable[[int], Any]  #: Returns one of them, by its number.
-    target: Any  #: Where all of them go, [n, W, 128].
-    done: Any  #: The semaphore of all of them.
-
-    def __len__(self) -> int:
-        return int(self.target.shape[0])
-
-    def start(self, some: range | None = None) -> None:
-        for i in range(len(self)) if some is None else some:
-            self.copy(i).start()
-
-    def wait(self) -> None:
-        """Waits for the bytes of all copies, once: each wait delays the products."""
-        pltpu.make_async_copy(self.target, self.target, self.done).wait()
+def _wait_for_all(target: Any, done: Any) -> None:
+    """Waits for the bytes of all copies into `target`, once: each wait delays the products."""
+    pltpu.make_async_copy(target, target, done).wait()
 
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:
@@ -175,24 +151,28 @@ def scratch(plan: Plan, dtype: Any) -> list[Any]:
     statistics = pltpu.VMEM((g, SUBLANES, LANES if plan.bounded else block_q), jnp.float32)
     waiting = (block_kv // 2, jnp.int32) if plan.packed else (block_kv, dtype if plan.bounded else jnp.float32)
     scores = plan.scores or dtype
-    scratch = [
-        pltpu.VMEM((width, block_q), jnp.float32),
-        pltpu.VMEM((g, SUBLANES, block_q), jnp.float32),
-        pltpu.VMEM((g, block_q // LANES, waiting[0], LANES), waiting[1]),
-        statistics,
-        statistics,
-        pltpu.VMEM((SLOTS, block_kv, width), scores),
-        pltpu.VMEM((SLOTS, block_kv // LANES, width, LANES), dtype),
-        pltpu.VMEM((TAIL, width), scores),
-        pltpu.VMEM((TAIL // LANES, width, LANES), dtype),
-        pltpu.SemaphoreType.DMA((2, SLOTS)),
-        pltpu.SemaphoreType.DMA((2,)),
-    ]
-    return [*scratch, pltpu.VMEM((g, block_q, width), scores)] if g > 1 else scratch
+    buffers = {
+        "acc": pltpu.VMEM((width, block_q), jnp.float32),
+        "sums": pltpu.VMEM((g, SUBLANES, block_q), jnp.float32),
+        "waiting": pltpu.VMEM((g, block_q // LANES, waiting[0], LANES), waiting[1]),
+        "peaks": statistics,
+        "maximum": statistics,
+        "keys": pltpu.VMEM((SLOTS, block_kv, width), scores),
+        "values": pltpu.VMEM((SLOTS, block_kv // LANES, width, LANES), dtype),
+        "tail_keys": pltpu.VMEM((TAIL, width), scores),
+        "tail_values": pltpu.VMEM((TAIL // LANES, width, LANES), dtype),
+        "chunk_done": pltpu.SemaphoreType.DMA((2, SLOTS)),
+        "tail_done": pltpu.SemaphoreType.DMA((2,)),
+    }
+    if g > 1:
+        buffers["heads"] = pltpu.VMEM((g, block_q, width), scores)
+    return list(buffers.values())
 
 
 ROWS = (((1,), (1,)), ((), ()))
+"""Dims of a product a b^T."""
 PLAIN = (((1,), (0,)), ((), ()))
+"""Dims of a product a b."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -218,25 +198,25 @@ class Softmax:
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
         """Multiplies keys [C, W] with a cell's queries; stores probabilities for `second`, without a bound scores."""
-        g, a, n = cell
+        head, start, count = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:
             p = jnp.exp2(s)
-            self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            self.refs.sums[head, :, pl.ds(start, count)] += _by_sublane(p).sum(0)
             self._store(cell, p.astype(self.refs.waiting.dtype))
         else:
-            self.refs.peaks[g, :, pl.ds(a, n)] = _by_sublane(s).max(0)
+            self.refs.peaks[head, :, pl.ds(start, count)] = _by_sublane(s).max(0)
             self._store(cell, s)
 
     def second(self, values: Any, cell: Cell) -> None:
         """Adds the values [C / 128, W, 128] of a chunk, weighted with the probabilities that `first` has stored."""
-        g, a, n = cell
-        columns = range(n // LANES)
-        left = jnp.concatenate([self.refs.waiting[g, lax.div(a, LANES) + i] for i in columns], axis=1)
+        head, start, count = cell
+        columns = range(count // LANES)
+        left = jnp.concatenate([self.refs.waiting[head, lax.div(start, LANES) + i] for i in columns], axis=1)
         if self.plan.bounded:
             self._add(values, cell, left)
         else:
-            self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
+            self._add_online(values, cell, left, self.refs.peaks[head, :, pl.ds(start, count)])
 
     def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
         """Computes a piece of the tail: `first` and `second` in one; `valid` [TAIL, 1] says which keys count."""
@@ -244,52 +224,61 @@ class Softmax:
         scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
             weights = [jnp.where(valid, jnp.exp2(s), 0.0) for s in scores]
-            for (g, a, n), p in zip(cells, weights, strict=True):
-                self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            for (head, start, count), p in zip(cells, weights, strict=True):
+                self.refs.sums[head, :, pl.ds(start, count)] += _by_sublane(p).sum(0)
             for cell, p in zip(cells, weights, strict=True):
                 self._add(values, cell, p)
         else:
             for cell, score in zip(cells, scores, strict=True):
                 s = jnp.where(valid, score, -jnp.inf)
-                self._online(values, cell, s, _by_sublane(s).max(0))
+                self._add_online(values, cell, s, _by_sublane(s).max(0))
 
     def _store(self, cell: Cell, x: jax.Array) -> None:
-        g, a, n = cell
-        for i in range(n // LANES):
-            self.refs.waiting[g, lax.div(a, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
+        """Stores x [C, queries] for `second`, as columns of 128 queries."""
+        head, start, count = cell
+        for i in range(count // LANES):
+            self.refs.waiting[head, lax.div(start, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
 
-    def _online(self, values: Any, cell: Cell, s: jax.Array, peaks: jax.Array) -> None:
-        """Adds values to the outputs by online softmax: earlier outputs and sums shrink where the maximum grows."""
-        g, a, n = cell
-        here = (g, slice(None), pl.ds(a, n))
-        before = self.refs.maximum[here]
+    def _add_online(self, values: Any, cell: Cell, scores: jax.Array, peaks: jax.Array) -> None:
+        """Adds values to the outputs by online softmax: earlier outputs and sums shrink where the maximum grows.
+
+        Args:
+            scores: [C, queries].
+            peaks: Their maximum by sublane, [8, queries].
+        """
+        head, start, count = cell
+        place = (head, slice(None), pl.ds(start, count))
+        before = self.refs.maximum[place]
         # One maximum for all sublanes of a query: its sums are added up only at the end.
         after = jnp.maximum(before, peaks.max(0, keepdims=True))
-        self.refs.maximum[here] = after
-        p, shrink = jnp.exp2(s - after[:1]), jnp.exp2(before - after)
-        self.refs.sums[here] = self.refs.sums[here] * shrink + _by_sublane(p).sum(0)
+        self.refs.maximum[place] = after
+        p, shrink = jnp.exp2(scores - after[:1]), jnp.exp2(before - after)
+        self.refs.sums[place] = self.refs.sums[place] * shrink + _by_sublane(p).sum(0)
         self._add(values, cell, p, shrink[:1])
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
         """Adds the values weighted with p [C, queries] to the outputs, which `shrink` multiplies first."""
-        g, a, n = cell
-        here = (self.plan.rows(g), pl.ds(a, n))
-        head_values = self._head_values(values, g)
+        head, start, count = cell
+        place = (self.plan.rows(head), pl.ds(start, count))
+        head_values = self._head_values(values, head)
         product = self._product(head_values, p.astype(head_values.dtype), PLAIN)
-        before = self.refs.acc[here]
-        self.refs.acc[here] = (before if shrink is None else before * shrink) + product
+        before = self.refs.acc[place]
+        self.refs.acc[place] = (before if shrink is None else before * shrink) + product
 
     def _head_values(self, values: Any, head: int) -> jax.Array:
+        """Returns a head's values of a chunk, [D, C]."""
         return jnp.concatenate([values[i, self.plan.rows(head), :] for i in range(values.shape[0])], axis=1)
 
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
         """Returns the scores [C, queries] of keys [C, W], in units of log 2."""
-        g, a, n = cell
-        q = self.refs.q[pl.ds(a, n), :] if self.plan.heads == 1 else self.refs.heads[g, pl.ds(a, n), :]
+        head, start, count = cell
+        some = pl.ds(start, count)
+        q = self.refs.q[some, :] if self.plan.heads == 1 else self.refs.heads[head, some, :]
         # In float32, after the product: a scaled q, rounded to bfloat16 again, would cost precision.
         return self._product(keys, q, ROWS) * self.plan.scale
 
     def _product(self, a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+        """Returns a product in float32; `dims` are the dims of a and b that are summed over: `ROWS` or `PLAIN`."""
         return lax.dot_general(a, b, dims, precision=self.plan.precision, preferred_element_type=jnp.float32)
 
 
@@ -298,14 +287,18 @@ def _by_sublane(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1])
 
 
-def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
-    refs = Refs.in_order(plan, lengths, q, others)
-    attend(plan, refs, Softmax(plan, refs))
+def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
+    """Computes one tile of queries against all keys of its sample: whole chunks first, then the tail.
 
-
-def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
-    """Computes one tile of queries against all keys of its sample: whole chunks first, then the tail."""
-    lengths = refs.lengths
+    Args:
+        kind: Computes products and softmax; the one for eight bits takes the scales of scores besides.
+        inputs: References: those scales [1, block_q] in eight bits, the queries, and the others of `Refs` in its order.
+    """
+    n = plan.arrays
+    *scales, q = inputs[: 1 if plan.scores is None else 2]
+    others = inputs[len(scales) + 1 :]
+    refs = Refs(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
+    softmax = kind(plan, refs, *scales)
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
     length = lengths[0, first.sample]
@@ -322,29 +315,31 @@ def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
 
 def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     """Adds all whole chunks of keys: computes scores of chunk j beside the outputs of chunk j - 1."""
-    refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
+    refs, plan, last = softmax.refs, softmax.plan, full - 1
+    slot = functools.partial(lax.rem, y=SLOTS)  # chunk j lies in slot j mod SLOTS
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
+    _each_cell(plan, lambda cell: softmax.first(refs.keys[0], cell))
 
     def step(j: Any, _: None) -> None:
         """Adds the values of chunk j - 1 and computes the scores of chunk j, while the next chunk is copied."""
         chunks.keys(j, slot(j)).wait()
-        chunks.values(j - 1, slot(j - 1)).wait()
+        chunks.wait_for_values(slot(j - 1))
         # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
         # the compiler schedules as one.
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
         keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
-        cells, copies = plan.cells(), chunks.values(j, slot(j))
-        for cell, some in zip(cells, _shares(len(copies), len(cells)), strict=True):
-            copies.start(some)
+        cells, count, target = plan.cells(), plan.tile.block_kv // LANES, slot(j)
+        first = j * count
+        for cell, columns in zip(cells, _shares(count, len(cells)), strict=True):
+            chunks.start_values(first, columns, target)
             softmax.second(values, cell)
             softmax.first(keys[...], cell)
 
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
-    chunks.values(last, slot(last)).wait()
-    _each(plan, _one_by_one(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+    chunks.wait_for_values(slot(last))
+    _each_cell(plan, lambda cell: softmax.second(refs.values.at[slot(last)], cell))
 
 
 def _shares(copies: int, cells: int) -> list[range]:
@@ -364,9 +359,9 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
 
     def piece(i: Any, _: None) -> None:
         """Adds the i-th piece of the tail."""
-        here = start + i * TAIL
-        chunks.fetch_tail(here)
-        left = length - here
+        first = start + i * TAIL
+        chunks.fetch_tail(first)
+        left = length - first
         valid = lax.broadcasted_iota(jnp.int32, (TAIL, 1), 0) < left
         # Values beyond the length may hold anything, and 0 * NaN is NaN.
         shape = refs.tail_values.shape
@@ -385,11 +380,11 @@ def _finish(softmax: Softmax) -> None:
     def work(cells: Sequence[Cell]) -> None:
         """Writes the outputs of some cells."""
         parts = []
-        for g, a, n in cells:
-            sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
+        for head, start, count in cells:
+            sums = refs.sums[head, :, pl.ds(start, count)].sum(0, keepdims=True)
             share = jnp.where(sums == 0, 0.0, 1.0 / sums)
-            parts.append(refs.acc[plan.rows(g), pl.ds(a, n)] * share)
-        refs.o[pl.ds(a, n), :] = jnp.concatenate(parts, axis=0).T.astype(refs.o.dtype)
+            parts.append(refs.acc[plan.rows(head), pl.ds(start, count)] * share)
+        refs.o[pl.ds(start, count), :] = jnp.concatenate(parts, axis=0).T.astype(refs.o.dtype)
 
     _each(plan, work)
 
@@ -412,11 +407,11 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) 
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
-def _one_by_one(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
-    """Returns a function of several cells that calls `work` for each of them."""
+def _each_cell(plan: Plan, work: Callable[[Cell], None]) -> None:
+    """Calls `work` for every cell, as `_each` does."""
 
-    def work_on_all(cells: Sequence[Cell]) -> None:
+    def work_on_heads(cells: Sequence[Cell]) -> None:
         for cell in cells:
             work(cell)
 
-    return work_on_all
+    _each(plan, work_on_heads)

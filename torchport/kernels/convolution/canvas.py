@@ -7,7 +7,8 @@ import contextvars
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -36,12 +37,8 @@ class Canvas:
         times = frames // self.frames
         return (self.lead + 1) * times - 1 if self.single else self.lead * times
 
-    def tail_of(self, frames: int) -> int:
-        """Returns how many frames of padding are after the last valid one, where a video has `frames` in all."""
-        return self.tail * (frames // self.frames)
-
     def valid_rows(self, height: int) -> int:
-        """Returns how many rows are no padding, where a video has `height` rows in all."""
+        """Returns how many rows are no padding, where a video, larger than the latents, has `height` rows in all."""
         return self.valid_height * (height // self.height)
 
     def valid_columns(self, width: int) -> int:
@@ -59,6 +56,7 @@ _CANVAS: contextvars.ContextVar[Canvas] = contextvars.ContextVar("canvas", defau
 
 
 def current() -> Canvas:
+    """Returns the canvas of the video that is decoded now."""
     return _CANVAS.get()
 
 
@@ -70,6 +68,14 @@ def using(canvas: Canvas) -> Iterator[None]:
         yield
     finally:
         _CANVAS.reset(token)
+
+
+def on_parts(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns `run`, a function of each device's parts, as a function of whole arrays; without a mesh it is `run`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return run
+    sharded: Callable[..., Any] = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return sharded
 
 
 def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paired: bool = False) -> Canvas:
@@ -118,4 +124,5 @@ def _positions(
 
 
 def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    """Returns into how many parts these axes of a mesh split a dim."""
     return math.prod(sizes[axis] for axis in axes)

@@ -44,16 +44,9 @@ class _Tape:
     count: int  #: How many chunks the video has.
     left: list[Any] = dataclasses.field(default_factory=list)  #: What the calls of this chunk have left so far.
 
-    @property
-    def first(self) -> Any:
-        return self.number == 0
-
     def take(self) -> Any:
         """Returns what the same call has left in the chunk before; None if that is not known."""
         return None if self.values is None else self.values[len(self.left)]
-
-    def leave(self, value: Any) -> None:
-        self.left.append(value)
 
 
 _TAPE: contextvars.ContextVar[_Tape | None] = contextvars.ContextVar("tape", default=None)
@@ -99,7 +92,7 @@ def spread(
 def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
     """Returns a video on a canvas without its padding of frames, rows and columns."""
     frames, height, width = video_BCTHW.shape[2:]
-    video = video_BCTHW[:, :, max(0, form.lead_of(frames)) : frames - form.tail_of(frames)]
+    video = video_BCTHW[:, :, max(0, form.lead_of(frames)) : frames - form.tail * (frames // form.frames)]
     return video[..., : form.valid_rows(height), : form.valid_columns(width)]
 
 
@@ -175,11 +168,11 @@ def conv3d(
     operands = {"gains": gains_C, "residual": residual_BDTHW, "lead": lead}
     operands |= {} if scaling is None else {"scale": scaling[0], "shift": scaling[1]}
     if tape is not None and (carry := tape.take()) is not None:
-        operands |= {"carry": carry, "first": tape.first}
+        operands |= {"carry": carry, "first": tape.number == 0}
     run = functools.partial(forms.convolved, request)
     out, left = engine.call_kernel(run, x_BCTHW, weight_DCTHW, bias_D, **operands)
     if tape is not None:
-        tape.leave(left)
+        tape.left.append(left)
     result: torch.Tensor = out
     return result
 
@@ -233,7 +226,7 @@ def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
     before = torch.zeros_like(x_BCTHW[:, :, :1]).repeat(1, 1, count, 1, 1) if kept is None else kept
     x = torch.cat([before, x_BCTHW], 2)
     if tape is not None:
-        tape.leave(x[:, :, x.shape[2] - count :])
+        tape.left.append(x[:, :, x.shape[2] - count :])
     return x
 
 
@@ -255,8 +248,10 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
     batch_of_frame, counts = _batches(x_BCTHW)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
 
-    def over_batch(each_BGT: torch.Tensor) -> torch.Tensor:  # no product of matrices, which a TPU rounds
-        return (each_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
+    def over_batch(moments_BGT: torch.Tensor) -> torch.Tensor:
+        """Returns, for each frame, the mean of a moment over the frames that are decoded together with it."""
+        # No product of matrices, which a TPU rounds.
+        return (moments_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
 
     joined = over_batch(mean)
     return joined, over_batch(variance + (mean - joined) ** 2)
@@ -266,7 +261,7 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns which frames upstream decodes together: each frame's batch [T], and valid frames [batches, T]."""
     frames, form, tape, total = x_BCTHW.shape[2], canvas.current(), _tape(x_BCTHW), _frames_in_all(x_BCTHW)
     device, times = x_BCTHW.device, total // form.frames
-    first = torch.tensor(True).to(device) if tape is None else tape.first
+    first = torch.tensor(True).to(device) if tape is None else tape.number == 0
     numbers = torch.arange(frames).to(device)
     pair = numbers // (2 * times)
     # The first of an odd number of latent frames is decoded with the pair after it.
@@ -367,17 +362,13 @@ def frame_attention(
 def _frame_attention(causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array) -> jax.Array:
     """Computes `frame_attention` in JAX, [B, C, T, H, W], on the current canvas; padding takes no part."""
     form = canvas.current()
-    if jax.sharding.get_abstract_mesh().empty:
-        return _local_attention(form, causal, q_BCTHW, k_BCTHW, v_BCTHW)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         for axes, dim in ((form.rows, 3), (form.columns, 4)):
             k, v = (lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x for x in (k, v))
         return _local_attention(form, causal, q, k, v)
 
-    out: jax.Array = jax.shard_map(local, in_specs=(form.spec,) * 3, out_specs=form.spec, check_vma=False)(
-        q_BCTHW, k_BCTHW, v_BCTHW
-    )
+    out: jax.Array = canvas.on_parts(local, (form.spec,) * 3, form.spec)(q_BCTHW, k_BCTHW, v_BCTHW)
     return out
 
 
@@ -405,6 +396,7 @@ def _local_attention(
 
 
 def _one_head(q_BCS: jax.Array, k_BCT: jax.Array, v_BCT: jax.Array, seen_T: jax.Array | None = None) -> jax.Array:
+    """Returns softmax(q^T k / sqrt(C)) v of one head, [B, C, S]; keys that are not `seen` take no part."""
     scores = jnp.einsum("bcs,bct->bst", q_BCS * q_BCS.shape[1] ** -0.5, k_BCT, preferred_element_type=jnp.float32)
     scores = scores if seen_T is None else jnp.where(seen_T, scores, -jnp.inf)
     return jnp.einsum("bst,bct->bcs", jax.nn.softmax(scores, axis=-1).astype(v_BCT.dtype), v_BCT)

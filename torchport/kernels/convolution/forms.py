@@ -61,7 +61,9 @@ def convolved(
         height = part.shape[3] * ways(form.rows)
         width = part.shape[4] * ways(form.columns)
         fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
-        fits = fits and (request.zoom == 1 or _upsamples(request, part, weight, given))
+        if request.zoom > 1:  # the kernel upsamples single frames alone, and repeats no residual
+            is_wide = "residual" not in given or given["residual"].shape[4] == part.shape[4]
+            fits = fits and request.zoom == 2 and weight.shape[2] == 1 and is_wide and "scale" not in given
         takes_kernel = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
         run = _by_kernel if takes_kernel else by_xla.convolved
         outs, carries = [], []
@@ -74,23 +76,10 @@ def convolved(
             carries.append(kept)
         return jnp.stack(outs), jnp.stack(carries)
 
-    if jax.sharding.get_abstract_mesh().empty:
-        out: tuple[jax.Array, jax.Array] = local(x_BCTHW, weight_DCTHW, bias_D, given)
-        return out
-    run = jax.shard_map(
-        local,
-        in_specs=(spec, whole, whole, {name: specs.get(name, whole) for name in given}),
-        out_specs=(spec, carries),
-        check_vma=False,
-    )
-    made: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
-    return made
-
-
-def _upsamples(request: ConvolutionRequest, x: jax.Array, weight: jax.Array, given: dict[str, jax.Array]) -> bool:
-    """Returns whether the kernel can upsample for a convolution: one of single frames, whose residual does not."""
-    is_narrow = "residual" not in given or given["residual"].shape[4] == x.shape[4]
-    return request.zoom == 2 and weight.shape[2] == 1 and is_narrow and "scale" not in given
+    given_specs = {name: specs.get(name, whole) for name in given}
+    run = canvas.on_parts(local, (spec, whole, whole, given_specs), (spec, carries))
+    out: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
+    return out
 
 
 def _operands_of(form: Canvas, number: int, operands: Operands) -> Operands:
@@ -111,6 +100,7 @@ def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
 
 
 def ways(axes: tuple[str, ...]) -> int:
+    """Returns into how many parts these axes of the mesh split a dim; inside a `shard_map`."""
     return int(lax.axis_size(axes)) if axes else 1
 
 
@@ -119,22 +109,32 @@ def _with_neighbours(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns a part [H, W, T, C], with a row more at each end if rows are split; and the columns on its two sides."""
     if form.rows:
-        x, (above, below) = _part_and_slices_beside(
+        x, (above, below) = _with_slices_beside(
             x, 0, form.rows, valid_rows, padded=form.height != form.valid_height, edges=edges
         )
         x = jnp.concatenate([above, x, below])
-    return _part_and_slices_beside(
-        x, 1, form.columns, valid_columns, padded=form.width != form.valid_width, edges=edges
-    )
+    return _with_slices_beside(x, 1, form.columns, valid_columns, padded=form.width != form.valid_width, edges=edges)
 
 
-def _part_and_slices_beside(
+def _with_slices_beside(
     x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, padded: bool, edges: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns a part whose padding is replaced, and the slices before and after it along a dim."""
-    x = padding_replaced(x, dim, axes, valid, edges) if padded else x
+    """Returns a device's part with its padding replaced, and the slices before and after it along a dim.
+
+    Args:
+        valid: How many slices of the whole video are no padding.
+        padded: Whether some are padding.
+        edges: Whether padding, and what lies beyond the video, is the nearest valid slice; otherwise it is 0.
+    """
+    if not padded:
+        return x, slices_beside(x, dim, axes, edges)
+    x = padding_replaced(x, dim, axes, valid, edges)
     before, after = slices_beside(x, dim, axes, edges)
-    return x, (before, _slice_after(after, x, dim, axes, valid, edges=edges) if padded else after)
+    size = x.shape[dim]
+    last = lax.index_in_dim(x, size - 1, dim)
+    # After the last valid slice comes the video's padding, and not the neighbour's part, which is padding alone.
+    is_end = valid_from_here(size, axes, valid) <= size
+    return x, (before, jnp.where(is_end, last if edges else jnp.zeros_like(last), after))
 
 
 def _by_kernel(
@@ -149,10 +149,13 @@ def _by_kernel(
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
     conv, count = _sizes_and_calls(request, rows, x, weight, operands)
     height, width = conv.height, conv.width
-    _note(conv)
+    context = dispatch.current()
+    if context.note is not None:
+        loops, size = kernel.trips(conv), kernel.moved(conv)
+        context.note(dispatch.Pass(conv.name, f"{kernel.__name__}:alone", dataclasses.asdict(conv), loops, size))
     weights = kernel.weights_of(weight, conv)
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
-    run = functools.partial(kernel.convolved, conv, interpret=dispatch.current().interpret)
+    run = functools.partial(kernel.convolved, conv, interpret=context.interpret)
     empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
     lead, carry = operands.lead, empty if operands.carry is None else operands.carry
     is_first = jnp.asarray(operands.carry is None if operands.first is None else operands.first).reshape(1)
@@ -205,14 +208,6 @@ def _sizes_and_calls(
     return conv, count
 
 
-def _note(conv: kernel.Conv) -> None:
-    """Notes a call of the kernel, for a plan."""
-    note, build = dispatch.current().note, f"{kernel.__name__}:alone"
-    if note is not None:
-        sizes = dataclasses.asdict(conv)
-        note(dispatch.Pass(conv.name, build, sizes, kernel.trips(conv), kernel.moved(conv)))
-
-
 def slices_beside(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the slices before and after a device's part along a dim: its neighbours', or the video's padding.
 
@@ -235,21 +230,13 @@ def padding_replaced(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, 
     """Returns a device's part with padding after the valid slices replaced by the last valid one, or by 0.
 
     A device that has padding alone keeps it: nobody reads it but its neighbour, which has the last valid slice, and
-    takes no other (`_slice_after`).
+    takes no other (`_with_slices_beside`).
     """
     size = x.shape[dim]
     count = valid_from_here(size, axes, valid)
     index = lax.broadcasted_iota(jnp.int32, [size if n == dim else 1 for n in range(x.ndim)], dim)
     last = lax.dynamic_slice_in_dim(x, jnp.clip(count - 1, 0, size - 1), 1, dim)
     return jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
-
-
-def _slice_after(after: jax.Array, x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
-    """Returns the slice after a part: the video's padding if the part has its last valid slice, else `after`."""
-    size = x.shape[dim]
-    last = lax.index_in_dim(x, size - 1, dim)
-    is_end = valid_from_here(size, axes, valid) <= size
-    return jnp.where(is_end, last if edges else jnp.zeros_like(last), after)
 
 
 def valid_from_here(size: int, axes: tuple[str, ...], valid: int) -> jax.Array:

@@ -228,16 +228,21 @@ def convolved(
     arrays += [operands.residual] if conv.residual else []
     arrays += [operands.scale, operands.shift] if conv.scaled else []
     arrays += [operands.carry] if conv.carried else []
+    out_specs, out_shapes = _outputs(conv)
+    ring = (3, conv.width + 2, conv.frames, conv.channels)
+    rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
+    # Slabs of 128 columns: rows cannot be read with a stride from a wider array.
+    slabs = (conv.sums // LANES, conv.columns * conv.frames, LANES)
     outputs = pl.pallas_call(
         functools.partial(_kernel, conv),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(conv.phases * conv.blocks, conv.height + 2),
             in_specs=_inputs(conv),
-            out_specs=_outputs(conv),
-            scratch_shapes=_scratch(conv),
+            out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM(slabs, jnp.float32), *rings],
         ),
-        out_shape=_shapes(conv),
+        out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
         interpret=interpret,
         name=conv.name,
@@ -247,6 +252,7 @@ def convolved(
 
 
 def _row(vector: jax.Array | None, size: int) -> jax.Array:
+    """Returns a vector as a float32 row [1, size], padded with zeros."""
     assert vector is not None
     return jnp.pad(vector.astype(jnp.float32), (0, size - vector.shape[0]))[None]
 
@@ -283,39 +289,32 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
 
 
 def _carry_block(conv: Conv) -> pl.BlockSpec:
+    """Returns the block spec of the carry, [2, H, W, D]: of a row of the output, and a block of channels out."""
     block = min(conv.block, conv.outputs)
     return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
 
 
-def _outputs(conv: Conv) -> list[pl.BlockSpec]:
-    """Returns the block specs of what the kernel writes: the video, and the next chunk's carry if there are chunks."""
+def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]]:
+    """Returns block specs and shapes of what the kernel writes: the video, and the next chunk's carry if there are
+    chunks. An upsampled video has its two rows and columns as dims.
+    """
     block = min(conv.block, conv.outputs)
 
     def upsampled(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+        """Returns the block that grid step (n, s) writes: n counts the four phases of a position, then blocks of D."""
         phase = n // conv.blocks
         return (jnp.maximum(s - 2, 0), phase // 2, 0, phase % 2, 0, n % conv.blocks)
 
-    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n))
+    specs = [pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n))]
+    sizes: tuple[int, ...] = (conv.height, conv.width)
     if conv.zoom == 2:
-        made = pl.BlockSpec((1, 1, conv.width, 1, conv.frames, block), upsampled)
-    return [made, *([_carry_block(conv)] if conv.carried else [])]
-
-
-def _shapes(conv: Conv) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of what the kernel writes; an upsampled video has its two rows and columns as dims."""
-    sizes = (conv.height, conv.width) if conv.zoom == 1 else (conv.height, 2, conv.width, 2)
-    made = jax.ShapeDtypeStruct((*sizes, conv.frames, conv.outputs), conv.dtype)
-    carry = jax.ShapeDtypeStruct((2, conv.height, conv.width, conv.outputs), jnp.float32)
-    return [made, *([carry] if conv.carried else [])]
-
-
-def _scratch(conv: Conv) -> list[Any]:
-    """Returns the kernel's scratch memory: sums of products, and a ring of three rows of the input."""
-    ring = (3, conv.width + 2, conv.frames, conv.channels)
-    rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
-    # Slabs of 128 columns: rows cannot be read with a stride from a wider array.
-    slabs = (conv.sums // LANES, conv.columns * conv.frames, LANES)
-    return [pltpu.VMEM(slabs, jnp.float32), *rings]
+        specs = [pl.BlockSpec((1, 1, conv.width, 1, conv.frames, block), upsampled)]
+        sizes = (conv.height, 2, conv.width, 2)
+    shapes = [jax.ShapeDtypeStruct((*sizes, conv.frames, conv.outputs), conv.dtype)]
+    if conv.carried:
+        specs.append(_carry_block(conv))
+        shapes.append(jax.ShapeDtypeStruct((2, conv.height, conv.width, conv.outputs), jnp.float32))
+    return specs, shapes
 
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
@@ -399,21 +398,16 @@ class _Step:
 
     def make_row(self) -> None:
         """Makes a row of the output, some columns at a time."""
-        count, columns = self.conv.width // self.conv.columns, self.conv.columns
-
-        def make(number: Any, _: Any) -> Any:
-            self._make_columns(number * columns)
-            return 0
-
-        if columns % 8 == 0 or not self.conv.carried:
-            jax.lax.fori_loop(0, count, make, 0)
+        count = self.conv.width // self.conv.columns
+        if self.conv.columns % 8 == 0 or not self.conv.carried:
+            jax.lax.fori_loop(0, count, self._make_columns, 0)
         else:  # the carry's columns are sublanes, and cannot be cut anywhere by a number that is not known yet
             for number in range(count):
-                make(number, 0)
+                self._make_columns(number, 0)
 
-    def _make_columns(self, start: Any) -> None:
-        """Multiplies all taps in space with the input, for some columns of a row, and writes these columns."""
-        sums, side = self.ref["sums"], self.conv.side
+    def _make_columns(self, number: Any, _: Any) -> Any:
+        """Multiplies all taps in space with the input, and writes the result: for the columns of one product."""
+        start, sums, side = number * self.conv.columns, self.ref["sums"], self.conv.side
         if self.conv.deep:
             sums[...] = jnp.zeros_like(sums)
 
@@ -430,6 +424,7 @@ class _Step:
             for n in range(sums.shape[0]):
                 sums[n] = product[:, n * LANES : (n + 1) * LANES]
         self._finish(start)
+        return 0
 
     def _product(self, start: Any, group: Any, count: int) -> jax.Array:
         """Returns the sum of products of a group of taps in space, [columns * T, N]."""
@@ -486,6 +481,7 @@ class _Step:
         return [jnp.concatenate(part, -1) for part in parts]
 
     def _rows_of_frame(self, number: int) -> Any:
+        """Returns which rows of the sums [columns * T, N] are of a frame."""
         return pl.ds(number, self.conv.columns, stride=self.conv.frames)
 
     def _from_earlier_frames(self, here: Any) -> list[jax.Array]:

@@ -29,14 +29,9 @@ from torchport.kernels.convolution.kernel import VMEM
 def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance [B, G, T] in float32, on the current canvas; padding does not count."""
     form = canvas.current()
-    local = functools.partial(_local, groups, form)
-    if jax.sharding.get_abstract_mesh().empty:
-        return local(x_BCTHW)
-    whole = (PartitionSpec(), PartitionSpec())
-    made: tuple[jax.Array, jax.Array] = jax.shard_map(local, in_specs=form.spec, out_specs=whole, check_vma=False)(
-        x_BCTHW
-    )
-    return made
+    run = canvas.on_parts(functools.partial(_local, groups, form), form.spec, (PartitionSpec(), PartitionSpec()))
+    mean, variance = run(x_BCTHW)
+    return mean, variance
 
 
 def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -75,8 +70,7 @@ def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Arra
     call = Sums(height, width, frames, channels, is_padded, x.dtype.name)
     context = attention.current()
     if context.note is not None:
-        build, sizes = f"{__name__}:sums_alone", dataclasses.asdict(call)
-        context.note(attention.Pass(call.name, build, sizes, sums_trips(call), sums_moved(call)))
+        context.note(sums_pass(call))
     valid = jnp.stack([jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)])
     return summed(call, x, valid, interpret=context.interpret)
 
@@ -187,11 +181,9 @@ def sums_alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStr
     return functools.partial(summed, sums), [x, jax.ShapeDtypeStruct((2,), jnp.int32)]
 
 
-def sums_trips(sums: Sums) -> tuple[int, ...]:
-    """Returns how often the kernel's loops run: see `torchport.plan.tpu.bundles.Trips`."""
-    return (sums.height, sums.width // sums.columns_at_once)
-
-
-def sums_moved(sums: Sums) -> int:
+def sums_pass(sums: Sums) -> attention.Pass:
+    """Returns how to compile a call of the kernel alone, how often its loops run, and the bytes that it moves."""
     read = sums.height * sums.width * jnp.dtype(sums.dtype).itemsize
-    return (read + 3 * 4) * sums.frames * sums.channels
+    size = (read + 3 * 4) * sums.frames * sums.channels  # three float32 results
+    loops = (sums.height, sums.width // sums.columns_at_once)
+    return attention.Pass(sums.name, f"{__name__}:sums_alone", dataclasses.asdict(sums), loops, size)

@@ -45,6 +45,7 @@ def environment(dump: Path | None = None) -> dict[str, str]:
 
 
 def installed() -> bool:
+    """Returns whether libtpu, the TPU's compiler, is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 

@@ -81,6 +81,11 @@ class KernelBundles:
         """Bundles of the whole kernel."""
         return len(self.counts)
 
+    @property
+    def matrix_work(self) -> numpy.typing.NDArray[numpy.int64]:
+        """The uses of the matrix unit in each bundle."""
+        return self.counts[:, list(self.slots).index(MATMUL)]
+
 
 def read(folder: Path, kernel: str) -> KernelBundles:
     """Returns a kernel's bundles from the folder into which libtpu dumped them.
@@ -314,7 +319,7 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     weights = numpy.ones(kernel.size, numpy.int64)
     if slot is not None:
         weights = kernel.counts[:, list(kernel.slots).index(slot)]
-    passes, work = dict(zip(loops, trips.loops, strict=True)), _matrix_work(kernel)
+    passes, work = dict(zip(loops, trips.loops, strict=True)), kernel.matrix_work
 
     def count(region: Region, times: int) -> int:
         """Returns the sum of the weights of a region's bundles if the code around it runs so many `times`."""
@@ -331,13 +336,9 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     return count(kernel.root, 1)
 
 
-def _matrix_work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
-    return kernel.counts[:, list(kernel.slots).index(MATMUL)]
-
-
 def _loops(kernel: KernelBundles) -> list[Region]:
     """Returns the loops that the kernel's code has, without the compiler's, in the order in which they begin."""
-    work, loops = _matrix_work(kernel), list[Region]()
+    work, loops = kernel.matrix_work, list[Region]()
 
     def visit(region: Region) -> None:
         busy = work[region.start : region.end].any()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -171,7 +172,8 @@ class HloProgram:
         computation runs so many `times`, and asynchronously if it runs `beside` another one.
         """
         for instruction in self.computations[computation or self.entry].instructions.values():
-            yield InstructionRuns(instruction, times, beside, self._least(instruction))
+            least = math.ceil(instruction.flops / self.flops_per_cycle)
+            yield InstructionRuns(instruction, times, beside, least)
             for called, more in self._called(instruction):
                 yield from self.walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
@@ -206,7 +208,16 @@ class HloProgram:
 
     def unpriced(self) -> list[InstructionRuns]:
         """Returns the instructions that take time, but have no estimate and no model; the largest output first."""
-        left = [run for run in self.walk() if not run.beside and self._is_unpriced(run.instruction)]
+        left = []
+        for run in self.walk():
+            instruction, cycles = run.instruction, run.instruction.cycles
+            free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
+            free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
+            parts = [inner for _, inner in self._inner(instruction)]
+            modelled = any(part.kernel or part.opcode.removesuffix("-start") in KINDS for part in parts)
+            known = (cycles is not None and cycles >= 0) or run.least > 0
+            if not (run.beside or free or modelled or known):
+                left.append(run)
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
     def collectives(self, computation: str | None = None) -> list[CollectiveExecution]:
@@ -257,10 +268,6 @@ class HloProgram:
                 for inner in self.computations[called].instructions.values():
                     yield from ((fusion or instruction, part) for fusion, part in self._inner(inner))
 
-    def _least(self, instruction: Instruction) -> int:
-        """Returns the cycles that the convolutions in an instruction take at peak FLOP/s."""
-        return math.ceil(instruction.flops / self.flops_per_cycle)
-
     def _scatters(self, fusion: Instruction) -> bool:
         """Returns whether a fusion is an all-reduce and then a dynamic-slice, which is libtpu's reduce-scatter."""
         inside = self.computations[fusion.calls[0]]
@@ -274,15 +281,6 @@ class HloProgram:
             kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
             if run.cycles and not run.beside and not kernel:
                 yield run
-
-    def _is_unpriced(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction takes time, but neither the compiler nor a model has a time for it."""
-        free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
-        free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
-        known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
-        parts = [inner for _, inner in self._inner(instruction)]
-        modelled = any(part.kernel or part.opcode.removesuffix("-start") in KINDS for part in parts)
-        return not known and not free and not modelled
 
     @functools.cached_property
     def _trips(self) -> _LoopTrips:
@@ -451,7 +449,9 @@ class _HloReader:
         for at, line in enumerate(self.lines):
             self.at = at
             if line in _TABLES:
-                self.read_table(line)
+                for row in itertools.takewhile(bool, map(_ROW.fullmatch, self.lines[at + 1 :])):
+                    assert row is not None
+                    self.tables[line][int(row[1])] = row["name"] or row["numbers"] or ""
             elif start := _START.fullmatch(line):
                 self.read_computation(start["name"])
                 entry = start["name"] if start["entry"] else entry
@@ -462,14 +462,6 @@ class _HloReader:
 
     def refusal(self, fact: str) -> TopologyError:
         return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)
-
-    def read_table(self, name: str) -> None:
-        """Reads a table of file names, function names or stack frames, from the line below its name on."""
-        for line in self.lines[self.at + 1 :]:
-            row = _ROW.fullmatch(line)
-            if not row:
-                return
-            self.tables[name][int(row[1])] = row["name"] or row["numbers"] or ""
 
     def read_computation(self, name: str) -> None:
         """Reads the instructions of a computation, from the line below its head to its closing brace."""
@@ -582,6 +574,7 @@ class _HloReader:
         return source
 
     def row(self, table: str, number: int, columns: tuple[str, ...]) -> list[int]:
+        """Returns some columns of a row of a table: of `file_name_id=3 line=12` the numbers 3 and 12."""
         numbers = dict(re.findall(r"\b(\w+)=(\d+)", self.tables[table].get(number, "")))
         if not numbers.keys() >= set(columns):
             raise self.refusal(f"The table {table} has no row {number} with {', '.join(columns)}")
@@ -616,6 +609,7 @@ class _HloReader:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """Returns the numbers of `2,4,1`."""
     return tuple(int(number) for number in text.split(",") if number)
 
 
@@ -664,19 +658,15 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
     products = sizes["b"] * sizes["f"] * kernel["i"]
     for at, dim in enumerate(spatial):
         products *= _positions(sizes[dim], inputs[dim], kernel[dim], window, at)
-    return 2 * products * _passes(left[0], right[0], attributes)
-
-
-def _passes(left: str, right: str, attributes: Mapping[str, str]) -> int:
-    """Returns how many bfloat16 products make one product of two dtypes; 0 if one is neither float32 nor bfloat16. Two
-    float32 operands of n parts each take n * (n + 1) / 2: the products of the smallest parts are left out.
-    """
-    each = attributes.get("operand_precision", "").strip("{}").split(",")
-    parts = min(_PARTS.get(precision, 1) for precision in each)
-    wide = (left, right).count("f32")
-    if wide + (left, right).count("bf16") < 2:
+    precisions = attributes.get("operand_precision", "").strip("{}").split(",")
+    parts = min(_PARTS.get(precision, 1) for precision in precisions)
+    dtypes = (left[0], right[0])
+    wide = dtypes.count("f32")
+    if wide + dtypes.count("bf16") < 2:
         return 0
-    return (1, parts, parts * (parts + 1) // 2)[wide]
+    # Of two float32 operands the products of the smallest parts are left out.
+    passes = (1, parts, parts * (parts + 1) // 2)[wide]
+    return 2 * products * passes
 
 
 def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str], at: int) -> int:
