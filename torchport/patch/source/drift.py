@@ -354,13 +354,9 @@ def _header_parts(node: Definition) -> Iterator[tuple[Any, ...]]:
     if isinstance(node, ast.ClassDef):
         yield from (("".join(_plain_text(base)), base, base) for base in (*node.bases, *node.keywords))
         return
-    for parameter in parameters(node):
-        default = "".join(_plain_text(parameter.default))
-        yield (
-            f"{_MARKS[parameter.kind]}{parameter.name}={default}",
-            parameter.argument,
-            parameter.default or parameter.argument,
-        )
+    for name, argument, kind, default in parameters(node):
+        text = f"{_MARKS[kind]}{name}={''.join(_plain_text(default))}"
+        yield text, argument, default or argument
 
 
 def _statements_in(node: ast.AST) -> Iterator[ast.stmt]:
