@@ -7,19 +7,20 @@ patches must be in place by then.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchport.engine import conformance, tracked
+from torchport.engine import conformance
 from torchport.engine.aliasing import Section, extent, lies_in
 from torchport.engine.conformance import DiffersError, Operators, watching
 from torchport.engine.tracked import (
     alive,
     attributes,
+    begin_trace,
     check_read,
     freeze,
     laid,
@@ -79,24 +80,19 @@ def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a JAX function that knows 32-bit types alone; see `call_jax`. Wider arguments become 32-bit."""
     import jax
 
-    def narrow(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+    def in_32_bits(value: Any) -> Any:
+        is_wide = isinstance(value, jax.Array) and value.dtype.name in _IN_32_BITS
+        return value.astype(_IN_32_BITS[value.dtype.name]) if is_wide else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(in_32_bits, (args, kwargs))
         with jax.enable_x64(False):
             return function(*args, **kwargs)
 
-    return call_jax(functools.partial(narrow, function), *args, **kwargs)
+    return call_jax(call, *args, **kwargs)
 
 
-def _narrow(value: Any) -> Any:
-    """Returns a 64-bit array as an array of 32 bits, and anything else as it is."""
-    import jax
-
-    if not isinstance(value, jax.Array) or value.dtype.name not in _NARROW:
-        return value
-    return value.astype(_NARROW[value.dtype.name])
-
-
-_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+_IN_32_BITS = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
 def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +123,7 @@ def constant(tensor: Any) -> Any:
 
     environment = torchax.default_env()
     dispatch = environment.__dict__.get("dispatch")  # of a trace; it knows the tensor's values from then on
-    return environment.to_xla(tensor) if dispatch is None else dispatch._known(tensor)
+    return environment.to_xla(tensor) if dispatch is None else dispatch.with_values(tensor)
 
 
 def array(tensor: Any) -> Any:
@@ -176,14 +172,6 @@ def table_versions() -> Mapping[str, str]:
     return conformance.read().versions
 
 
-def begin_trace() -> None:
-    """Prepares torchax for a trace, in which PyTorch is asked about each operator, too (`tracked`)."""
-    import torchax
-
-    torchax.default_env().config.force_materialize_views = True  # torchport/engine/tracked.py knows what is a view
-    tracked.prepare(torchax.default_env())
-
-
 @contextlib.contextmanager
 def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
     """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts.
@@ -211,13 +199,9 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 def _operator(target: str) -> Any:
     """Returns a torch function or an ATen overload by its target; see `operators`."""
-    name, _, path = target.partition(":")
-    if name == "torch.ops.aten":
-        import torch
+    import torch
 
-        value: Any = torch.ops.aten
-    else:
-        value = importlib.import_module(name)
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    module, _, path = target.partition(":")
+    # Python cannot import `torch.ops.aten`.
+    home = torch.ops.aten if module == "torch.ops.aten" else importlib.import_module(module)
+    return operator.attrgetter(path)(home)

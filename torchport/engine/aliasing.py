@@ -60,8 +60,7 @@ class Storage:
     def alive(self) -> list[tuple[Any, tuple[View, ...]]]:
         """Returns the tensors of this memory that something still refers to, each with its views."""
         self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
-        found = [(ref(), path) for ref, path in self.tensors]
-        return [(tensor, path) for tensor, path in found if tensor is not None]
+        return [(tensor, path) for ref, path in self.tensors if (tensor := ref()) is not None]
 
 
 class Section(NamedTuple):
@@ -91,7 +90,9 @@ def place(part: torch.Tensor, whole: torch.Tensor) -> Section:
 
 
 def layout(tensor: torch.Tensor) -> tuple[int, list[int]] | None:
-    """Returns where a tensor begins in its storage, and its dims in their order there; None if it has gaps."""
+    """Returns where a tensor begins in its storage, and its dims in their order there: of a transposed matrix
+    `(0, [1, 0])`. None if it has gaps.
+    """
     order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
     step = 1
     for dim in reversed(order):
