@@ -142,7 +142,7 @@ class _PatchSet:
             record.outcome = record.state()
         changes = [*self.replaced, *(record.change for record in self.changed if record.change is not None)]
         for rebinding in reversed(self.rebindings):
-            rebinding.undo()
+            rebinding.place.exchange(rebinding.new, rebinding.old)
         for change_made in reversed(changes):
             change_made.undo()
         aliases.give_back([placed for placed in changes if isinstance(placed, Placed)])

@@ -90,7 +90,9 @@ def uncounted(
         return counting(function, Calls(), original, name)
     copy = types.FunctionType(function.__code__, function.__globals__, original.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return _register(_disguised(copy, original, name)), _fall_through
+    _disguise(copy, original, name)
+    registry.stand_ins[id(copy)] = copy
+    return copy, _fall_through
 
 
 def _fall_through(function: types.FunctionType, original: Any) -> None:
@@ -109,18 +111,27 @@ def _stand_in(
     """Returns a function that looks like the original and passes its calls to `function`, and one that retires it.
     Tracebacks and `inspect` show the code of `source` for it.
     """
-    cells = types.CellType(calls), types.CellType(function)
+    cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges what is in them
     plain = _is_plain(original)
-    parameters = _own_parameters(original, function) if plain else None
+    parameters = _shared_parameters(original, function) if plain else None
     # A call is passed on as it was made, since a wrapper may ask what was given by name. Only where the function binds
     # arguments as the original does can the code have the original's parameters.
     code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
     stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
     signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
     if plain:
-        stand_in.__code__ = _located(code, original, source)
+        home, named = (
+            source.__code__ if isinstance(source, types.FunctionType) else original.__code__,
+            original.__code__,
+        )
+        stand_in.__code__ = code.replace(
+            co_filename=home.co_filename,
+            co_firstlineno=home.co_firstlineno,
+            co_name=named.co_name,
+            co_qualname=named.co_qualname,
+        )
         stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
-        _disguised(stand_in, original, name)
+        _disguise(stand_in, original, name)
     else:
         stand_in = proxy(original, stand_in, name)
     if signed:
@@ -134,10 +145,11 @@ def _stand_in(
         if signed:
             vars(original).pop("__signature__", None)
 
-    return _register(stand_in), retire
+    registry.stand_ins[id(stand_in)] = stand_in
+    return stand_in, retire
 
 
-def _own_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
+def _shared_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
     """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
     Parameters `*args, **kwargs` are always returned: they take any call.
     """
@@ -167,22 +179,10 @@ def _code(parameters: tuple[tuple[str, Any], ...]) -> types.CodeType:
     passed = ", ".join(marks.get(kind, "{0}").format(name) for name, kind in parameters)
     shown = Signature([Parameter(name, kind) for name, kind in parameters])
     text = f"def make({CALLS}, {FUNCTION}):\n def call{shown}: {CALLS}.count += 1; return {FUNCTION}({passed})\n"
-    return _inner(_inner(compile(text, __file__, "exec")))
-
-
-def _inner(outer: types.CodeType) -> types.CodeType:
-    return next(constant for constant in outer.co_consts if isinstance(constant, types.CodeType))
-
-
-def _located(code: types.CodeType, original: types.FunctionType, source: Any) -> types.CodeType:
-    """Returns code with the file and line of `source` and the original's name, for tracebacks and `inspect`."""
-    where = source.__code__ if isinstance(source, types.FunctionType) else original.__code__
-    return code.replace(
-        co_filename=where.co_filename,
-        co_firstlineno=where.co_firstlineno,
-        co_name=original.__code__.co_name,
-        co_qualname=original.__code__.co_qualname,
-    )
+    code = compile(text, __file__, "exec")
+    for _ in ("make", "call"):  # each in the constants of the code around it
+        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return code
 
 
 def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) -> tuple[Any, Any]:
@@ -194,8 +194,10 @@ def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) 
     return positional or original.__defaults__, by_name or original.__kwdefaults__
 
 
-def _disguised(stand_in: Any, original: types.FunctionType, name: str | None) -> Any:
-    """Gives a stand-in the original's names and the same `__dict__`, and returns it."""
+def _disguise(stand_in: Any, original: types.FunctionType, name: str | None) -> None:
+    """Gives a stand-in the original's `__dict__`, and the names by which it is pickled: the original's; or `name`, the
+    target's `module:path`, where the original's own names go on to lead to the original.
+    """
     stand_in.__dict__ = original.__dict__
     for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
         if hasattr(original, attribute):
@@ -205,13 +207,7 @@ def _disguised(stand_in: Any, original: types.FunctionType, name: str | None) ->
         for step in original.__qualname__.split("."):
             thing = inspect.getattr_static(thing, step, None)
         if getattr(thing, "__func__", thing) is original:
-            stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")  # its name leads to the original
-    return stand_in
-
-
-def _register(stand_in: Any) -> Any:
-    registry.stand_ins[id(stand_in)] = stand_in
-    return stand_in
+            stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")
 
 
 def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Callable[[], None]:

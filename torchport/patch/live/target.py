@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -29,7 +30,7 @@ class Slot:
     name: str
     raw: Any  #: What stands there, descriptors unbound; for an inherited name what the base has.
     in_holder: bool  #: Whether it stands in the holder's own namespace.
-    path: tuple[Any, ...]  #: The objects that were passed on the way, the module first.
+    path: tuple[Any, ...]  #: The objects on the way there, the module first: of `up.m:A.f` the module and `A`.
 
     def assign(self, value: Any) -> None:
         """Puts a value there. A class is set through `type`, so that its method caches are dropped."""
@@ -60,10 +61,6 @@ class Default(Slot):
 
     def current(self) -> Any:
         return self.holder.registry.get(object, _ABSENT)
-
-
-def is_dispatching(raw: Any) -> bool:
-    return isinstance(raw, types.FunctionType) and {"register", "dispatch", "registry"} <= vars(raw).keys()
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
@@ -133,22 +130,17 @@ def function_in(raw: Any) -> Any:
     return raw
 
 
-def layers(raw: Any) -> Iterator[types.FunctionType]:
-    """Yields the plain functions under a descriptor and its decorators, the outermost first. A decorator leads on by
-    the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
-    """
-    return (layer for layer in _layers(raw) if isinstance(layer, types.FunctionType))
-
-
 def forget(raw: Any) -> None:
     """Empties the caches (`functools.lru_cache`) around a function whose code was changed."""
-    for layer in _layers(raw):
+    for layer in layers(raw):
         if isinstance(layer, functools._lru_cache_wrapper):
             layer.cache_clear()
 
 
-def _layers(raw: Any) -> Iterator[Any]:
-    """Yields a function and all that it wraps, outermost first: by `__func__`, `__wrapped__` and its closure."""
+def layers(raw: Any) -> Iterator[Any]:
+    """Yields a function and all callables under its descriptor and decorators, outermost first. A decorator leads on by
+    the `__wrapped__` that `functools.wraps` leaves, and by what its closure holds.
+    """
     pending, seen = [function_in(raw)], set()
     while pending:
         current = pending.pop(0)
@@ -159,22 +151,17 @@ def _layers(raw: Any) -> Iterator[Any]:
         yield current
         wrapped = getattr(current, "__dict__", {}).get("__wrapped__")
         pending += [] if wrapped is None else [function_in(wrapped)]
-        if isinstance(current, types.FunctionType):
-            pending += [function for function in map(_content, current.__closure__ or ()) if callable(function)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return function_in(cell.cell_contents)
-    except ValueError:  # the cell is empty
-        return None
+        for cell in (current.__closure__ or ()) if isinstance(current, types.FunctionType) else ():
+            with contextlib.suppress(ValueError):  # the cell is empty
+                content = function_in(cell.cell_contents)
+                pending += [content] if callable(content) else []
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
     """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among these,
     the outermost one, or None. Without a `def` in the source it returns the innermost one by `__wrapped__`.
     """
-    functions = list(layers(raw))
+    functions = [layer for layer in layers(raw) if isinstance(layer, types.FunctionType)]
     if not isinstance(node, Function):
         return next((f for f in functions if "__wrapped__" not in vars(f)), None)
     line = first_line(node)
