@@ -28,13 +28,13 @@ class Record:
     """One patch of a run."""
 
     entry: Entry
-    loaded: Any = None
+    loaded: Any = None  #: The function or class that takes the target's place.
     calls: Calls = dataclasses.field(default_factory=Calls)
     change: Change | None = None
     #: "not needed" or, after a run, the last state. None while it can still change.
     outcome: str | None = None
     detail: str = ""  #: What led to that outcome, or what else is worth printing.
-    late: bool = False
+    late: bool = False  #: Whether its module was imported before the patch.
     drift: str = ""  #: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
     #: Whether the target is a name that its module imports. Then that name alone is changed. None where the source does
     #: not say.
@@ -67,6 +67,7 @@ def digest(entry: Entry) -> str:
 
 
 def entry_digest(entry: Entry) -> str:
+    """Returns the hash of what an entry does: of its fields without the reasons that it gives."""
     text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until", "overrides"}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -125,27 +126,28 @@ class Ledger:
             self._traced[key] = self._traced.get(key, 0) + calls
 
     def rows(self) -> list[dict[str, Any]]:
-        return [self._row(record) for record in self.records]
-
-    def _row(self, record: Record) -> dict[str, Any]:
-        """Returns the row of a patch in the ledger, for manifests and tables."""
-        entry, state = record.entry, record.state()
-        if state in ("armed", "applied") and self._traced.get(entry.id):
-            state = "used"  # by a credited trace, though it was not called here
-        return {
-            "id": entry.id,
-            "target": entry.target,
-            "kind": entry.kind,
-            "equivalence": entry.equivalence.written(),
-            "state": state,
-            "calls": self.calls(record) if entry.counted else None,
-            "plumbing": entry.plumbing,
-            "late": record.late,
-            "drift": record.drift,
-            "detail": record.detail,
-            "why": " ".join(entry.why.split()),
-            "place": entry.place,
-        }
+        """Returns a row for each patch, for manifests and tables."""
+        rows = []
+        for record in self.records:
+            entry, state = record.entry, record.state()
+            if state in ("armed", "applied") and self._traced.get(entry.id):
+                state = "used"  # by a credited trace, though it was not called here
+            row = {
+                "id": entry.id,
+                "target": entry.target,
+                "kind": entry.kind,
+                "equivalence": entry.equivalence.written(),
+                "state": state,
+                "calls": self.calls(record) if entry.counted else None,
+                "plumbing": entry.plumbing,
+                "late": record.late,
+                "drift": record.drift,
+                "detail": record.detail,
+                "why": " ".join(entry.why.split()),
+                "place": entry.place,
+            }
+            rows.append(row)
+        return rows
 
     def ops(self) -> list[Op]:
         """Returns the `op` entries with their functions. They are the same objects each time."""
@@ -186,10 +188,8 @@ def check_twins(entries: Iterable[Entry]) -> None:
     for entry in entries:
         if entry.edits and entry.module in twins:
             file, other = twins[entry.module]
-            fact = (
-                f"{file} was imported twice, as '{entry.module}' and as '{other}', and '{entry.id}' changes the first "
-                "alone"
-            )
+            names = f"'{entry.module}' and as '{other}'"
+            fact = f"{file} was imported twice, as {names}, and '{entry.id}' changes the first alone"
             raise TwinModuleError(entry.place, fact, _remedy(file, entry.module, other), patch=entry.id, names=other)
 
 
@@ -203,7 +203,7 @@ def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
     twins = {}
     for name, module in names.items():
         file = _identity(module)
-        others = [other for other, second in by_file.get(file, ()) if second is not module] if file else []
+        others = [twin for twin, second in by_file.get(file, ()) if second is not module] if file else []
         if others:
             twins[name] = str(module.__file__), others[0]
     return twins

@@ -27,7 +27,7 @@ from torchport.patch.ledger import Ledger, Record, check_twins, digest
 from torchport.patch.live import hook, registry, stub
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.source import drift
-from torchport.patch.source.checks import check_sources, is_imported
+from torchport.patch.source.checks import check_source, is_imported
 
 
 class _PatchSet:
@@ -110,6 +110,7 @@ class _PatchSet:
             raise
 
     def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+        """Applies a module's patches to its objects, and makes all that refers to an original refer to its patch."""
         for record in due:
             record.change = change(record.entry, module, record.loaded, record.calls)
             self.changed.append(record)
@@ -151,6 +152,7 @@ class _PatchSet:
 
 
 def _is_applied(record: Record) -> bool:
+    """Returns whether a patch is applied when its target's module is imported: no operator, no stub, no window."""
     return record.entry.edits and not record.entry.lifetime.while_importing
 
 
@@ -213,9 +215,12 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
             record.outcome, record.detail = "not needed", reason
     wanted = [record for record in records.values() if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
-    check_sources([record.entry for record in wanted], loaded)
+    texts: dict[str, str] = {}  # of each module, after the rewrites that were checked already
     for record in wanted:
         record.loaded = loaded.get(record.entry.id)
+        if record.entry.edits:
+            check_source(record.entry, record.loaded, texts)
+    for record in wanted:
         if record.entry.edits:
             record.imported = is_imported(record.entry)
             record.drift = "accepted" if accept_drift else drift.check(record.entry)

@@ -75,10 +75,8 @@ def _imported_path(imported: ast.stmt, package: str) -> str:
     """Returns the dotted path that an import statement takes from a package; the package's name if there is none."""
     aliases = imported.names if isinstance(imported, ast.Import | ast.ImportFrom) else []
     if isinstance(imported, ast.ImportFrom):
-        path = [
-            *(imported.module or package).split(".")[1:],
-            *(alias.name for alias in aliases[:1] if alias.name != "*"),
-        ]
+        path = (imported.module or package).split(".")[1:]
+        path += [alias.name for alias in aliases[:1] if alias.name != "*"]
     else:
         path = [part for alias in aliases for part in alias.name.split(".")[1:]][:1]
     return ".".join(path) or package
@@ -126,27 +124,24 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
     """Returns a proposed rewrite of the upstream statement on a line, or else a replacement of its function.
 
     None for a statement outside all functions, or in one that no entry can name. `file` is the name, without ending, of
-    the files that the entry and its function go into.
-
-    Raises:
-        UnreadableError: The source is not Python, or nested too deep.
+    the files that the entry and its function go into. Raises UnreadableError if the source is no Python.
     """
     with parsing.nesting(source.shown, line):
-        return _statement(source.module, source.text, source.tree, line, why, file)
+        spot = _spot(source.tree, line)
+        origin = None if spot is None else _origin(spot)
+        if origin is not None:
+            spot, line = origin, origin.statement.lineno
+        if spot is None or not "".join([source.module, *spot.names]).isascii():
+            return None
+        return _proposed(source, spot, line, why, file)
 
 
-def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, file: str) -> Proposal | None:
-    """Returns a rewrite of the statement on a line, or else a replacement of its function, or None; see `statement`."""
-    spot = _spot(tree, line)
-    origin = None if spot is None else _origin(spot)
-    if origin is not None:
-        spot, line = origin, origin.statement.lineno
-    if spot is None or not "".join([module, *spot.names]).isascii():
-        return None
-    home, name = module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
+def _proposed(source: SourceFile, spot: _Spot, line: int, why: str, file: str) -> Proposal:
+    """Returns a rewrite of the statement at a spot, if the engine could make it; else a replacement of its function."""
+    home, name = source.module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
     fields = {
         "id": f"{slug(home)}.{slug('.'.join(spot.names))}-{line}",
-        "target": f"{module}:{'.'.join(spot.names)}",
+        "target": f"{source.module}:{'.'.join(spot.names)}",
         "why": why,
         "equivalence": PROMISE,
     }
@@ -154,7 +149,7 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
     parameters = sorted(exposed([spot.statement])[0] & local)
     for change in _rewrites(spot, f"{file}.py:{name}"):
         candidate = {**fields, "rewrite": change}
-        if _can_rewrite(candidate, home, text, line, parameters):
+        if _can_rewrite(candidate, home, source.text, line, parameters):
             gives = change.get("gives", sorted(names_bound([spot.statement])))
             returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
             write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
