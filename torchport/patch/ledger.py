@@ -97,7 +97,7 @@ class Ledger:
     def __init__(self, records: Sequence[Record], stage: str | None) -> None:
         self.records = list(records)
         self.stage = stage
-        self.pending: list[TorchportError] = []
+        self.pending: list[TorchportError] = []  # raised in somebody's import, where a `try` of theirs may swallow them
         self._before = {id(record): record.calls.count for record in self.records}
         self._ops: list[Op] | None = None
         self._traced: dict[str, int] = {}
@@ -156,12 +156,8 @@ class Ledger:
             self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
-    def keep(self, error: TorchportError) -> None:
-        """Keeps an error that was raised inside somebody's import, where a `try` of theirs may swallow it."""
-        self.pending.append(error)
-
     def cause_of(self, error: BaseException) -> TorchportError | None:
-        """Returns the kept error to which a later exception in the `with` is due; None for an exit of the process."""
+        """Returns the pending error to which a later exception in the `with` is due; None if the process is to exit."""
         return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:

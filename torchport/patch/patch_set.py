@@ -52,7 +52,7 @@ class _PatchSet:
                 if record.entry.lifetime.while_importing:
                     self._arm_window(record)
                 if record.entry.stub is not None:
-                    self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.keep))
+                    self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.pending.append))
             for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
                 self._arm(name)
         except BaseException:
@@ -105,7 +105,7 @@ class _PatchSet:
             self._apply(module, due)
         except TorchportError as error:
             self.failed = True
-            self.ledger.keep(error)
+            self.ledger.pending.append(error)
             self.leave()
             raise
 
@@ -124,14 +124,14 @@ class _PatchSet:
         try:
             check_twins([record.entry for record in self.records if record.change is not None])
         except TwinModuleError as error:
-            self.ledger.keep(error)
+            self.ledger.pending.append(error)
         for record in self.records:
             entry = record.entry
             waits = record.outcome is None and record.change is None and _is_applied(record)
             if waits and not self.failed and entry.module in sys.modules:
                 fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
                 remedy = "Import it with an import statement, and let no other finder go before"
-                self.ledger.keep(TooLateError(entry.place, fact, remedy, patch=entry.id))
+                self.ledger.pending.append(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
         """Undoes all changes, the last one first, and disarms the patches whose module was not imported."""
@@ -198,7 +198,9 @@ def _leave(patches: _PatchSet) -> None:
         fact = "A set of patches is left while a later one is in force; both are undone"
         error = ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
         for entered in above:
-            entered.ledger.keep(error)  # whoever entered it goes on without its patches, and has to hear of it
+            entered.ledger.pending.append(
+                error
+            )  # whoever entered it goes on without its patches, and has to hear of it
         raise error
 
 

@@ -215,11 +215,7 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
     if steps and called == "super":
         yield (_SUPER, *steps)
         return
-    yield from _inside(node, self_name)
-
-
-def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
-    """Yields what the parts of a node read. A scope's own names are not read from outside it."""
+    # A scope's own names are not read from outside it.
     bound = _bound_inside(node) if isinstance(node, _SCOPES) else {}
     hidden = {name for name, imports in bound.items() if not imports and name != self_name}
     for child in _children(node):
@@ -312,18 +308,14 @@ class Lookup:
         yield from next(filter(None, homes), [])
 
     def bases(self, module: str, node: ast.ClassDef) -> Iterator[Home]:
-        """Yields the classes right above one, as far as source shows them."""
-        chains = (chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1])
-        return (cls for chain in chains for cls in self.classes(module, chain))
-
-    def classes(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the class that a chain of names (`a.b.C` as a tuple) means in a module."""
+        """Yields the classes right above a class, as far as source shows them."""
         source = _source(module)
-        node = source.names.get(chain[0]) if source else None
-        if isinstance(node, ast.ClassDef) and len(chain) == 1:
-            yield module, (node.name,)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)) and source is not None:
-            yield from Classes(self._package).from_import(node, source, chain)
+        for chain in [chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1]]:
+            bound = source.names.get(chain[0]) if source else None
+            if isinstance(bound, ast.ClassDef) and len(chain) == 1:
+                yield module, (bound.name,)
+            elif isinstance(bound, (ast.Import, ast.ImportFrom)) and source is not None:
+                yield from Classes(self._package).from_import(bound, source, chain)
 
 
 Classes = functools.partial(Lookup, is_for_classes=True)

@@ -164,7 +164,15 @@ def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile
 def _spec_of(module: str) -> ModuleSpec:
     """Returns the spec that an import of a module would use, and imports no parent; raises ModuleNotFoundError."""
     parts = module.split(".")
-    spec = _top_spec(parts[0])
+    top = sys.modules.get(parts[0])
+    spec = None if top is None else vars(top).get("__spec__")
+    for finder in () if isinstance(spec, ModuleSpec) else sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(parts[0], None) if find else None
+        if isinstance(spec, ModuleSpec):
+            break
+    if not isinstance(spec, ModuleSpec):
+        raise ModuleNotFoundError(f"no '{parts[0]}' on the search path")
     for depth in range(2, len(parts) + 1):
         name, parent = ".".join(parts[:depth]), ".".join(parts[: depth - 1])
         live = vars(sys.modules[parent]).get("__path__") if parent in sys.modules else None
@@ -199,20 +207,6 @@ def is_there(module: str) -> bool:
     except ModuleNotFoundError:
         return False
     return True
-
-
-def _top_spec(name: str) -> ModuleSpec:
-    """Returns the spec of a top-level module, imported or not; raises ModuleNotFoundError if there is none."""
-    live = sys.modules.get(name)
-    spec = None if live is None else vars(live).get("__spec__")
-    if isinstance(spec, ModuleSpec):
-        return spec
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec = find(name, None) if find else None
-        if isinstance(spec, ModuleSpec):
-            return spec
-    raise ModuleNotFoundError(f"no '{name}' on the search path")
 
 
 def shown(file: str) -> str:

@@ -66,18 +66,52 @@ def _is_plain(function: Any) -> bool:
 
 def counting(
     function: Callable[..., Any], calls: Calls, original: Any = None, name: str | None = None
-) -> tuple[Callable[..., Any], Retire]:
-    """Returns a function that counts its calls and passes them to `function`, and a function that retires it. It looks
+) -> tuple[Any, Retire]:
+    """Returns a stand-in that counts its calls and passes them to `function`, and a function that retires it. It looks
     like `original` (by default `function`), and calls that once it is retired: whoever has taken it keeps it.
     """
-    return _stand_in(function if original is None else original, function, calls, name, function)
+    original = function if original is None else original
+    cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges what is in them
+    plain = _is_plain(original)
+    parameters = _shared_parameters(original, function) if plain else None
+    # A call is passed on as it was made, since a wrapper may ask what was given by name. Only where the function binds
+    # arguments as the original does can the code have the original's parameters.
+    code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
+    stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
+    signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
+    if plain:
+        # Tracebacks and `inspect` show the code of a replacement, and with a wrapper that of the original.
+        shown = function.__code__ if isinstance(function, types.FunctionType) else original.__code__
+        stand_in.__code__ = code.replace(
+            co_filename=shown.co_filename,
+            co_firstlineno=shown.co_firstlineno,
+            co_name=original.__code__.co_name,
+            co_qualname=original.__code__.co_qualname,
+        )
+        stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
+        _disguise(stand_in, original, name)
+    else:
+        stand_in = proxy(original, stand_in, name)
+    if signed:
+        vars(original)["__signature__"] = inspect.signature(original)
+
+    def retire(stand_in: Any, original: Any) -> None:
+        """Makes the stand-in count nothing and call the original."""
+        cells[0].cell_contents, cells[1].cell_contents = Calls(), original
+        if plain:
+            stand_in.__defaults__, stand_in.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+        if signed:
+            vars(original).pop("__signature__", None)
+
+    registry.stand_ins[id(stand_in)] = stand_in
+    return stand_in, retire
 
 
 def wrapping(
     wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that counts and calls `wrapper(original, ...)`, and a function that retires it."""
-    return _stand_in(original, _Wrapped(wrapper, original), calls, name, original)
+    return counting(_Wrapped(wrapper, original), calls, original, name)
 
 
 def uncounted(
@@ -103,50 +137,6 @@ def _fall_through(function: types.FunctionType, original: Any) -> None:
 
     function.__code__, function.__defaults__ = call.__code__, None
     function.__kwdefaults__ = {"_torchport_original": original}
-
-
-def _stand_in(
-    original: Any, function: Callable[..., Any], calls: Calls, name: str | None, source: Any
-) -> tuple[Any, Retire]:
-    """Returns a function that looks like the original and passes its calls to `function`, and one that retires it.
-    Tracebacks and `inspect` show the code of `source` for it.
-    """
-    cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges what is in them
-    plain = _is_plain(original)
-    parameters = _shared_parameters(original, function) if plain else None
-    # A call is passed on as it was made, since a wrapper may ask what was given by name. Only where the function binds
-    # arguments as the original does can the code have the original's parameters.
-    code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
-    stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
-    signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
-    if plain:
-        home, named = (
-            source.__code__ if isinstance(source, types.FunctionType) else original.__code__,
-            original.__code__,
-        )
-        stand_in.__code__ = code.replace(
-            co_filename=home.co_filename,
-            co_firstlineno=home.co_firstlineno,
-            co_name=named.co_name,
-            co_qualname=named.co_qualname,
-        )
-        stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
-        _disguise(stand_in, original, name)
-    else:
-        stand_in = proxy(original, stand_in, name)
-    if signed:
-        vars(original)["__signature__"] = inspect.signature(original)
-
-    def retire(stand_in: Any, original: Any) -> None:
-        """Makes the stand-in count nothing and call the original."""
-        cells[0].cell_contents, cells[1].cell_contents = Calls(), original
-        if plain:
-            stand_in.__defaults__, stand_in.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
-        if signed:
-            vars(original).pop("__signature__", None)
-
-    registry.stand_ins[id(stand_in)] = stand_in
-    return stand_in, retire
 
 
 def _shared_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
@@ -273,11 +263,10 @@ class _Proxy:
         name = _name(self)
         return (pkgutil.resolve_name, (name,)) if name else _original(self).__reduce_ex__(protocol)
 
-    def __copy__(self) -> _Proxy:
+    def __copy__(self, _: Any = None) -> _Proxy:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Proxy:
-        return self
+    __deepcopy__ = __copy__
 
 
 _OF_PROXY = {"__call__", "__get__", "__reduce_ex__", "__copy__", "__deepcopy__"}

@@ -128,13 +128,10 @@ class Referrers:
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
         self._modules = {id(namespace(module)): module for module in modules}
         self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
-        self._owners: dict[int, list[Any]] = {}
-        self._climb([r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)])
-
-    def _climb(self, referrers: list[Any]) -> None:
-        """Finds the owners of the referrers, up to three levels: a function owns a tuple, and that owns a cell."""
+        self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
+        referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
         lists = [referrers, self._first]
-        for _ in range(3):
+        for _ in range(3):  # as a function owns a tuple, and that a cell, and that the object
             known = self._modules | self._owners.keys()
             frontier = [r for r in referrers if isinstance(r, _OWNED) and id(r) not in known and r is not lists]
             if not frontier:

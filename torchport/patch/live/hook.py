@@ -82,6 +82,7 @@ _FINDER = _Finder()  # a constant: it has no state
 
 
 def _windows(name: str) -> list[Window]:
+    """Returns the contexts that are to be open while a module executes: those of its package and of packages above."""
     packages = [p for p in registry.windows if name == p or name.startswith(p + ".")]
     return [window for package in packages for window in registry.windows[package]]
 

@@ -138,7 +138,15 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
     lines = []
     if row.signature != fresh.signature:
         lines.append(f"its signature was {row.signature}, is {fresh.signature}")
-    lines += _first_four(_changed_callees(entry, _hashes(row), is_same_tree=row.tree == fresh.tree))
+    changed, new, before = [], [], _hashes(row)
+    for name, (key, words) in _callees(entry).items():
+        if name == entry.target and row.tree != fresh.tree:
+            continue  # `changes` says what its own statements are now
+        if name not in before:
+            new.append(f"{name}{words} is new")  # since its caller changed: that is said first
+        elif before[name] != key:
+            changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
+    lines += _first_four(changed + new)
     source = source_of(entry)
     if row.tree != fresh.tree and isinstance(source, SourceFile):
         node = source.where(entry.path).node
@@ -148,21 +156,6 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
 
 def _first_four(lines: list[str]) -> list[str]:
     return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
-
-
-def _changed_callees(entry: Entry, before: dict[str, str], is_same_tree: bool) -> list[str]:
-    """Returns in words which callees changed or are gone, and last which are new, since their callers changed, too.
-    Without `is_same_tree` the target is not among them: `changes` says what its own statements are now.
-    """
-    changed, new = [], []
-    for name, (key, words) in _callees(entry).items():
-        if name == entry.target and not is_same_tree:
-            continue
-        if name not in before:
-            new.append(f"{name}{words} is new")
-        elif before[name] != key:
-            changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
-    return changed + new
 
 
 def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
