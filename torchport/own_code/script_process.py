@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from torchport.config import machine
@@ -61,14 +61,13 @@ def _check_names(flags: Flags) -> None:
     """Refuses unknown names at once: a script would compile a network, and read them, only late, or never."""
     if flags.strategy is not None:
         card, _ = find_pack(flags.paths).card(flags.model)
-        _check_name("--strategy", flags.strategy, f"The card of '{flags.model}' has no such strategy", card.strategies)
-    if flags.attention is not None:
-        _check_name("--attention", flags.attention, "There is no such implementation", get_args(Implementation))
-
-
-def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise UnknownNameError(f"{flag} {name}", fact, nearest(name, known), name=name)
+        if flags.strategy not in card.strategies:
+            place, fact = f"--strategy {flags.strategy}", f"The card of '{flags.model}' has no such strategy"
+            raise UnknownNameError(place, fact, nearest(flags.strategy, card.strategies), name=flags.strategy)
+    known = get_args(Implementation)
+    if flags.attention is not None and flags.attention not in known:
+        place, fact = f"--attention {flags.attention}", "There is no such implementation"
+        raise UnknownNameError(place, fact, nearest(flags.attention, known), name=flags.attention)
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:

@@ -180,29 +180,21 @@ class Ledger:
 
 def check_twins(entries: Iterable[Entry]) -> None:
     """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
-    twins = _twins({entry.module for entry in entries if entry.edits})
-    for entry in entries:
-        if entry.edits and entry.module in twins:
-            file, other = twins[entry.module]
-            names = f"'{entry.module}' and as '{other}'"
-            fact = f"{file} was imported twice, as {names}, and '{entry.id}' changes the first alone"
-            raise TwinModuleError(entry.place, fact, _remedy(file, entry.module, other), patch=entry.id, names=other)
-
-
-def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
-    """Returns, by a patched module's name, its file and a second name under which the file was imported."""
-    names = {name: sys.modules[name] for name in sorted(patched) if name in sys.modules}
     by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
-        if (file := _identity(module)) is not None:
-            by_file.setdefault(file, []).append((name, module))
-    twins = {}
-    for name, module in names.items():
-        file = _identity(module)
-        others = [twin for twin, second in by_file.get(file, ()) if second is not module] if file else []
-        if others:
-            twins[name] = str(module.__file__), others[0]
-    return twins
+        if (identity := _identity(module)) is not None:
+            by_file.setdefault(identity, []).append((name, module))
+    for entry in (entry for entry in entries if entry.edits and entry.module in sys.modules):
+        module = sys.modules[entry.module]
+        identity = _identity(module)
+        copies = by_file.get(identity, ()) if identity is not None else ()
+        twin = next((name for name, copy in copies if copy is not module), None)
+        if twin is not None:
+            file = str(module.__file__)
+            names = f"'{entry.module}' and as '{twin}'"
+            fact = f"{file} was imported twice, as {names}, and '{entry.id}' changes the first alone"
+            remedy = _remedy(file, entry.module, twin)
+            raise TwinModuleError(entry.place, fact, remedy, patch=entry.id, names=twin)
 
 
 def _identity(module: object) -> tuple[int, int] | None:

@@ -73,8 +73,8 @@ def module_of(path: Path, upstream: str, place: str, fact: str = "", **culprit: 
 
     def does_not_load(error: BaseException) -> ReplacementError:
         words = " ".join(str(error).split()).rstrip(".") or "no message"
-        begin = fact or f"'{as_named(path)}' does not load"
-        return ReplacementError(place, f"{begin}: {type(error).__name__}: {words}", "Mend the file", **culprit)
+        opening = fact or f"'{as_named(path)}' does not load"
+        return ReplacementError(place, f"{opening}: {type(error).__name__}: {words}", "Mend the file", **culprit)
 
     name = f"torchport_patches.{upstream}.{path.stem}"
     with Explained(does_not_load):

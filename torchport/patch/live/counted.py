@@ -290,25 +290,19 @@ def _class_of(kind: type) -> type[_Proxy]:
     methods = {n: _handed_on(method) for n, method in special.items() if callable(method) and n not in inherited}
     method = inspect.getattr_static(kind, "__call__", None)
     if isinstance(method, types.FunctionType):
-        methods["__call__"] = _called_as(method)
+
+        def call(self: _Proxy, *args: Any, **kwargs: Any) -> Any:
+            return call_of(self)(*args, **kwargs)
+
+        call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # `inspect` asks the class for it
+        methods["__call__"] = call
     if hasattr(kind, "__get__"):
-        methods["__get__"] = _bound
+        methods["__get__"] = lambda self, instance, owner=None: (
+            self if instance is None else types.MethodType(self, instance)
+        )
     return type("_Proxy", (_Proxy,), {**methods, "__slots__": ()})
 
 
 def _handed_on(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a special method for proxies, such as `__len__`, that calls that of the original."""
     return lambda self, *args, **kwargs: method(_original(self), *args, **kwargs)
-
-
-def _called_as(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `__call__` for proxies that has a method's signature: `inspect` looks for it in the class."""
-
-    def call(self: _Proxy, *args: Any, **kwargs: Any) -> Any:
-        return call_of(self)(*args, **kwargs)
-
-    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    return call
-
-
-def _bound(self: _Proxy, instance: Any, owner: type | None = None) -> Any:
-    return self if instance is None else types.MethodType(self, instance)

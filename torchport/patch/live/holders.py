@@ -20,9 +20,10 @@ ABSENT = object()
 class Place:
     """A place that refers to an object, which can be exchanged there."""
 
-    kind: Literal["value", "attribute", "item", "in tuple", "in static method", "key", "member"]
-    #: The dict of a value or key, the class of an attribute, the list of an item, the set of a member. A tuple and a
-    #: static method cannot be changed: for the object in them it is the place of the whole, which takes a new one.
+    kind: Literal["value", "attribute", "item", "in tuple", "in static method", "default", "key", "member"]
+    #: The dict of a value or key, the class of an attribute, the list of an item, the set of a member, the
+    #: `functools.singledispatch` function of a default. A tuple and a static method cannot be changed: for the object
+    #: in them it is the place of the whole, which takes a new one.
     container: Any
     key: Any = None  #: The key of a value, the name of an attribute, the index of an item.
 
@@ -37,11 +38,13 @@ class Place:
             return method.__func__ if type(method) is staticmethod else ABSENT
         if self.kind == "item":
             return container[key] if key < len(container) else ABSENT
+        if self.kind == "default":
+            return container.registry.get(object, ABSENT)
         return vars(container).get(key, ABSENT) if self.kind == "attribute" else dict.get(container, key, ABSENT)
 
     def exchange(self, old: Any, new: Any) -> None:
         """Puts `new` where `old` stands. What somebody else has put there since stays."""
-        container, key = self.container, self.key
+        container = self.container
         if self.kind == "key" and any(name is old for name in dict.keys(container)):
             items = [(new if name is old else name, value) for name, value in dict.items(container)]
             dict.clear(container)  # so that the order of the keys stays
@@ -49,19 +52,25 @@ class Place:
         elif self.kind == "member" and old in container:
             container.remove(old)
             container.add(new)
-        elif self.kind in ("key", "member") or self.current() is not old:
-            return
-        elif self.kind == "in tuple":
+        elif self.kind not in ("key", "member") and self.current() is old:
+            self.assign(new)
+
+    def assign(self, value: Any) -> None:
+        """Puts a value there, whatever stands there. It is not asked of keys and members: only `exchange` is."""
+        container, key = self.container, self.key
+        if self.kind == "in tuple":
             whole = container.current()
-            container.exchange(whole, (*whole[:key], new, *whole[key + 1 :]))
+            container.assign((*whole[:key], value, *whole[key + 1 :]))
         elif self.kind == "in static method":
-            container.exchange(container.current(), staticmethod(new))
+            container.assign(staticmethod(value))
         elif self.kind == "attribute":
-            type.__setattr__(container, key, new)  # so that no metaclass has a say
+            type.__setattr__(container, key, value)  # no metaclass has a say, and the method caches are dropped
         elif self.kind == "item":
-            container[key] = new
+            container[key] = value
+        elif self.kind == "default":
+            container.register(object, value)
         else:
-            dict.__setitem__(container, key, new)
+            dict.__setitem__(container, key, value)
 
 
 namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__

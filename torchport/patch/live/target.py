@@ -15,11 +15,10 @@ from typing import Any
 
 from torchport.errors import TargetError, nearest
 from torchport.patch.declared import Entry
+from torchport.patch.live.holders import ABSENT, Place
 from torchport.patch.rewriting import first_line
 from torchport.patch.source.checks import walks_out
 from torchport.source.bindings import Function
-
-_ABSENT = object()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,36 +30,24 @@ class Slot:
     raw: Any  #: What stands there, descriptors unbound; for an inherited name what the base has.
     in_holder: bool  #: Whether it stands in the holder's own namespace.
     path: tuple[Any, ...]  #: The objects on the way there, the module first: of `up.m:A.f` the module and `A`.
+    #: Whether it is the default implementation of a `functools.singledispatch` function, which is the holder.
+    is_default: bool = False
 
-    def assign(self, value: Any) -> None:
-        """Puts a value there. A class is set through `type`, so that its method caches are dropped."""
-        if isinstance(self.holder, type):
-            type.__setattr__(self.holder, self.name, value)
-        else:
-            vars(self.holder)[self.name] = value
+    @property
+    def place(self) -> Place:
+        if self.is_default:
+            return Place("default", self.holder)
+        is_class = isinstance(self.holder, type)
+        return Place("attribute" if is_class else "value", self.holder if is_class else vars(self.holder), self.name)
 
     def restore(self) -> None:
         """Puts the original back, or removes the name again if the holder only inherited it."""
         if self.in_holder:
-            self.assign(self.raw)
+            self.place.assign(self.raw)
         elif isinstance(self.holder, type):
             type.__delattr__(self.holder, self.name)
         else:
             del vars(self.holder)[self.name]
-
-    def current(self) -> Any:
-        """Returns what stands there now, or a mark that equals nothing if the name is gone."""
-        return vars(self.holder).get(self.name, _ABSENT)
-
-
-class Default(Slot):
-    """The default implementation of a `functools.singledispatch` function. The holder is that function."""
-
-    def assign(self, value: Any) -> None:
-        self.holder.register(object, value)
-
-    def current(self) -> Any:
-        return self.holder.registry.get(object, _ABSENT)
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
@@ -69,7 +56,7 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
         raw, in_holder = _find(holder, name)
-        if raw is _ABSENT:
+        if raw is ABSENT:
             walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
             known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
             fact, remedy = f"'{entry.id}' finds no '{name}' in {walked}", nearest(name, known)
@@ -112,11 +99,11 @@ def _find(holder: Any, name: str) -> tuple[Any, bool]:
         return names[name], True
     classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
     if isinstance(holder, types.ModuleType):
-        return _ABSENT, False
+        return ABSENT, False
     for base in classes:
         if name in vars(base):
             return vars(base)[name], False
-    return _ABSENT, False
+    return ABSENT, False
 
 
 def function_in(raw: Any) -> Any:
