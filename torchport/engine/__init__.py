@@ -15,58 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchport.engine import conformance
-from torchport.engine.aliasing import Section, extent, lies_in
-from torchport.engine.conformance import DiffersError, Operators, watching
-from torchport.engine.tracked import (
-    alive,
-    attributes,
-    begin_trace,
-    check_read,
-    freeze,
-    laid,
-    narrow,
-    on_host,
-    share_memory,
-    spoil,
-    stamp,
-    views,
-    was_written,
-)
-
-__all__ = [
-    "DiffersError",
-    "Operators",
-    "Section",
-    "alive",
-    "array",
-    "attributes",
-    "begin_trace",
-    "call_jax",
-    "call_kernel",
-    "call_torch",
-    "check_read",
-    "constant",
-    "difference",
-    "extent",
-    "freeze",
-    "is_host_tensor",
-    "is_traced",
-    "is_traced_value",
-    "laid",
-    "lies_in",
-    "missing_operator",
-    "narrow",
-    "on_host",
-    "operators",
-    "share_memory",
-    "spoil",
-    "stamp",
-    "table_versions",
-    "views",
-    "was_written",
-    "watching",
-    "wide",
-]
+from torchport.engine.aliasing import Section as Section
+from torchport.engine.aliasing import extent as extent
+from torchport.engine.aliasing import lies_in as lies_in
+from torchport.engine.conformance import DiffersError as DiffersError
+from torchport.engine.conformance import Operators as Operators
+from torchport.engine.conformance import watching as watching
+from torchport.engine.tracked import alive as alive
+from torchport.engine.tracked import attributes as attributes
+from torchport.engine.tracked import begin_trace as begin_trace
+from torchport.engine.tracked import check_read as check_read
+from torchport.engine.tracked import freeze as freeze
+from torchport.engine.tracked import narrow as narrow
+from torchport.engine.tracked import on_host as on_host
+from torchport.engine.tracked import share_memory as share_memory
+from torchport.engine.tracked import spoil as spoil
+from torchport.engine.tracked import stamp as stamp
+from torchport.engine.tracked import views as views
+from torchport.engine.tracked import was_written as was_written
+from torchport.engine.tracked import with_strides as with_strides
 
 
 def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

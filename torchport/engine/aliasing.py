@@ -137,8 +137,9 @@ _RESHAPE = {"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "s
 _PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 
 
-def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
-    """Returns how a view's new value enters its base: a function of the base's value and the view's.
+def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, selected: Any) -> Any:
+    """Returns how a view's new value enters its base: a function of the base's value and the view's. For `transpose` it
+    transposes the view's value; for `slice` it puts that value into the base's.
 
     None if the view has one element of the base several times.
 
@@ -148,7 +149,7 @@ def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, 
         args: The operator's arguments; the first is the base, but for operators without a short inverse.
         item: Which of its outputs the view is.
         shapes: The shapes of its outputs.
-        of_index: Returns the same view of a tensor of the host: for a view that has no short inverse.
+        selected: Returns the same view of a tensor of the host: for a view that has no short inverse.
     """
     import jax
     import jax.numpy as jnp
@@ -193,7 +194,7 @@ def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, 
     if name == "_conj":
         return lambda whole, part: jnp.conj(part)
     numbers = torch.arange(math.prod(base.shape)).reshape(tuple(base.shape))
-    chosen = of_index(numbers).reshape(-1).numpy()
+    chosen = selected(numbers).reshape(-1).numpy()
     if len(set(chosen.tolist())) != len(chosen):
         return None
     return lambda whole, part: whole.ravel().at[chosen].set(part.ravel()).reshape(whole.shape)

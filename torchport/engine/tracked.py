@@ -282,6 +282,7 @@ class Dispatch:
         """
 
         def shadow(leaf: Any) -> Any:
+            """Returns an argument as PyTorch gets it: of a traced tensor the shadow, on the device."""
             if isinstance(leaf, self.type):
                 leaf = leaf._shadow
             if isinstance(leaf, torch.Tensor) and device == "cpu" and leaf.is_meta:
@@ -556,7 +557,7 @@ class Dispatch:
             new = pytree.tree_map(lambda leaf: whole if leaf is shadow else leaf, (args, kwargs))
             return pytree.tree_leaves(self.lower(function, (), *new))[item]._elem
 
-        def of_index(numbers: torch.Tensor) -> torch.Tensor:
+        def selected(numbers: torch.Tensor) -> torch.Tensor:
             with _plain():
                 new = pytree.tree_map(lambda leaf: numbers if leaf is shadow else leaf, (args, kwargs))
                 chosen: torch.Tensor = pytree.tree_leaves(function(*new[0], **new[1]))[item]
@@ -565,7 +566,7 @@ class Dispatch:
         def backward(whole: Any, part: Any) -> Any:
             if function is torch.ops.aten.view.dtype:
                 return self.lower(function, (), (self.tensor(part, _empty(part)), shadow.dtype), {})._elem
-            enter = inverse(_name(function), shadow, args, kwargs, item, shapes, of_index)
+            enter = inverse(_name(function), shadow, args, kwargs, item, shapes, selected)
             if enter is None:
                 raise RuntimeError("more than one element of the written-to tensor refers to one place in memory")
             return enter(whole, part)
@@ -726,6 +727,7 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
 
 
 def _memory_of(tensor: Any) -> int:
+    """Returns a number that traced tensors have in common that share memory, by PyTorch's account."""
     return int(tensor._env.dispatch.shadow(tensor).untyped_storage()._cdata)
 
 
@@ -749,7 +751,7 @@ def narrow(tensor: Any) -> Any:
     return tensor._env.dispatch.tensor(source, _empty(source)) if value.dtype.name == "float32" else tensor
 
 
-def laid(tensor: Any, strides: Sequence[int]) -> Any:
+def with_strides(tensor: Any, strides: Sequence[int]) -> Any:
     """Returns an argument of the network with the strides of the caller's tensor: upstream may ask for them."""
     dispatch = tensor._env.dispatch
     with _plain():
@@ -810,23 +812,17 @@ def was_written(tensor: Any) -> bool:
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the arguments that an operator writes to, by its schema."""
+    """Returns the arguments that an operator writes to, by its schema: of `add_(x, y)` that is `[x]`."""
     if not isinstance(function, torch._ops.OpOverload):
         return []
+    given = {**dict(zip(_names(function), args, strict=False)), **kwargs}
     written: list[Any] = []
     for argument in function._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.name.startswith("running_") and not _argument(function, args, kwargs, "training"):
-                continue
-            written.append(_argument(function, args, kwargs, argument.name))
+            # A normalization has running statistics always, and writes to them in training alone.
+            if not argument.name.startswith("running_") or given.get("training"):
+                written.append(given.get(argument.name))
     return written
-
-
-def _argument(function: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Returns the argument of a call that has a name in the operator's schema; None if it is not passed."""
-    names = _names(function)
-    number = names.index(name) if name in names else len(args)
-    return args[number] if number < len(args) else kwargs.get(name)
 
 
 def functional(function: Any) -> Any:

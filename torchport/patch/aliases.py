@@ -127,7 +127,7 @@ def _find_holders(audits: list[_Audit]) -> None:
     counts = [sys.getrefcount(thing) for thing in objects]
     parts = parts_of_stand_ins()
 
-    def is_own(referrer: Any) -> bool:
+    def is_own(referrer: Any) -> bool:  # an object of the patch engine, which holds originals for as long as it works
         return id(referrer) in parts or isinstance(referrer, (_Audit, Slot, Placed, Record, Op, Rebinding))
 
     names = names_of(objects)

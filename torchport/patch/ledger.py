@@ -161,6 +161,7 @@ class Ledger:
         return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:
+        """Raises the first error that somebody's import may have swallowed."""
         if self.pending:
             raise self.pending[0]
 

@@ -255,6 +255,7 @@ _Place = tuple[str, bool, tuple[str, ...], str]
 
 
 def _claimed_places(entry: Entry) -> Iterator[_Place]:
+    """Yields what an entry changes: its target, and for all above the target that something below is changed."""
     module, edits, path = entry.module, entry.edits, entry.path
     yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
     yield from ((module, edits, path[:length], "below") for length in range(len(path)))

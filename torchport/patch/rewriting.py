@@ -90,6 +90,7 @@ Captured = dict[str, str]
 
 
 def _hole(node: ast.AST) -> str | None:
+    """Returns the marked name of a hole for statements, `$...name` on a line of its own; None for other nodes."""
     value = node.value if isinstance(node, ast.Expr) else None
     return value.id if isinstance(value, ast.Name) and value.id.startswith(_MANY) else None
 

@@ -110,6 +110,7 @@ def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 
 def definitions(body: Iterable[ast.stmt]) -> list[Definition]:
+    """Returns the functions and classes that a module or class defines when it runs, nested ones aside."""
     return [statement for statement in at_import(body) if isinstance(statement, DEFINITIONS)]
 
 
@@ -200,6 +201,7 @@ def taken(alias: ast.alias) -> str:
 
 
 def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """Returns the names that nodes bind in their own scope: `{"x", "f"}` for `x = 1` and `def f(): y = 2`."""
     return _union(map(binds, in_scope(nodes)))
 
 
@@ -287,9 +289,11 @@ _KEEPING = {
 
 
 class WrittenParameter(NamedTuple):
+    """A parameter as the source has it."""
+
     name: str
     argument: ast.arg
-    kind: Any
+    kind: Any  #: As `inspect.Parameter.kind`.
     default: ast.expr | None
 
 

@@ -167,8 +167,9 @@ def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:
             local[node.name] = []
         pending += [] if isinstance(node, (*_SCOPES, ast.ClassDef)) else _children(node)
     for node in _nodes_in(scope):
-        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
-            local.setdefault(taken(alias), []).append(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                local.setdefault(taken(alias), []).append(node)
     return local
 
 
@@ -189,6 +190,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _nodes_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields a node and all nodes inside it, annotations aside."""
     yield node
     for child in _children(node):
         yield from _nodes_in(child)
@@ -237,6 +239,7 @@ class Lookup:
         self._asked: set[tuple[object, ...]] = set()
 
     def _is_new(self, *question: object) -> bool:
+        """Notes a question of this look-up, and returns whether it is asked for the first time."""
         before = len(self._asked)
         self._asked.add(question)
         return len(self._asked) > before

@@ -127,6 +127,7 @@ class SourceFile:
 
     @property
     def names(self) -> dict[str, ast.stmt]:
+        """The last statement of the module that binds each name."""
         with nesting(self.shown):
             return last_bindings(self.tree)
 
@@ -140,6 +141,7 @@ class SourceFile:
         return imported_from(node, self.module, self.file.endswith("__init__.py"))
 
     def where(self, path: Sequence[str]) -> Binding:
+        """Returns where a path such as `("Block", "forward")` leads in the module."""
         with nesting(self.shown):
             return binding_at(self.tree, path)
 

@@ -220,10 +220,12 @@ class Entry(Frozen):
 
     @property
     def package(self) -> str:
-        return self.target.partition(".")[0].partition(":")[0]
+        """The top-level package of the target: `diffusers`."""
+        return self.module.partition(".")[0]
 
     @property
     def path(self) -> tuple[str, ...]:
+        """The names that lead to the target in its module: `("Block", "forward")`."""
         return tuple(self.target.partition(":")[2].split("."))
 
     @property

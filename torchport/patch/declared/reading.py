@@ -68,6 +68,7 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
 
 
 def stack_of(folders: Folders) -> list[Path]:
+    """Returns a folder of patches, or several, as a list of paths from the top."""
     return [Path(folders)] if isinstance(folders, str | Path) else list(folders)
 
 
@@ -104,6 +105,7 @@ def _overriding(stack: Sequence[Path]) -> list[Entry]:
 
 
 def _all_entries(root: Path) -> list[Entry]:
+    """Returns the entries of every file in a folder of patches; none if there is no such folder."""
     names = _upstreams(root) if has_folder(root) else []
     return [entry for name in names for file in _files_of(root, name) for entry in read_file(file)]
 
@@ -235,9 +237,11 @@ class LockRow(Frozen):
     relies_on: dict[str, str] = {}
 
     def seen_at(self) -> dict[str, Any]:
+        """Returns where the source was seen, in one dict: versions by distribution, `commit`, and `dirty` if it is."""
         return {**self.versions, **self.model_dump(include={"commit", "dirty"}, exclude_defaults=True)}
 
     def seen_at_in_words(self) -> str:
+        """Returns where the source was seen: `diffusers 0.36.0`, or `commit 0f1e2d3c4b5a with changes`."""
         words = [f"{name} {version}" for name, version in self.versions.items()]
         if self.commit is not None:
             words.append(f"commit {self.commit[:12]}{' with changes' if self.dirty else ''}")
@@ -245,6 +249,8 @@ class LockRow(Frozen):
 
 
 class Locked(Frozen):
+    """A target's rows in a lock file: one for each source of it that somebody reviewed."""
+
     target: TargetName
     rows: list[LockRow] = pydantic.Field(min_length=1)
 

@@ -17,6 +17,7 @@ from torchport.patch.declared.replacement import Explained, load
 
 @functools.lru_cache
 def installed(distribution: str) -> str | None:
+    """Returns the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

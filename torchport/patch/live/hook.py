@@ -89,6 +89,7 @@ def _windows(name: str) -> list[Window]:
 
 @contextlib.contextmanager
 def _open_windows(name: str) -> Iterator[None]:
+    """Opens the contexts of a module and of its packages while the module executes."""
     with contextlib.ExitStack() as stack:
         for window in _windows(name):
             stack.enter_context(window())
@@ -109,17 +110,17 @@ def _place_finder() -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def arm(name: str, item: Callback | Window, when: When = "after") -> Callable[[], None]:
+def arm(name: str, callback: Callback | Window, when: When = "after") -> Callable[[], None]:
     """Runs a callback before or after each execution of a module; returns a function that ends that. For `windows` the
-    name is a package's, and the item a context that is open while any module of it executes.
+    name is a package's, and the callback returns a context that is open while any module of the package executes.
     """
     table: dict[str, list[Any]] = getattr(registry, when)
-    table.setdefault(name, []).append(item)
+    table.setdefault(name, []).append(callback)
     _place_finder()
 
     def disarm() -> None:
-        if item in table.get(name, ()):
-            table[name].remove(item)
+        if callback in table.get(name, ()):
+            table[name].remove(callback)
         if not table.get(name):
             table.pop(name, None)
         _place_finder()

@@ -35,6 +35,7 @@ class Slot:
 
     @property
     def place(self) -> Place:
+        """Where the holder refers to the object. Raises TypeError if the holder has no namespace to change."""
         if self.is_default:
             return Place("default", self.holder)
         is_class = isinstance(self.holder, type)

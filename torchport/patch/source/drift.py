@@ -120,11 +120,12 @@ def check(entry: Entry) -> str:
         return "locked"
 
     def likeness(row: LockRow) -> tuple[float, int]:
+        """Returns how much of its statements and callees a row has in common with the source as it is now."""
         same = _hashes(row).items() & _hashes(fresh).items()
         return difflib.SequenceMatcher(None, row.statements.split(), fresh.statements.split()).ratio(), len(same)
 
     row = max(locked.rows, key=likeness)
-    raise _refusal(entry, locked, "; ".join(_differences(entry, row, fresh)))  # from the row that is most like it
+    raise _refusal(entry, locked, "; ".join(_differences(entry, row, fresh)))
 
 
 def _same(row: LockRow, fresh: LockRow) -> bool:

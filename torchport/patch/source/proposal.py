@@ -168,10 +168,7 @@ class _Spot:
     block: list[ast.stmt]
     index: int
     chain: Chain
-
-    @property
-    def statement(self) -> ast.stmt:
-        return self.block[self.index]
+    statement: ast.stmt  #: `block[index]`.
 
 
 def _covers(node: ast.stmt, line: int) -> bool:
@@ -198,9 +195,10 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
 
 def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
     """Returns the statements of a function's own scope, outer ones before inner ones."""
-    return [
-        _Spot(names, function, block, index, chain) for block, chain in blocks(function) for index in range(len(block))
-    ]
+    spots: list[_Spot] = []
+    for block, chain in blocks(function):
+        spots += [_Spot(names, function, block, index, chain, node) for index, node in enumerate(block)]
+    return spots
 
 
 def _origin(spot: _Spot) -> _Spot | None:
@@ -257,7 +255,7 @@ def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
 
 def slug(text: str) -> str:
-    """Returns a text as a part of an entry's id."""
+    """Returns a text as a part of an entry's id: `"Block.forward_1"` -> `"block-forward-1"`."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "x"
 
 
@@ -285,6 +283,7 @@ def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
 
 
 def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
+    """Returns an entry of a package's patches with these fields and, for the others, the usual values."""
     return Entry.model_validate(_all_fields(fields, package))
 
 
