@@ -122,16 +122,10 @@ def _traits(tensors: Sequence[Any]) -> Iterator[str]:
         yield "0-dim"
     if points and others:
         point, kept = (functools.reduce(torch.promote_types, dtypes) for dtypes in (points, others))
+        kinds = [(dtype.is_complex, dtype.is_floating_point, dtype != torch.bool) for dtype in (point, kept)]
         # PyTorch keeps the dtype of tensors with dims, unless a 0-dim one is of a higher kind: float beside integers.
-        if _kind(point) <= _kind(kept) and torch.promote_types(kept, point) != kept:
+        if kinds[0] <= kinds[1] and torch.promote_types(kept, point) != kept:
             yield "0-dim of a wider dtype"
-
-
-def _kind(dtype: Any) -> int:
-    """Returns the rank of a dtype's kind, by which PyTorch promotes: bool, integer, float, complex."""
-    import torch
-
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
 def operator_name(func: Callable[..., Any]) -> str:

@@ -818,10 +818,10 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     given = {**dict(zip(_names(function), args, strict=False)), **kwargs}
     written: list[Any] = []
     for argument in function._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            # A normalization has running statistics always, and writes to them in training alone.
-            if not argument.name.startswith("running_") or given.get("training"):
-                written.append(given.get(argument.name))
+        # A normalization has running statistics always, and writes to them in training alone.
+        is_kept = argument.name.startswith("running_") and not given.get("training")
+        if argument.alias_info is not None and argument.alias_info.is_write and not is_kept:
+            written.append(given.get(argument.name))
     return written
 
 

@@ -52,13 +52,7 @@ def run(flags: Flags) -> None:
             if (value := getattr(flags, name)) not in (None, False):
                 place = f"--{name}" if value is True else f"--{name} {value}"
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-    _check_names(flags)
-    arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
-    script.become(flags.words, "torchport.own_code.script_process:start", arguments)
-
-
-def _check_names(flags: Flags) -> None:
-    """Refuses unknown names at once: a script would compile a network, and read them, only late, or never."""
+    # A script would compile a network, and read these names, only late, or never.
     if flags.strategy is not None:
         card, _ = find_pack(flags.paths).card(flags.model)
         if flags.strategy not in card.strategies:
@@ -68,6 +62,8 @@ def _check_names(flags: Flags) -> None:
     if flags.attention is not None and flags.attention not in known:
         place, fact = f"--attention {flags.attention}", "There is no such implementation"
         raise UnknownNameError(place, fact, nearest(flags.attention, known), name=flags.attention)
+    arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
+    script.become(flags.words, "torchport.own_code.script_process:start", arguments)
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
