@@ -21,7 +21,7 @@ from torchport.engine.aliasing import lies_in as lies_in
 from torchport.engine.conformance import DiffersError as DiffersError
 from torchport.engine.conformance import Operators as Operators
 from torchport.engine.conformance import watching as watching
-from torchport.engine.tracked import alive as alive
+from torchport.engine.tracked import live_tensors as live_tensors
 from torchport.engine.tracked import attributes as attributes
 from torchport.engine.tracked import begin_trace as begin_trace
 from torchport.engine.tracked import check_read as check_read
@@ -99,7 +99,9 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the name of the operator that torchax cannot lower, `torch.ops.aten:name.overload` or ""; else None."""
+    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`, or "" where the error does not
+    name it; None for any other error.
+    """
     module = sys.modules.get("torchax.tensor")
     if module is None or not isinstance(error, module.OperatorNotFound):
         return None

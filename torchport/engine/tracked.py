@@ -553,6 +553,7 @@ class Dispatch:
         args, kwargs = pytree.tree_map(lambda leaf: shadow if leaf is base else leaf, (args, kwargs))
 
         def forward(value: Any) -> Any:
+            """Returns the view's array for an array of the base: what the operator's lowering makes of it."""
             whole = self.tensor(value, shadow.to("meta"))
             new = pytree.tree_map(lambda leaf: whole if leaf is shadow else leaf, (args, kwargs))
             return pytree.tree_leaves(self.lower(function, (), *new))[item]._elem
@@ -677,7 +678,7 @@ def on_host(value: Any) -> Any:
     return vars(value)["_shadow"] if has_values else value
 
 
-def alive() -> list[Any]:
+def live_tensors() -> list[Any]:
     """Returns those tensors of the last trace that something still refers to, and that depend on the network's inputs.
     Call it after the trace: the tensors lose what they know of shared memory, which refers to tensors, too.
     """

@@ -51,7 +51,7 @@ class _Audit:
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
     """Makes all that refers to an original refer to its replacement, or raises. Returns what was rebound, in order."""
-    audits = [audit for record in records for audit in _due(record)]
+    audits = [audit for record in records for audit in _audits_of(record)]
     _find_holders(audits)
     # A namespace does not wait to be collected; other holders may, as a closure of an earlier call.
     if any(audit.unknown or any(h.place is None or h.container is not None for h in audit.holders) for audit in audits):
@@ -101,7 +101,7 @@ def _unwrapped(record: Record | None, old: Any, new: Any) -> list[_Audit]:
     return audits if inner is old else [*audits, _Audit(record, inner, function_in(new))]
 
 
-def _due(record: Record) -> list[_Audit]:
+def _audits_of(record: Record) -> list[_Audit]:
     """Returns the audits of a patch: what is to be exchanged wherever somebody refers to it. There is none if the patch
     changes one name alone, or nobody else has the original.
     """

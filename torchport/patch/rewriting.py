@@ -97,7 +97,7 @@ def _hole(node: ast.AST) -> str | None:
 
 def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured, whole: bool) -> int | None:
     """Returns how many of the first nodes a pattern takes, as few as possible, or all if it has to fit the `whole`
-    list. None if it does not match.
+    list; None if it does not match. `captured` gets the source that each hole stands for, by the hole's name.
     """
     if not pattern:
         return None if whole and nodes else 0

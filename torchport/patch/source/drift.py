@@ -144,7 +144,7 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
         if name == entry.target and row.tree != fresh.tree:
             continue  # `changes` says what its own statements are now
         if name not in before:
-            new.append(f"{name}{words} is new")  # since its caller changed: that is said first
+            new.append(f"{name}{words} is new")  # listed last: its caller, which changed, comes before it
         elif before[name] != key:
             changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
     lines += _first_four(changed + new)

@@ -292,14 +292,14 @@ def written(fields: Mapping[str, Any], package: str) -> str:
     whole = _all_fields(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first
-    lines = [line for key, value in whole.items() for line in _lines(key, value)]
+    lines = [line for key, value in whole.items() for line in _yaml_lines(key, value)]
     return "\n".join([f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
 
 
-def _lines(key: str, value: Any) -> list[str]:
-    """Returns the lines of one field of an entry in YAML."""
+def _yaml_lines(key: str, value: Any) -> list[str]:
+    """Returns the lines of one field of an entry in YAML: `("fits", {"up": "*"})` -> `["fits: {up: '*'}"]`."""
     if key == "rewrite":
-        return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
+        return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _yaml_lines(name, part))]
     if isinstance(value, str) and "\n" in value:
         return [f"{key}: |", *(f"  {line}" for line in value.splitlines())]
     flow = isinstance(value, dict | list)
