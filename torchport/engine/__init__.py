@@ -21,11 +21,11 @@ from torchport.engine.aliasing import lies_in as lies_in
 from torchport.engine.conformance import DiffersError as DiffersError
 from torchport.engine.conformance import Operators as Operators
 from torchport.engine.conformance import watching as watching
-from torchport.engine.tracked import live_tensors as live_tensors
 from torchport.engine.tracked import attributes as attributes
 from torchport.engine.tracked import begin_trace as begin_trace
 from torchport.engine.tracked import check_read as check_read
 from torchport.engine.tracked import freeze as freeze
+from torchport.engine.tracked import live_tensors as live_tensors
 from torchport.engine.tracked import narrow as narrow
 from torchport.engine.tracked import on_host as on_host
 from torchport.engine.tracked import share_memory as share_memory
