@@ -133,6 +133,17 @@ def test_a_holder_that_the_collector_has_frozen_is_reached_too(world, thawed):
         gc.unfreeze()
 
 
+@pytest.mark.parametrize(("held", "kind"), [("{(f, 1)}", "tuple"), ("{(f, 1): 2}", "tuple")])
+def test_a_tuple_in_a_set_or_a_key_is_refused_as_its_hash_would_change(world, held, kind):
+    world.write("up/user.py", f"from up.m import f\nHELD = {held}\n")
+    import up.user
+
+    with pytest.raises(TooLateError, match=rf"up\.m:f is still held by up\.user\.HELD\S*, a {kind}"):
+        with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+            pass
+    assert [function(1) for function, _ in up.user.HELD] == ["old"]
+
+
 def test_two_patches_of_functions_in_one_tuple_reach_both(world):
     world.write("up/m.py", "def f(a):\n    return 'old'\ndef g(a):\n    return 'old'\nBOTH = (f, g)\n")
     entries = world.yaml(

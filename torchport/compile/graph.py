@@ -428,11 +428,11 @@ def holder_of_traced() -> str:
     """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does. It names a
     global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
     """
-    if not engine.alive():
+    if not engine.live_tensors():
         return ""
     holders.thaw()
     gc.collect()  # garbage that is not collected yet does not count
-    things: list[Any] = engine.alive()
+    things: list[Any] = engine.live_tensors()
     if not things:
         return ""
     named = reversed([*sys.modules.items()])  # `__main__` has a second name where processes were started

@@ -198,7 +198,7 @@ class Ported(torch.nn.Module):
         call, found = inputs.pop(CALL), _found.get()
         given = list(found.inputs.values())
         tensors = [
-            inputs[name] if tensor.is_contiguous() else engine.laid(inputs[name], tensor.stride())
+            inputs[name] if tensor.is_contiguous() else engine.with_strides(inputs[name], tensor.stride())
             for name, tensor in found.inputs.items()
         ]
         for number, (base, (size, strides, start)) in found.views.items():

@@ -7,65 +7,33 @@ patches must be in place by then.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchport.engine import conformance, tracked
-from torchport.engine.aliasing import Section, extent, lies_in
-from torchport.engine.conformance import DiffersError, Operators, watching
-from torchport.engine.tracked import (
-    alive,
-    attributes,
-    check_read,
-    freeze,
-    laid,
-    narrow,
-    on_host,
-    share_memory,
-    spoil,
-    stamp,
-    views,
-    was_written,
-)
-
-__all__ = [
-    "DiffersError",
-    "Operators",
-    "Section",
-    "alive",
-    "array",
-    "attributes",
-    "begin_trace",
-    "call_jax",
-    "call_kernel",
-    "call_torch",
-    "check_read",
-    "constant",
-    "difference",
-    "extent",
-    "freeze",
-    "is_host_tensor",
-    "is_traced",
-    "is_traced_value",
-    "laid",
-    "lies_in",
-    "missing_operator",
-    "narrow",
-    "on_host",
-    "operators",
-    "share_memory",
-    "spoil",
-    "stamp",
-    "table_versions",
-    "views",
-    "was_written",
-    "watching",
-    "wide",
-]
+from torchport.engine import conformance
+from torchport.engine.aliasing import Section as Section
+from torchport.engine.aliasing import extent as extent
+from torchport.engine.aliasing import lies_in as lies_in
+from torchport.engine.conformance import DiffersError as DiffersError
+from torchport.engine.conformance import Operators as Operators
+from torchport.engine.conformance import watching as watching
+from torchport.engine.tracked import attributes as attributes
+from torchport.engine.tracked import begin_trace as begin_trace
+from torchport.engine.tracked import check_read as check_read
+from torchport.engine.tracked import freeze as freeze
+from torchport.engine.tracked import live_tensors as live_tensors
+from torchport.engine.tracked import narrow as narrow
+from torchport.engine.tracked import on_host as on_host
+from torchport.engine.tracked import share_memory as share_memory
+from torchport.engine.tracked import spoil as spoil
+from torchport.engine.tracked import stamp as stamp
+from torchport.engine.tracked import views as views
+from torchport.engine.tracked import was_written as was_written
+from torchport.engine.tracked import with_strides as with_strides
 
 
 def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,24 +47,19 @@ def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a JAX function that knows 32-bit types alone; see `call_jax`. Wider arguments become 32-bit."""
     import jax
 
-    def narrow(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+    def in_32_bits(value: Any) -> Any:
+        is_wide = isinstance(value, jax.Array) and value.dtype.name in _IN_32_BITS
+        return value.astype(_IN_32_BITS[value.dtype.name]) if is_wide else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(in_32_bits, (args, kwargs))
         with jax.enable_x64(False):
             return function(*args, **kwargs)
 
-    return call_jax(functools.partial(narrow, function), *args, **kwargs)
+    return call_jax(call, *args, **kwargs)
 
 
-def _narrow(value: Any) -> Any:
-    """Returns a 64-bit array as an array of 32 bits, and anything else as it is."""
-    import jax
-
-    if not isinstance(value, jax.Array) or value.dtype.name not in _NARROW:
-        return value
-    return value.astype(_NARROW[value.dtype.name])
-
-
-_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+_IN_32_BITS = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
 def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +90,7 @@ def constant(tensor: Any) -> Any:
 
     environment = torchax.default_env()
     dispatch = environment.__dict__.get("dispatch")  # of a trace; it knows the tensor's values from then on
-    return environment.to_xla(tensor) if dispatch is None else dispatch._known(tensor)
+    return environment.to_xla(tensor) if dispatch is None else dispatch.with_values(tensor)
 
 
 def array(tensor: Any) -> Any:
@@ -136,7 +99,9 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the name of the operator that torchax cannot lower, `torch.ops.aten:name.overload` or ""; else None."""
+    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`, or "" where the error does not
+    name it; None for any other error.
+    """
     module = sys.modules.get("torchax.tensor")
     if module is None or not isinstance(error, module.OperatorNotFound):
         return None
@@ -176,14 +141,6 @@ def table_versions() -> Mapping[str, str]:
     return conformance.read().versions
 
 
-def begin_trace() -> None:
-    """Prepares torchax for a trace, in which PyTorch is asked about each operator, too (`tracked`)."""
-    import torchax
-
-    torchax.default_env().config.force_materialize_views = True  # torchport/engine/tracked.py knows what is a view
-    tracked.prepare(torchax.default_env())
-
-
 @contextlib.contextmanager
 def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
     """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts.
@@ -211,13 +168,9 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 def _operator(target: str) -> Any:
     """Returns a torch function or an ATen overload by its target; see `operators`."""
-    name, _, path = target.partition(":")
-    if name == "torch.ops.aten":
-        import torch
+    import torch
 
-        value: Any = torch.ops.aten
-    else:
-        value = importlib.import_module(name)
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    module, _, path = target.partition(":")
+    # Python cannot import `torch.ops.aten`.
+    home = torch.ops.aten if module == "torch.ops.aten" else importlib.import_module(module)
+    return operator.attrgetter(path)(home)

@@ -60,8 +60,7 @@ class Storage:
     def alive(self) -> list[tuple[Any, tuple[View, ...]]]:
         """Returns the tensors of this memory that something still refers to, each with its views."""
         self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
-        found = [(ref(), path) for ref, path in self.tensors]
-        return [(tensor, path) for tensor, path in found if tensor is not None]
+        return [(tensor, path) for ref, path in self.tensors if (tensor := ref()) is not None]
 
 
 class Section(NamedTuple):
@@ -91,7 +90,9 @@ def place(part: torch.Tensor, whole: torch.Tensor) -> Section:
 
 
 def layout(tensor: torch.Tensor) -> tuple[int, list[int]] | None:
-    """Returns where a tensor begins in its storage, and its dims in their order there; None if it has gaps."""
+    """Returns where a tensor begins in its storage, and its dims in their order there: of a transposed matrix
+    `(0, [1, 0])`. None if it has gaps.
+    """
     order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
     step = 1
     for dim in reversed(order):
@@ -136,18 +137,16 @@ _RESHAPE = {"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "s
 _PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 
 
-def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
-    """Returns how a view's new value enters its base: a function of the base's value and the view's.
-
-    None if the view has one element of the base several times.
+def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, selected: Any) -> Any:
+    """Returns how a view's new value enters its base, as a function of the base's value and the view's: for `transpose`
+    the view's value is transposed. None if the view has one element of the base several times.
 
     Args:
         name: The operator's, such as `slice`.
         base: The base, or its shadow.
         args: The operator's arguments; the first is the base, but for operators without a short inverse.
-        item: Which of its outputs the view is.
-        shapes: The shapes of its outputs.
-        of_index: Returns the same view of a tensor of the host: for a view that has no short inverse.
+        item: Which of its outputs the view is, and `shapes` the shapes of all of them.
+        selected: Returns the same view of a tensor of the host: for a view that has no short inverse.
     """
     import jax
     import jax.numpy as jnp
@@ -156,31 +155,33 @@ def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, 
         return args[number] if len(args) > number else kwargs.get(key, default)
 
     dims = len(base.shape)
-    write = _with_part
     if name in _SAME:
         return lambda whole, part: part
     if name in _RESHAPE:
         return lambda whole, part: part.reshape(whole.shape)
-    if name in ("permute", "transpose", "t"):
-        order = _order(name, dims, argument)
+    if name == "permute":
+        order = [dim % dims for dim in argument(1, "dims", ())]
         back = [order.index(n) for n in range(dims)]
         return lambda whole, part: jnp.transpose(part, back)
+    if name in ("transpose", "t"):
+        pair = (0, dims - 1) if name == "t" else (argument(1, "dim0", 0), argument(2, "dim1", 1))
+        return lambda whole, part: jnp.swapaxes(part, *pair) if dims else part
     if name == "slice":
         dim, step = argument(1, "dim", 0) % dims, argument(4, "step", 1)
         start, stop, _ = slice(argument(2, "start", None), argument(3, "end", None)).indices(base.shape[dim])
         if step == 1:
-            return lambda whole, part: write(whole, part, start, dim)
+            return lambda whole, part: _with_part(whole, part, start, dim)
         sliced = (*(slice(None) for _ in range(dim)), slice(start, stop, step))
         return lambda whole, part: whole.at[sliced].set(part)
     if name in ("select", "unbind"):
         dim = argument(1, "dim", 0) % dims
         index = item if name == "unbind" else argument(2, "index", 0)
         index %= base.shape[dim]
-        return lambda whole, part: write(whole, jnp.expand_dims(part, dim), index, dim)
+        return lambda whole, part: _with_part(whole, jnp.expand_dims(part, dim), index, dim)
     if name in _PARTS:
         dim = argument(2, "dim", 0) % dims
         before = sum(shape[dim] for shape in shapes[:item])
-        return lambda whole, part: write(whole, part, before, dim)
+        return lambda whole, part: _with_part(whole, part, before, dim)
     if name == "real":
         return lambda whole, part: jax.lax.complex(part, whole.imag) if jnp.iscomplexobj(whole) else part
     if name == "imag":
@@ -192,7 +193,7 @@ def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, 
     if name == "_conj":
         return lambda whole, part: jnp.conj(part)
     numbers = torch.arange(math.prod(base.shape)).reshape(tuple(base.shape))
-    chosen = of_index(numbers).reshape(-1).numpy()
+    chosen = selected(numbers).reshape(-1).numpy()
     if len(set(chosen.tolist())) != len(chosen):
         return None
     return lambda whole, part: whole.ravel().at[chosen].set(part.ravel()).reshape(whole.shape)
@@ -212,14 +213,3 @@ def _with_part(whole: Any, part: Any, start: int, dim: int) -> Any:
     after = jax.lax.slice_in_dim(whole, stop, whole.shape[dim], axis=dim)
     pieces = [piece for piece in (before, part.astype(whole.dtype), after) if piece.shape[dim]]
     return jnp.concatenate(pieces, axis=dim) if pieces else whole
-
-
-def _order(name: str, dims: int, argument: Callable[[int, str, Any], Any]) -> list[int]:
-    """Returns the order in which `permute`, `transpose` or `t` puts a tensor's dims."""
-    if name == "permute":
-        return [dim % dims for dim in argument(1, "dims", ())]
-    order = list(range(dims))
-    if dims:
-        first, second = (0, dims - 1) if name == "t" else (argument(1, "dim0", 0), argument(2, "dim1", 1))
-        order[first], order[second] = order[second], order[first]
-    return order

@@ -24,33 +24,21 @@ PLACES = frozenset({"device", "generator", "layout", "memory_format", "non_block
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form of an operator's call, as the table `conformance.yaml` knows it.
+    """The form of an operator's call, as the table `conformance.yaml` knows it."""
 
-    Attributes:
-        operator: `aten.avg_pool2d.default`, `torch.nn.functional.linear`.
-        dtypes: Those of the arguments that are tensors.
-        options: The arguments that differ from their defaults, and the traits of the inputs.
-    """
-
-    operator: str
-    dtypes: frozenset[str]
+    operator: str  #: `aten.avg_pool2d.default`, `torch.nn.functional.linear`.
+    dtypes: frozenset[str]  #: Of the arguments that are tensors.
+    #: The arguments that differ from their defaults, `ceil_mode=True`, and the traits of the inputs, `0-dim`.
     options: frozenset[str]
 
 
 class Row(NamedTuple):
-    """Forms of one operator that differ from PyTorch.
+    """Forms of one operator that differ from PyTorch."""
 
-    Attributes:
-        options: A call of these forms has all of these options.
-        dtypes: And a tensor of one of these dtypes; empty where no argument is a tensor.
-        what: How they differ.
-        patch: The id of the patch that mends them; empty if none does.
-    """
-
-    options: frozenset[str]
-    dtypes: frozenset[str]
-    what: str
-    patch: str = ""
+    options: frozenset[str]  #: A call of these forms has all of these options.
+    dtypes: frozenset[str]  #: And a tensor of one of these dtypes; empty where no argument is a tensor.
+    what: str  #: How they differ.
+    patch: str  #: The id of the patch that mends them; empty if none does.
 
 
 class _Samples(NamedTuple):
@@ -73,18 +61,13 @@ class _Table(NamedTuple):
 def read() -> _Table:
     """Returns the table of operators."""
     data = yaml.load(FILE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    entries = {name: _entry(found) for name, found in data["operators"].items()}
-    return _Table(data["versions"], frozenset(data["random"]), entries)
-
-
-def _entry(data: Mapping[str, Any]) -> _Samples:
-    """Returns one operator's entry of `conformance.yaml`."""
-    rows = [
-        Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", ""))
-        for kind in ("differs", "mended")
-        for row in data.get(kind, ())
-    ]
-    return _Samples(frozenset(data["dtypes"]), frozenset(data["options"]), tuple(rows))
+    operators = {}
+    for name, entry in data["operators"].items():
+        rows = []
+        for row in (*entry.get("differs", ()), *entry.get("mended", ())):
+            rows.append(Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", "")))
+        operators[name] = _Samples(frozenset(entry["dtypes"]), frozenset(entry["options"]), tuple(rows))
+    return _Table(data["versions"], frozenset(data["random"]), operators)
 
 
 def state_of(form: Form) -> tuple[str, str]:
@@ -109,16 +92,18 @@ def state_of(form: Form) -> tuple[str, str]:
 def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
     """Returns the form (operator, dtypes, options) of a call of a torch function or of an ATen overload."""
     import torch
+    from torch.utils import _pytree as pytree
 
-    tensors = list(_tensors([args, kwargs]))
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if func is torch.Tensor.__getitem__:
         options = {f"index: {kind}" for kind in _index_kinds(args[1])}
     elif func is torch.functional.einsum and isinstance(args[0], str):
         options = {f"equation: {kind}" for kind in _equation_kinds(args[0])}
     elif func is torch.Tensor.to:
-        options = {f"dtype={_word(value)}" for value in _dtypes([*args[1:], *kwargs.values()])}
+        dtypes = [getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values())]
+        options = {f"dtype={_word(dtype)}" for dtype in dtypes if isinstance(dtype, torch.dtype)}
     else:
-        options = set(_options(func, args, kwargs)) | set(_numbers(func, args))
+        options = set(_options(func, args, kwargs))
     options |= set(_traits(tensors))
     return Form(operator_name(func), frozenset(_word(tensor.dtype) for tensor in tensors), frozenset(options))
 
@@ -135,22 +120,12 @@ def _traits(tensors: Sequence[Any]) -> Iterator[str]:
     others = [tensor.dtype for tensor in tensors if tensor.ndim > 0]
     if points:
         yield "0-dim"
-    if points and others and _widens(functools.reduce(torch.promote_types, points), others):
-        yield "0-dim of a wider dtype"
-
-
-def _widens(point: Any, others: Sequence[Any]) -> bool:
-    """Returns whether a 0-dim tensor's dtype is wider than the others', and of no higher kind: PyTorch keeps theirs."""
-    import torch
-
-    kept = functools.reduce(torch.promote_types, others)
-    return _kind(point) <= _kind(kept) and torch.promote_types(kept, point) != kept
-
-
-def _kind(dtype: Any) -> int:
-    import torch
-
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
+    if points and others:
+        point, kept = (functools.reduce(torch.promote_types, dtypes) for dtypes in (points, others))
+        kinds = [(dtype.is_complex, dtype.is_floating_point, dtype != torch.bool) for dtype in (point, kept)]
+        # PyTorch keeps the dtype of tensors with dims, unless a 0-dim one is of a higher kind: float beside integers.
+        if kinds[0] <= kinds[1] and torch.promote_types(kept, point) != kept:
+            yield "0-dim of a wider dtype"
 
 
 def operator_name(func: Callable[..., Any]) -> str:
@@ -162,39 +137,19 @@ def operator_name(func: Callable[..., Any]) -> str:
     return torch.overrides.resolve_name(func) or f"{func.__module__}.{func.__name__}"
 
 
-def _tensors(value: Any) -> Iterator[Any]:
-    """Yields all tensors in a value, which may be one, or a list, tuple or mapping of such values."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
-
-
 def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _dtypes(values: Sequence[Any]) -> Iterator[Any]:
-    """Yields the dtypes among some arguments, and those of tensors."""
-    import torch
-
-    for value in values:
-        if isinstance(value, torch.dtype | torch.Tensor):
-            yield value if isinstance(value, torch.dtype) else value.dtype
-
-
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the options of a call: arguments that are not the default; without a default, bools, dtypes and texts."""
+    """Yields the options of a call: arguments that are not the default, such as `dim=0`; without a default, bools,
+    dtypes and texts; and numbers that are passed as a tensor or a scalar, such as `int number`.
+    """
     parameters = _parameters(func, len(args), frozenset(kwargs))
     if parameters is None:
         # A builtin whose overload is not known: what stands at a place has no name.
-        found = [(f"#{place}", value) for place, value in enumerate(args) if _is_word(value)] + list(kwargs.items())
-        yield from (_option(name, value) for name, value in found if name not in PLACES)
+        words = [(f"#{place}", value) for place, value in enumerate(args) if _is_word(value)]
+        yield from (_option(name, value) for name, value in (*words, *kwargs.items()) if name not in PLACES)
         return
     for place, parameter in enumerate(parameters):
         if parameter.name in PLACES or (place >= len(args) and parameter.name not in kwargs):
@@ -206,9 +161,13 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield parameter.name
         elif _is_word(value) if parameter.required else not _is_default(value, parameter.default):
             yield _option(parameter.name, value)
+    for argument, value in zip(func._schema.arguments if hasattr(func, "_schema") else (), args, strict=False):
+        if isinstance(value, bool | int | float | complex) and re.match("Tensor|number", str(argument.type)):
+            yield f"{type(value).__name__} number"
 
 
 def _is_word(value: object) -> bool:
+    """Returns whether an argument is a choice among few values, which a form has in full: a bool, a text, a dtype."""
     import torch
 
     return value is None or isinstance(value, bool | str | torch.dtype)
@@ -235,16 +194,25 @@ class _Parameter(NamedTuple):
 
     name: str
     required: bool
-    by_name: bool
-    nullable: bool
+    by_name: bool  #: Whether it can be passed by name alone.
+    nullable: bool  #: Whether it is a tensor that may be None: that it is given counts as an option.
     default: Any
 
 
 @functools.cache
 def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of a function; None where they are not known."""
+    """Returns the parameters of a function; None where they are not known.
+
+    Args:
+        places: How many arguments are passed by position, and `names` those passed by name: they choose the overload.
+    """
     if hasattr(func, "_schema"):
-        return [_declared(argument) for argument in func._schema.arguments]
+        declared = []
+        for argument in func._schema.arguments:
+            required = not argument.has_default_value()
+            nullable = required and str(argument.type) == "Optional[Tensor]"
+            declared.append(_Parameter(argument.name, required, argument.kwarg_only, nullable, argument.default_value))
+        return declared
     try:
         parameters = list(inspect.signature(func).parameters.values())
     except ValueError:
@@ -254,13 +222,6 @@ def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Paramete
     return [_Parameter(p.name, p.default is p.empty, p.kind is p.KEYWORD_ONLY, False, p.default) for p in parameters]
 
 
-def _declared(argument: Any) -> _Parameter:
-    """Returns a parameter of an ATen overload; a tensor that may be None counts as chosen when it is given."""
-    required = not argument.has_default_value()
-    nullable = required and str(argument.type) == "Optional[Tensor]"
-    return _Parameter(argument.name, required, argument.kwarg_only, nullable, argument.default_value)
-
-
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
     """Returns the parameters of the first ATen overload of a builtin that takes such arguments, or None."""
     import torch
@@ -268,21 +229,11 @@ def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> lis
     packet = getattr(torch.ops.aten, func.__name__, None)
     for overload in packet.overloads() if packet is not None else ():
         parameters = _parameters(getattr(packet, overload), 0, frozenset()) or []
-        required = {parameter.name for parameter in parameters[places:] if parameter.required}
-        if (
-            places <= len(parameters)
-            and required <= names <= {parameter.name for parameter in parameters[places:]} | PLACES
-        ):
+        left = parameters[places:]
+        required = {parameter.name for parameter in left if parameter.required}
+        if places <= len(parameters) and required <= names <= {parameter.name for parameter in left} | PLACES:
             return parameters
     return None
-
-
-def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
-    """Yields an option for each Python number that is passed as a tensor or a scalar, such as `int number`."""
-    if hasattr(func, "_schema"):
-        for parameter, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, bool | int | float | complex) and re.match("Tensor|number", str(parameter.type)):
-                yield f"{type(value).__name__} number"
 
 
 def _equation_kinds(equation: str) -> Iterator[str]:
@@ -313,6 +264,7 @@ def _index_kinds(index: Any) -> Iterator[str]:
 
 
 _STOPS = re.compile("(for some inputs: )?(with [^ ]+: )?(raises|no lowering)")
+_ACCEPT = "Compute it with other operators, or accept it under `operators` in the card, with the reason"
 _WORST = ("differs", "unknown", "mended", "same")
 
 
@@ -322,14 +274,6 @@ class DiffersError(Exception):
     def __init__(self, operator: str, how: str, cure: str = "Compute it with other operators, and write to a copy"):
         super().__init__(f"{operator}, which {how}")
         self.cure = cure
-
-
-class _RefusedError(DiffersError):
-    """The table says that an operator differs, or has no sample of it: a card or a caller may accept the operator."""
-
-    def __init__(self, operator: str, how: str) -> None:
-        cure = "Compute it with other operators, or accept it under `operators` in the card, with the reason"
-        super().__init__(operator, how, cure)
 
 
 class Operators:
@@ -343,7 +287,7 @@ class Operators:
     def __init__(self, accepted: Mapping[str, str] = {}, strict: bool = False) -> None:
         self.accepted = accepted
         self.strict = strict
-        self.found: dict[Form, tuple[str, str]] = {}
+        self.found: dict[Form, tuple[str, str]] = {}  # the state of each form, and why
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Notes a call and returns whether no sample has its form; refuses an operator that differs from PyTorch's."""
@@ -359,9 +303,9 @@ class Operators:
             state = "unknown"
         if form.operator not in self.accepted:
             if state == "differs":
-                raise _RefusedError(form.operator, f"differs from PyTorch's on torchax ({what})")
+                raise DiffersError(form.operator, f"differs from PyTorch's on torchax ({what})", _ACCEPT)
             if state == "unknown" and self.strict and not stops:
-                raise _RefusedError(form.operator, f"no sample has compared with PyTorch's ({what})")
+                raise DiffersError(form.operator, f"no sample has compared with PyTorch's ({what})", _ACCEPT)
         self.found[form] = state, what
         return state == "unknown"
 

@@ -63,11 +63,14 @@ _trace = 0
 """The number of the trace that began last."""
 
 
-def prepare(environment: Any) -> None:
+def begin_trace() -> None:
     """Begins a new trace. The first time in a process, it also puts `Dispatch` in the place of torchax's dispatch."""
     global _trace
+    from torchax import default_env
     from torchax.tensor import Tensor
 
+    environment: Any = default_env()
+    environment.config.force_materialize_views = True  # torchax need not know what is a view: a `Storage` does
     _trace += 1
     if isinstance(environment.__dict__.get("dispatch"), Dispatch):
         environment.dispatch.made.clear()
@@ -75,8 +78,9 @@ def prepare(environment: Any) -> None:
     environment.dispatch = Dispatch(environment, environment.dispatch)
     for name in ("__setitem__", "type_as", "shape", "ndim", "flatten", "detach", "dtype", "dim", "tolist", "numpy"):
         delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
-    Tensor._elem = property(_value, _set_value)
-    Tensor.numpy, Tensor.tolist, Tensor.__deepcopy__ = _numpy, lambda tensor: _numpy(tensor).tolist(), _copy
+    Tensor._elem = property(_value, lambda tensor, value: setattr(tensor, "_array", value))
+    Tensor.numpy, Tensor.tolist = _numpy, lambda tensor: _numpy(tensor).tolist()
+    Tensor.__deepcopy__ = lambda tensor, copies: copies.setdefault(id(tensor), tensor.clone())
     Tensor.storage_offset = _offset
     Tensor.data = property(torch.Tensor.detach, _set_data)
 
@@ -90,10 +94,6 @@ def _value(tensor: Any) -> Any:
         value = tensor._array = _array(tensor._shadow)
         tensor._made_in = _trace
     return value
-
-
-def _set_value(tensor: Any, value: Any) -> None:
-    tensor._array = value
 
 
 def _numpy(tensor: Any) -> Any:
@@ -110,14 +110,10 @@ def _offset(tensor: Any) -> int:
     return int(tensor._shadow.storage_offset())
 
 
-def _copy(tensor: Any, known: dict[int, Any]) -> Any:
-    return known.setdefault(id(tensor), tensor.clone())
-
-
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
     """Assigns to `tensor.data`: gives the tensor a value's memory. Raises unless shape, dtype and strides are equal."""
     dispatch = tensor._env.dispatch
-    value, whose = dispatch._known(value), dispatch._memory(tensor).whose
+    value, whose = dispatch.with_values(value), dispatch._memory(tensor).whose
     if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
         how = f"gives {whose or 'a tensor'} the memory of another one"
         raise DiffersError("Tensor.data", how, "Write the values with copy_()")
@@ -180,12 +176,12 @@ class Dispatch:
                 with _plain():
                     return function(*args, **kwargs)
             is_moved = isinstance(output, self.type)  # a tensor of the host to the devices
-            answer = self._answer(function, args, kwargs, "cpu") if is_moved else None
+            answer = self._pytorchs(function, args, kwargs, "cpu") if is_moved else None
             return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
         if function in _INDEXING:
             index = self._index(args[1])
             if function is torch.Tensor.__getitem__ and isinstance(index, self.type):
-                index = self._places(index)
+                index = self._without_mask(index)
             return function(args[0], index, *args[2:])
         if function is torch.Tensor.to:  # a tensor that is there already stays the same: PyTorch calls the devices meta
             args, kwargs = pytree.tree_map(lambda each: _META if _is_engine_device(each) else each, (args, kwargs))
@@ -198,26 +194,23 @@ class Dispatch:
         if not is_aten and is_through and not makes:
             raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
         if function is torch.ops.aten.as_strided.default:
-            args, kwargs = self._of_memory(*args, **kwargs), {}
+            args, kwargs = self._as_strided_of_memory(*args, **kwargs), {}
         if is_aten and torch.Tag.inplace_view in function.tags:
-            return self._changed_view(function, types, args, kwargs)
+            return self._call_inplace_view(function, types, args, kwargs)
         for tensor in traced:
             self.shadow(tensor)  # makes it if it is missing
-            if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
-                if isinstance(memory.stale, Exception):
-                    raise memory.stale
-                raise DiffersError(operator_name(function), memory.stale)
-        other = _without_out(function)
+        check_read(traced, function)
+        returning = _without_out(function)
         is_patched = getattr(self.environment._ops.get(function), "is_user_defined", False)
-        if other and not is_patched:
-            return self._into(function, other, args, kwargs)
+        if returning and not is_patched:
+            return self._call_with_out(function, returning, args, kwargs)
         # Below autograd PyTorch leaves these whole.
         if is_aten and self._is_composite(function):
             with self.environment._dispatch_mode:
                 return function.decompose(*args, **kwargs)
         # A lowering may write what PyTorch refuses: torchax's attention adds a mask of 4 dims to a bias of 2.
         is_own = self.lowering and _written(function, args, kwargs)
-        if all(is_known(tensor) for tensor in traced) and not is_own and self._host_makes(function, args, kwargs):
+        if all(is_known(tensor) for tensor in traced) and not is_own and self._is_for_host(function, args, kwargs):
             return self._on_host(function, args, kwargs)
         return self._on_devices(function, types, args, kwargs, traced)
 
@@ -228,8 +221,7 @@ class Dispatch:
             return bool(self.environment._should_use_torchax_tensor(device))
         if not _is_engine_device(device):
             return False
-        given = pytree.tree_leaves((args, kwargs))
-        return not any(isinstance(leaf, torch.Tensor) for leaf in given)
+        return not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
 
     def _is_composite(self, function: Any) -> bool:
         """Returns whether an operator has no lowering, and PyTorch can decompose it into others."""
@@ -240,28 +232,27 @@ class Dispatch:
         return False
 
     def _traced(self, tree: Any) -> list[Any]:
-        """Returns the engine's tensors in a tree."""
-        leaves = pytree.tree_leaves(tree)
-        return [leaf for leaf in leaves if isinstance(leaf, self.type)]
+        """Returns the traced tensors in a tree, such as an operator's arguments; those of the host are left out."""
+        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, self.type)]
 
     def _index(self, index: Any) -> Any:
         """Returns an index with tensors of known values in place of lists, whose values PyTorch would lose on meta."""
         if isinstance(index, tuple):
-            return tuple(place for item in index for place in self._places(self._index(item)))
+            return tuple(part for item in index for part in self._without_mask(self._index(item)))
         if isinstance(index, list | range | numpy.ndarray):
             with _plain():
                 index = torch.as_tensor(numpy.asarray(index) if not isinstance(index, range) else list(index))
         if isinstance(index, torch.Tensor) and index.ndim and not isinstance(index, self.type):
-            return self._known(index)
+            return self.with_values(index)
         return index
 
-    def _places(self, index: Any) -> tuple[Any, ...]:
+    def _without_mask(self, index: Any) -> tuple[Any, ...]:
         """Returns a mask with known values as its indices, so that the result's size is known; all else as it is."""
         if not isinstance(index, self.type) or index.dtype != torch.bool or not index.ndim or not is_known(index):
             return (index,)
         with _plain():
             places = index._shadow.nonzero(as_tuple=True)
-        return tuple(map(self._known, places))
+        return tuple(map(self.with_values, places))
 
     def shadow(self, tensor: Any) -> torch.Tensor:
         """Returns a traced tensor's shadow, PyTorch's tensor of its dtype, shape and strides; makes a missing one."""
@@ -271,13 +262,13 @@ class Dispatch:
             self.made.append(weakref.ref(tensor))
         return shadow
 
-    def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
+    def _is_for_host(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Returns whether the host computes an operator of known values: no random one, and none of a large result."""
         if function in _DRAWS or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             return False
         if function in (torch.tensor, torch.as_tensor):
             return True
-        answer = self._answer(function, args, kwargs, "meta")
+        answer = self._pytorchs(function, args, kwargs, "meta")
         if answer is _UNKNOWN:
             return function not in self.constructors
         leaves = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
@@ -285,11 +276,13 @@ class Dispatch:
             return False
         return all(leaf.untyped_storage().nbytes() <= LARGEST for leaf in leaves)
 
-    def _answer(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
-        """Returns what PyTorch's operator returns for meta or host tensors in place of traced ones; or `_UNKNOWN`."""
+    def _pytorchs(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
+        """Returns what PyTorch's operator returns for the shadows of its arguments on a device, `meta` or `cpu`; and
+        `_UNKNOWN` where PyTorch cannot say it without values.
+        """
 
         def shadow(leaf: Any) -> Any:
-            """Returns a leaf as PyTorch gets it: of a traced tensor the shadow, on the device."""
+            """Returns an argument as PyTorch gets it: of a traced tensor the shadow, on the device."""
             if isinstance(leaf, self.type):
                 leaf = leaf._shadow
             if isinstance(leaf, torch.Tensor) and device == "cpu" and leaf.is_meta:
@@ -314,12 +307,11 @@ class Dispatch:
 
     def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator in PyTorch on the host: all arguments have known values, and the results have them, too."""
-        answer = self._answer(function, args, kwargs, "cpu")
-        traced = self._traced((args, kwargs))
-        shadows = {id(t._shadow): t for t in traced}
+        answer = self._pytorchs(function, args, kwargs, "cpu")
+        shadows = {id(tensor._shadow): tensor for tensor in self._traced((args, kwargs))}
         for tensor in self._traced(_written(function, args, kwargs)):
-            for other, _ in self._memory(tensor).alive():
-                other._array = None  # a cached copy: the operator writes to the memory that they share
+            for sharing, _ in self._memory(tensor).alive():
+                sharing._array = None  # a cached copy: the operator writes to the memory that they share
         outputs, tree = pytree.tree_flatten(answer)
         shapes = [getattr(leaf, "shape", None) for leaf in outputs]
         for item, leaf in enumerate(outputs):
@@ -329,7 +321,7 @@ class Dispatch:
                 outputs[item] = shadows[id(leaf)]
                 continue
             tensor = outputs[item] = self.tensor(None, leaf)
-            self._share(tensor, function, args, kwargs, item, shapes)
+            self._note_view(tensor, function, args, kwargs, item, shapes)
         return pytree.tree_unflatten(outputs, tree)
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
@@ -344,14 +336,14 @@ class Dispatch:
             if is_known(tensor):
                 self._forget(tensor)
         if not self.lowering:
-            _check_apart(written, traced)
-        answer = self._answer(function, args, kwargs, "meta")
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
+            _check_overlap(written, traced)
+        answer = self._pytorchs(function, args, kwargs, "meta")
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.with_values, (args, kwargs))
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
             dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in traced)
             raise RuntimeError(f"expected tensors of one dtype, and {_name(function)} gets {dtypes}")
         if not written:
-            args, kwargs = self._in_floats(function, answer, args, kwargs)
+            args, kwargs = self._in_computing_dtype(function, answer, args, kwargs)
         before = {id(tensor): tensor._elem for tensor in traced}
         properties, self.lowering = self.environment.param, self.lowering + 1
         numbers = properties.prng
@@ -384,33 +376,35 @@ class Dispatch:
             if id(shadow) in shadows:
                 leaves[item] = shadows[id(shadow)]
             else:  # also where a lowering returns its argument, of which PyTorch makes a copy
-                tensor = leaves[item] = self._as_pytorch(function, leaf, shadow)
-                self._share(tensor, function, args, kwargs, item, shapes)
+                tensor = leaves[item] = self._with_shadow(function, leaf, shadow)
+                self._note_view(tensor, function, args, kwargs, item, shapes)
                 if _name(function) == "_to_copy":
                     tensor._cast = args[0]._elem, tensor._elem
         return pytree.tree_unflatten(leaves, tree)
 
-    def _in_floats(self, function: Any, answer: Any, args: Any, kwargs: Any) -> Any:
+    def _in_computing_dtype(self, function: Any, answer: Any, args: Any, kwargs: Any) -> Any:
         """Returns an operator's arguments in the dtype in which PyTorch computes.
 
-        That is a float for integers whose result is one, and float32 for floats of 16 bits, of which PyTorch rounds the
-        result alone.
+        That is a float for integers whose result is a float, and float32 for floats of 16 bits where the operator has
+        several steps: PyTorch rounds the result alone.
         """
-        dtypes = {tensor.dtype for tensor in self._traced((args, kwargs))}
+        dtypes, target = {tensor.dtype for tensor in self._traced((args, kwargs))}, torch.float32
         is_pointwise = isinstance(answer, torch.Tensor) and _is_pointwise(function)
         if is_pointwise and answer.is_floating_point() and not any(d.is_floating_point or d.is_complex for d in dtypes):
-            return self._cast(function, dtypes, answer.dtype, args, kwargs)
-        in_steps = is_pointwise and answer.dtype in _HALVES and not _is_one_step(function, args, kwargs)
-        in_steps = in_steps or _name(function) in _IN_STEPS
-        return self._cast(function, dtypes & _HALVES if in_steps else set(), torch.float32, args, kwargs)
-
-    def _cast(self, function: Any, dtypes: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-        """Returns arguments, tensors of some dtypes cast to another one."""
+            target = answer.dtype
+        else:
+            name = _name(function)
+            in_steps = name in _IN_STEPS
+            if is_pointwise and answer.dtype in _HALVES and name not in _OF_ITS_DTYPE:
+                # Of most numbers, PyTorch keeps all digits.
+                has_number = any(isinstance(leaf, float) for leaf in pytree.tree_leaves((args, kwargs)))
+                in_steps = in_steps or has_number or name not in _IN_ONE_STEP
+            dtypes = dtypes & _HALVES if in_steps else set()
         if not dtypes:
             return args, kwargs
 
-        def cast(x: Any) -> Any:
-            return self._as_pytorch(function, x, x._shadow.to(dtype)) if x.dtype in dtypes else x
+        def cast(tensor: Any) -> Any:
+            return self._with_shadow(function, tensor, tensor._shadow.to(target)) if tensor.dtype in dtypes else tensor
 
         with _plain():
             return pytree.tree_map_only(self.type, cast, (args, kwargs))
@@ -418,29 +412,29 @@ class Dispatch:
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
         """Raises what PyTorch raises for these dtypes on the host: calls the operator there with zeros."""
         try:
-            self._answer(function, args, kwargs, "cpu")
+            self._pytorchs(function, args, kwargs, "cpu")
         except _REFUSALS as error:
             if _NO_DTYPE.search(str(error)):
                 raise
 
-    def _into(self, function: Any, other: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator with `out`: calls `other`, its overload without `out`, and copies the results there."""
+    def _call_with_out(self, function: Any, returning: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator with `out`: calls its overload without (`returning`), and copies the results there."""
         given, outs = dict(kwargs), {}
         for name in _names(function):
-            if name not in _names(other):
+            if name not in _names(returning):
                 outs[name] = given.pop(name)
         tensors = pytree.tree_leaves(outs)
         # PyTorch would resize the shadows themselves.
         with _plain():
             shadows = pytree.tree_map_only(self.type, lambda tensor: tensor._shadow.detach(), outs)
-        self._answer(function, args, given | shadows, "meta")  # raises where PyTorch refuses such an `out`
-        answer = self._answer(other, args, given, "meta")
+        self._pytorchs(function, args, given | shadows, "meta")  # raises where PyTorch refuses such an `out`
+        answer = self._pytorchs(returning, args, given, "meta")
         # A sum is computed in the dtype that `out` has.
         dtype = tensors[0].dtype
-        if "dtype" in _names(other) and getattr(answer, "dtype", dtype) != dtype:
+        if "dtype" in _names(returning) and getattr(answer, "dtype", dtype) != dtype:
             given["dtype"] = dtype
         with self.environment._dispatch_mode:
-            values = pytree.tree_leaves(other(*args, **given))
+            values = pytree.tree_leaves(returning(*args, **given))
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 self._resize(function, tensor, value)
@@ -451,9 +445,7 @@ class Dispatch:
     def _resize(self, function: Any, tensor: Any, value: Any) -> None:
         """Gives an `out` tensor the size of the value that is written to it next; refuses memory that others share."""
         memory = self._memory(tensor)
-        whose = memory.whose
-        if len(memory.alive()) > 1:
-            whose = whose or "a tensor that others share"
+        whose = memory.whose or ("a tensor that others share" if len(memory.alive()) > 1 else "")
         if whose:
             raise DiffersError(operator_name(function), f"resizes {whose}")
         size = value.shape, value.stride()
@@ -468,28 +460,27 @@ class Dispatch:
         """Calls an operator's lowering; for an in-place operator without one, or one that PyTorch computes in a wider
         dtype, that of its functional form.
         """
-        other = functional(function)
-        if other is None or not (_is_pointwise(function) and args[0].dtype in _HALVES):
+        not_in_place = functional(function)
+        if not_in_place is None or not (_is_pointwise(function) and args[0].dtype in _HALVES):
             try:
                 return self.lower(function, types, args, kwargs)
             except self.not_found:
-                if other is None:
+                if not_in_place is None:
                     raise
-        args[0]._elem = self(other, types, args, kwargs)._elem
+        args[0]._elem = self(not_in_place, types, args, kwargs)._elem
         return args[0]
 
-    def _known(self, leaf: Any) -> Any:
+    def with_values(self, tensor: Any) -> Any:
         """Returns a host tensor as a traced tensor with known values; traced tensors and those on meta as they are."""
-        return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
+        return tensor if isinstance(tensor, self.type) or tensor.is_meta else self.tensor(None, tensor)
 
-    def _as_pytorch(self, function: Any, leaf: Any, shadow: torch.Tensor) -> Any:
+    def _with_shadow(self, function: Any, result: Any, shadow: torch.Tensor) -> Any:
         """Returns a lowering's result with PyTorch's dtype and strides; refuses another shape than PyTorch's."""
         from torchax.ops import mappings
 
-        value, dtype = leaf._elem, mappings.t2j_dtype(shadow.dtype)
+        value, dtype = result._elem, mappings.t2j_dtype(shadow.dtype)
         if tuple(value.shape) != tuple(shadow.shape):
-            shapes = list(value.shape), list(shadow.shape)
-            how = f"returns the shape {shapes[0]}, PyTorch's {shapes[1]}"
+            how = f"returns the shape {list(value.shape)}, PyTorch's {list(shadow.shape)}"
             raise DiffersError(operator_name(function), how)
         if value.dtype != dtype:
             value = value.astype(dtype)
@@ -528,7 +519,7 @@ class Dispatch:
             last = -(-max(end for _, end in ends) // shadow.itemsize)
             return self.tensor(value[first - start : last - start], shadow[first:last])
 
-    def _of_memory(self, tensor: Any, size: Any, strides: Any, offset: int | None = None) -> tuple[Any, ...]:
+    def _as_strided_of_memory(self, tensor: Any, size: Any, strides: Any, offset: int | None = None) -> tuple[Any, ...]:
         """Returns `as_strided`'s arguments for the whole of a tensor's memory, in which PyTorch counts elements."""
         start = self.shadow(tensor).storage_offset() if offset is None else offset
         if offset is not None:
@@ -539,7 +530,7 @@ class Dispatch:
             raise DiffersError("aten.as_strided.default", "counts the elements of a tensor with strides of its own")
         return tensor, size, strides, start
 
-    def _share(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
+    def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Notes that a result is a view of an argument, if PyTorch says that they share memory."""
         memory_of = tensor._shadow.untyped_storage()._cdata
         for base in self._traced((args, kwargs)):
@@ -561,14 +552,13 @@ class Dispatch:
         shadow = base._shadow
         args, kwargs = pytree.tree_map(lambda leaf: shadow if leaf is base else leaf, (args, kwargs))
 
-        def again(tensor: Any) -> Any:
-            new = pytree.tree_map(lambda leaf: tensor if leaf is shadow else leaf, (args, kwargs))
-            return pytree.tree_leaves(self.lower(function, (), *new))[item]
-
         def forward(value: Any) -> Any:
-            return again(self.tensor(value, shadow.to("meta")))._elem
+            """Returns the view's array for an array of the base: what the operator's lowering makes of it."""
+            whole = self.tensor(value, shadow.to("meta"))
+            new = pytree.tree_map(lambda leaf: whole if leaf is shadow else leaf, (args, kwargs))
+            return pytree.tree_leaves(self.lower(function, (), *new))[item]._elem
 
-        def of_index(numbers: torch.Tensor) -> torch.Tensor:
+        def selected(numbers: torch.Tensor) -> torch.Tensor:
             with _plain():
                 new = pytree.tree_map(lambda leaf: numbers if leaf is shadow else leaf, (args, kwargs))
                 chosen: torch.Tensor = pytree.tree_leaves(function(*new[0], **new[1]))[item]
@@ -577,7 +567,7 @@ class Dispatch:
         def backward(whole: Any, part: Any) -> Any:
             if function is torch.ops.aten.view.dtype:
                 return self.lower(function, (), (self.tensor(part, _empty(part)), shadow.dtype), {})._elem
-            enter = inverse(_name(function), shadow, args, kwargs, item, shapes, of_index)
+            enter = inverse(_name(function), shadow, args, kwargs, item, shapes, selected)
             if enter is None:
                 raise RuntimeError("more than one element of the written-to tensor refers to one place in memory")
             return enter(whole, part)
@@ -607,9 +597,9 @@ class Dispatch:
             raise DiffersError(operator_name(function), f"writes to {memory.whose}, and its caller would not see that")
         tensor._array = value
         memory.write(tensor._path, value)
-        for each, path in memory.alive():
-            if each is not tensor:
-                each._array = memory.read(path)
+        for sharing, path in memory.alive():
+            if sharing is not tensor:
+                sharing._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
         """Makes the values of a tensor, and of all that share its memory, unknown to the host, before a write."""
@@ -617,27 +607,27 @@ class Dispatch:
         with _plain():
             storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
             root = torch.empty(storage, dtype=tensor._shadow.dtype, device="meta")
-        for other, path in memory.alive():  # a view holds the tensor that it is of
+        for sharing, path in memory.alive():  # a view holds the tensor that it is of
             if not path:
-                memory.value = other._elem
-        for other, _ in memory.alive():
-            value, old = other._elem, other._shadow
+                memory.value = sharing._elem
+        for sharing, _ in memory.alive():
+            value, old = sharing._elem, sharing._shadow
             with _plain():
                 if old.dtype == root.dtype:
-                    other._shadow = root.as_strided(old.shape, old.stride(), old.storage_offset())
+                    sharing._shadow = root.as_strided(old.shape, old.stride(), old.storage_offset())
                 else:
-                    other._shadow = old.to("meta")
-            other._array = value
+                    sharing._shadow = old.to("meta")
+            sharing._array = value
 
-    def _changed_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _call_inplace_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator such as `unsqueeze_`, which makes its tensor another view of its memory, or raises."""
-        tensor, other = args[0], functional(function)
-        if other is None:
+        tensor, not_in_place = args[0], functional(function)
+        if not_in_place is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
         memory = self._memory(tensor)
         if memory.whose:
             raise DiffersError(operator_name(function), f"reshapes {memory.whose}, and its caller would not see that")
-        new = self(other, types, args, kwargs)
+        new = self(not_in_place, types, args, kwargs)
         if "_memory" not in new.__dict__:
             raise DiffersError(operator_name(function), "gives a tensor another size, which is no view of its memory")
         with _plain():
@@ -647,16 +637,16 @@ class Dispatch:
 
     def _rebind(self, tensor: Any, new: Any) -> None:
         """Gives a tensor the memory and the values of another one."""
-        memory, other = self._memory(tensor), self._memory(new)
-        memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
+        before, memory = self._memory(tensor), self._memory(new)
+        before.tensors = [(ref, path) for ref, path in before.tensors if ref() is not tensor]
         tensor._array, tensor._shadow = new.__dict__.get("_array"), new._shadow
-        tensor._memory, tensor._path = other, new._path
+        tensor._memory, tensor._path = memory, new._path
         if new.__dict__.get("_whole") is not tensor:
             tensor._whole = new.__dict__.get("_whole")
-        other.add(tensor, new._path)
+        memory.add(tensor, new._path)
 
 
-def _check_apart(written: Sequence[Any], traced: Sequence[Any]) -> None:
+def _check_overlap(written: Sequence[Any], traced: Sequence[Any]) -> None:
     """Refuses to write to a tensor of which some elements are read as others: PyTorch leaves open what comes out."""
     with _plain():
         if any(overlap(tensor._shadow, other._shadow) for tensor in written for other in traced):
@@ -688,7 +678,7 @@ def on_host(value: Any) -> Any:
     return vars(value)["_shadow"] if has_values else value
 
 
-def alive() -> list[Any]:
+def live_tensors() -> list[Any]:
     """Returns those tensors of the last trace that something still refers to, and that depend on the network's inputs.
     Call it after the trace: the tensors lose what they know of shared memory, which refers to tensors, too.
     """
@@ -699,9 +689,9 @@ def alive() -> list[Any]:
         if (tensor := reference()) is not None and not is_known(tensor):
             for name in ("_memory", "_path", "_whole", "_cast"):
                 vars(tensor).pop(name, None)
-    tensor = None
-    found = [tensor for reference in made if (tensor := reference()) is not None]
-    return [tensor for tensor in found if not is_known(tensor)]
+    tensor = None  # or the last of them would seem to be referred to
+    kept = [tensor for reference in made if (tensor := reference()) is not None]
+    return [tensor for tensor in kept if not is_known(tensor)]
 
 
 def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int, tuple[str, Any, Section]]:
@@ -714,7 +704,7 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
     Returns:
         By number of the output: of which base or `output` it is a part, by kind and number, and its `Section` there.
     """
-    found: dict[int, tuple[str, Any, Section]] = {}
+    sections: dict[int, tuple[str, Any, Section]] = {}
     inputs = {_memory_of(base): key for key, base in bases.items() if not base.__dict__.get("_path")}
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -733,11 +723,12 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
         for number in numbers:
             part = tensors[number]._shadow
             if tensors[number] is not base and lies_in(part, base._shadow):
-                found[number] = kind, whole, place(part, base._shadow)
-    return found
+                sections[number] = kind, whole, place(part, base._shadow)
+    return sections
 
 
 def _memory_of(tensor: Any) -> int:
+    """Returns a number that traced tensors have in common that share memory, by PyTorch's account."""
     return int(tensor._env.dispatch.shadow(tensor).untyped_storage()._cdata)
 
 
@@ -761,7 +752,7 @@ def narrow(tensor: Any) -> Any:
     return tensor._env.dispatch.tensor(source, _empty(source)) if value.dtype.name == "float32" else tensor
 
 
-def laid(tensor: Any, strides: Sequence[int]) -> Any:
+def with_strides(tensor: Any, strides: Sequence[int]) -> Any:
     """Returns an argument of the network with the strides of the caller's tensor: upstream may ask for them."""
     dispatch = tensor._env.dispatch
     with _plain():
@@ -790,12 +781,13 @@ def spoil(tensor: Any, why: str | Exception) -> None:
     tensor._env.dispatch._memory(tensor).stale = why
 
 
-def check_read(values: Any) -> None:
-    """Refuses tensors of a tree whose value is not PyTorch's; see `spoil`."""
+def check_read(values: Any, function: Any = None) -> None:
+    """Refuses tensors of a tree whose value is not PyTorch's, and which an operator `function` reads; see `spoil`."""
     for tensor in pytree.tree_leaves(values):
         memory = tensor.__dict__.get("_memory") if isinstance(tensor, torch.Tensor) else None
         if memory is not None and memory.stale:
-            raise memory.stale if isinstance(memory.stale, Exception) else DiffersError("a tensor", memory.stale)
+            reader = "a tensor" if function is None else operator_name(function)
+            raise memory.stale if isinstance(memory.stale, Exception) else DiffersError(reader, memory.stale)
 
 
 def stamp(tensor: Any) -> tuple[Any, int]:
@@ -821,23 +813,17 @@ def was_written(tensor: Any) -> bool:
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the arguments that an operator writes to, by its schema."""
+    """Returns the arguments that an operator writes to, by its schema: of `add_(x, y)` that is `[x]`."""
     if not isinstance(function, torch._ops.OpOverload):
         return []
-    found: list[Any] = []
+    given = {**dict(zip(_names(function), args, strict=False)), **kwargs}
+    written: list[Any] = []
     for argument in function._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.name.startswith("running_") and not _argument(function, args, kwargs, "training"):
-                continue
-            found.append(_argument(function, args, kwargs, argument.name))
-    return found
-
-
-def _argument(function: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Returns the argument of a call that has a name in the operator's schema; None if it is not passed."""
-    names = _names(function)
-    number = names.index(name) if name in names else len(args)
-    return args[number] if number < len(args) else kwargs.get(name)
+        # A normalization has running statistics always, and writes to them in training alone.
+        is_kept = argument.name.startswith("running_") and not given.get("training")
+        if argument.alias_info is not None and argument.alias_info.is_write and not is_kept:
+            written.append(given.get(argument.name))
+    return written
 
 
 def functional(function: Any) -> Any:
@@ -845,16 +831,17 @@ def functional(function: Any) -> Any:
     if not isinstance(function, torch._ops.OpOverload) or not _name(function).endswith("_"):
         return None
     packet = getattr(torch.ops.aten, _name(function).rstrip("_"), None)
-    for overload in packet.overloads() if packet is not None else ():
-        other = getattr(packet, overload)
-        if _arguments(other) == _arguments(function):
-            return other
+    return None if packet is None else _overload(packet, function._schema.arguments)
+
+
+def _overload(packet: Any, arguments: Sequence[Any]) -> Any:
+    """Returns an operator's overload that takes arguments with these names and types; None if there is none."""
+    wanted = [(argument.name, str(argument.type)) for argument in arguments]
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        if [(argument.name, str(argument.type)) for argument in overload._schema.arguments] == wanted:
+            return overload
     return None
-
-
-def _arguments(function: Any) -> list[tuple[str, str]]:
-    """Returns the names and types of an operator's arguments."""
-    return [(argument.name, str(argument.type)) for argument in function._schema.arguments]
 
 
 @functools.cache
@@ -863,16 +850,8 @@ def _without_out(function: Any) -> Any:
     if not isinstance(function, torch._ops.OpOverload):
         return None
     arguments = function._schema.arguments
-    inputs = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-    if len(inputs) == len(arguments):
-        return None
-    packet = function.overloadpacket
-    for overload in packet.overloads():
-        other = getattr(packet, overload)
-        parameters = other._schema.arguments
-        if [(argument.name, str(argument.type)) for argument in parameters] == inputs:
-            return other
-    return None
+    inputs = [argument for argument in arguments if not argument.is_out]
+    return None if len(inputs) == len(arguments) else _overload(function.overloadpacket, inputs)
 
 
 def _names(function: Any) -> list[str]:
@@ -883,19 +862,15 @@ def _is_pointwise(function: Any) -> bool:
     return torch.Tag.pointwise in getattr(function, "tags", ())
 
 
-def _is_one_step(function: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether an operator computes the same in 16 bits: of most numbers, PyTorch keeps all digits."""
-    has_number = any(isinstance(leaf, float) for leaf in pytree.tree_leaves((args, kwargs)))
-    return _name(function) in _OF_ITS_DTYPE or (_name(function) in _IN_ONE_STEP and not has_number)
-
-
 def _name(function: Any) -> str:
+    """Returns the name of an operator without its overload, `add_` of `aten.add_.Tensor`; or that of a function."""
     if isinstance(function, torch._ops.OpOverload):
         return str(function._schema.name).rpartition("::")[2]
     return str(getattr(function, "__name__", ""))
 
 
 def _is_engine_device(value: Any) -> bool:
+    """Returns whether an argument names the devices of the engine, `"jax:0"`. Meta counts as such, for shadows."""
     if isinstance(value, torch.device):
         return value.type in ("jax", "privateuseone", "meta")
     return isinstance(value, str) and value.partition(":")[0] in ("jax", "privateuseone")

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from torchport.config import machine
@@ -52,23 +52,18 @@ def run(flags: Flags) -> None:
             if (value := getattr(flags, name)) not in (None, False):
                 place = f"--{name}" if value is True else f"--{name} {value}"
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-    _check_names(flags)
-    arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
-    script.become(flags.words, "torchport.own_code.script_process:start", arguments)
-
-
-def _check_names(flags: Flags) -> None:
-    """Refuses unknown names at once: a script would compile a network, and read them, only late, or never."""
+    # A script would compile a network, and read these names, only late, or never.
     if flags.strategy is not None:
         card, _ = find_pack(flags.paths).card(flags.model)
-        _check_name("--strategy", flags.strategy, f"The card of '{flags.model}' has no such strategy", card.strategies)
-    if flags.attention is not None:
-        _check_name("--attention", flags.attention, "There is no such implementation", get_args(Implementation))
-
-
-def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise UnknownNameError(f"{flag} {name}", fact, nearest(name, known), name=name)
+        if flags.strategy not in card.strategies:
+            place, fact = f"--strategy {flags.strategy}", f"The card of '{flags.model}' has no such strategy"
+            raise UnknownNameError(place, fact, nearest(flags.strategy, card.strategies), name=flags.strategy)
+    known = get_args(Implementation)
+    if flags.attention is not None and flags.attention not in known:
+        place, fact = f"--attention {flags.attention}", "There is no such implementation"
+        raise UnknownNameError(place, fact, nearest(flags.attention, known), name=flags.attention)
+    arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
+    script.become(flags.words, "torchport.own_code.script_process:start", arguments)
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:

@@ -30,13 +30,6 @@ from torchport.source.parsing import SourceFile, read_source, shown
 
 
 @dataclasses.dataclass(slots=True)
-class _Pair:
-    record: Record | None
-    old: Any
-    new: Any
-
-
-@dataclasses.dataclass(slots=True)
 class Rebinding:
     """One place where an original was exchanged for its replacement."""
 
@@ -44,72 +37,73 @@ class Rebinding:
     old: Any
     new: Any
 
-    def undo(self) -> None:
-        self.place.exchange(self.new, self.old)
-
 
 @dataclasses.dataclass(slots=True)
 class _Audit:
-    """Who refers to the old object of a pair, and how many references to it are not explained by that."""
+    """Who refers to an old object, for which a new one is to stand in every place."""
 
-    pair: _Pair
-    holders: list[Holder]
-    unknown: int
+    record: Record | None  #: The patch; None where a replacement is taken back.
+    old: Any
+    new: Any
+    holders: list[Holder] = dataclasses.field(default_factory=list)
+    unknown: int = 0  #: How many references to the old object the holders do not explain.
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
     """Makes all that refers to an original refer to its replacement, or raises. Returns what was rebound, in order."""
-    pairs = [pair for record in records for pair in _pairs(record)]
-    audits = _audits(pairs)
+    audits = [audit for record in records for audit in _audits_of(record)]
+    _find_holders(audits)
     # A namespace does not wait to be collected; other holders may, as a closure of an earlier call.
     if any(audit.unknown or any(h.place is None or h.container is not None for h in audit.holders) for audit in audits):
-        audits.clear()
+        for audit in audits:
+            audit.holders.clear()
         gc.collect()  # who is only waiting to be collected holds nothing
-        audits = _audits(pairs)
+        _find_holders(audits)
     for audit in audits:
-        record, keepers = audit.pair.record, [holder for holder in audit.holders if holder.place is None]
+        record, keepers = audit.record, [holder for holder in audit.holders if holder.place is None]
         assert record is not None
         if keepers:
             raise _refusal(record, _in_words(keepers[0], record.entry))
         if audit.unknown > 0:
-            variable = _local_variable(audit.pair.old)
+            variable = _local_variable(audit.old)
             raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
     return [rebinding for audit in audits for rebinding in _rebind(audit)]
 
 
 def _rebind(audit: _Audit) -> list[Rebinding]:
     """Puts the new object in place of the old one in every holder of an audit, and notes where."""
-    pair = audit.pair
-    if pair.record is not None:
+    if audit.record is not None:
         notes = [f"rebound {holder.where}" for holder in audit.holders]
-        pair.record.detail = "; ".join([*filter(None, [pair.record.detail]), *notes])
+        audit.record.detail = "; ".join([*filter(None, [audit.record.detail]), *notes])
     places = [holder.place for holder in audit.holders if holder.place is not None]
     for place in places:
-        place.exchange(pair.old, pair.new)
-    return [Rebinding(place, pair.old, pair.new) for place in places]
+        place.exchange(audit.old, audit.new)
+    return [Rebinding(place, audit.old, audit.new) for place in places]
 
 
 def give_back(changes: Sequence[Placed]) -> None:
     """Makes all that took a replacement while it was in force refer to the original again. A local variable, a closure
     or a weak reference keeps the replacement, which from now on calls the original.
     """
-    pairs = [pair for change in changes for pair in _both(None, change.value, change.slot.raw)]
-    # The change (or the descriptor around it) and the pair hold a replacement always.
-    for audit in _audits([pair for pair in pairs if sys.getrefcount(pair.old) > 3]):
+    audits = [audit for change in changes for audit in _unwrapped(None, change.value, change.slot.raw)]
+    # The change (or the descriptor around it) and the audit hold a replacement always.
+    shared = [audit for audit in audits if sys.getrefcount(audit.old) > 3]
+    _find_holders(shared)
+    for audit in shared:
         _rebind(audit)
-    registry.kept += [pair.old for pair in pairs if weak_references(pair.old)]
+    registry.kept += [audit.old for audit in audits if weak_references(audit.old)]
 
 
-def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:
-    """Returns the pair of two objects; of two descriptors (`staticmethod`) also the pair of the functions in them."""
+def _unwrapped(record: Record | None, old: Any, new: Any) -> list[_Audit]:
+    """Returns the audit of two objects; of two descriptors (`staticmethod`) also that of the functions in them."""
     inner = function_in(old)
-    pairs = [_Pair(record, old, new)]
-    return pairs if inner is old else [*pairs, _Pair(record, inner, function_in(new))]
+    audits = [_Audit(record, old, new)]
+    return audits if inner is old else [*audits, _Audit(record, inner, function_in(new))]
 
 
-def _pairs(record: Record) -> list[_Pair]:
-    """Returns pairs of an original and its replacement, to exchange wherever somebody refers to the original: none if
-    the patch changes one name alone, or nobody else has the original.
+def _audits_of(record: Record) -> list[_Audit]:
+    """Returns the audits of a patch: what is to be exchanged wherever somebody refers to it. There is none if the patch
+    changes one name alone, or nobody else has the original.
     """
     change = record.change
     if not isinstance(change, Placed) or not change.has_holders or not change.slot.in_holder:
@@ -121,33 +115,30 @@ def _pairs(record: Record) -> list[_Pair]:
         is_name_only = len(entry.path) == 1 and home not in (None, entry.module)
     if isinstance(original, types.BuiltinFunctionType) and home is not None:
         is_name_only = is_name_only or home.partition(".")[0] != entry.package  # as `size = len` in a class
-    return [] if is_name_only else _both(record, change.slot.raw, change.value)
+    return [] if is_name_only else _unwrapped(record, change.slot.raw, change.value)
 
 
-def _audits(pairs: list[_Pair]) -> list[_Audit]:
-    """Returns who refers to each old object. A lambda that nobody else has shows how many references are our own."""
-    if not pairs:
-        return []
-    control = _Pair(None, lambda: None, None)
-    objects = [pair.old for pair in (*pairs, control)]
+def _find_holders(audits: list[_Audit]) -> None:
+    """Notes who refers to each old object. A lambda that nobody else has shows how many references are our own."""
+    if not audits:
+        return
+    control = _Audit(None, lambda: None, None)
+    objects = [audit.old for audit in (*audits, control)]
     counts = [sys.getrefcount(thing) for thing in objects]
     parts = parts_of_stand_ins()
 
-    def is_own(referrer: Any) -> bool:
-        return id(referrer) in parts or isinstance(referrer, (_Pair, Slot, Placed, Record, Op, Rebinding))
+    def is_own(referrer: Any) -> bool:  # an object of the patch engine, which holds originals for as long as it works
+        return id(referrer) in parts or isinstance(referrer, (_Audit, Slot, Placed, Record, Op, Rebinding))
 
     names = names_of(objects)
     referrers = Referrers(objects, is_own)
     del objects[:]
     _, seen = referrers.holders(control.old)
     overhead = counts[-1] - seen
-    audits = []
-    for pair, count in zip(pairs, counts, strict=False):
-        holders, seen = referrers.holders(pair.old)
-        weak = weak_references(pair.old)
-        unknown = 0 if isinstance(pair.old, type) else count - seen - overhead
-        audits.append(_Audit(pair, [*names[id(pair.old)], *holders, *weak], unknown))
-    return audits
+    for audit, count in zip(audits, counts, strict=False):
+        holders, seen = referrers.holders(audit.old)
+        audit.unknown = 0 if isinstance(audit.old, type) else count - seen - overhead
+        audit.holders = [*names[id(audit.old)], *holders, *weak_references(audit.old)]
 
 
 def _in_words(holder: Holder, entry: Entry) -> str:
@@ -177,7 +168,9 @@ _HEIGHT = 5
 
 
 def expression(thing: Any) -> str | None:
-    """Returns the shortest expression that leads to an object from a module or class; None if it has six steps."""
+    """Returns the shortest expression that leads to an object from a module or class, such as `up.model.TABLE['f']`;
+    None if it has six steps.
+    """
     homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
     seen = {id(thing), id(level)}
@@ -185,11 +178,13 @@ def expression(thing: Any) -> str | None:
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
         referrers = _referrers([item for item, _ in level])
-        owners = _referrers([each for found in referrers.values() for each in found if isinstance(each, dict)])
+        owners = _referrers(
+            [holder for holders in referrers.values() for holder in holders if isinstance(holder, dict)]
+        )
         for item, steps in level:
             for referrer in referrers[id(item)]:
                 owned = owners.get(id(referrer), [])
-                name = _of_home(referrer, item, homes, owned)
+                name = _global_name(referrer, item, homes, owned)
                 if name is not None:
                     return f"{name}{steps}"
                 if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
@@ -204,15 +199,15 @@ def expression(thing: Any) -> str | None:
 
 def _referrers(things: list[Any]) -> dict[int, list[Any]]:
     """Returns what refers to each of some objects, by its id: one walk through all objects for all of them."""
-    found: dict[int, list[Any]] = {id(thing): [] for thing in things}
+    referrers: dict[int, list[Any]] = {id(thing): [] for thing in things}
     for referrer in gc.get_referrers(*things) if things else ():
         if referrer is not things:
-            for number in {id(item) for item in gc.get_referents(referrer)} & found.keys():
-                found[number].append(referrer)
-    return found
+            for number in {id(item) for item in gc.get_referents(referrer)} & referrers.keys():
+                referrers[number].append(referrer)
+    return referrers
 
 
-def _of_home(referrer: Any, thing: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
+def _global_name(referrer: Any, thing: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
     """Returns `module.name`, or `module.Class.name`, where a referrer is the namespace of a module or class."""
     if id(referrer) in homes:
         keys = (key for key, value in list(referrer.items()) if value is thing)
@@ -222,7 +217,7 @@ def _of_home(referrer: Any, thing: Any, homes: dict[int, str], owners: list[Any]
         return next((f"{referrer.__module__}.{referrer.__qualname__}.{key}" for key in keys), None)
     if isinstance(referrer, dict):
         classes = (owner for owner in owners if isinstance(owner, type))
-        return next(filter(None, (_of_home(owner, thing, homes, []) for owner in classes)), None)
+        return next(filter(None, (_global_name(owner, thing, homes, []) for owner in classes)), None)
     return None
 
 
@@ -268,7 +263,11 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     imports, uses = (ast.Import, ast.ImportFrom), (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
     kinds: tuple[tuple[type[ast.stmt], ...], ...] = (imports, uses, (ast.FunctionDef, ast.ClassDef))
     for node in (node for kind in kinds for node in ast.walk(source.tree) if isinstance(node, kind)):
-        if wanted & set(_names_in(node)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {name for alias in node.names for name in (alias.name, alias.asname)}
+        else:
+            names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+        if wanted & names:
             return f"{source.shown}:{node.lineno}"
     return None
 
@@ -314,13 +313,8 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
         return None  # only a message is poorer for it
 
 
-def _names_in(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return [name for alias in node.names for name in (alias.name, alias.asname) if name]
-    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
-
-
 def _imports(node: ast.Import | ast.ImportFrom, source: SourceFile) -> set[str]:
+    """Returns the modules that a statement may import: `{"up", "up.nn"}` for `from up import nn`."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     home = source.imported_from(node)

@@ -28,13 +28,13 @@ class Record:
     """One patch of a run."""
 
     entry: Entry
-    loaded: Any = None
+    loaded: Any = None  #: The function or class that takes the target's place.
     calls: Calls = dataclasses.field(default_factory=Calls)
     change: Change | None = None
     #: "not needed" or, after a run, the last state. None while it can still change.
     outcome: str | None = None
     detail: str = ""  #: What led to that outcome, or what else is worth printing.
-    late: bool = False
+    late: bool = False  #: Whether its module was imported before the patch.
     drift: str = ""  #: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
     #: Whether the target is a name that its module imports. Then that name alone is changed. None where the source does
     #: not say.
@@ -67,6 +67,7 @@ def digest(entry: Entry) -> str:
 
 
 def entry_digest(entry: Entry) -> str:
+    """Returns the hash of what an entry does: of its fields without the reasons that it gives."""
     text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until", "overrides"}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -96,7 +97,7 @@ class Ledger:
     def __init__(self, records: Sequence[Record], stage: str | None) -> None:
         self.records = list(records)
         self.stage = stage
-        self.pending: list[TorchportError] = []
+        self.pending: list[TorchportError] = []  # raised in somebody's import, where a `try` of theirs may swallow them
         self._before = {id(record): record.calls.count for record in self.records}
         self._ops: list[Op] | None = None
         self._traced: dict[str, int] = {}
@@ -125,27 +126,28 @@ class Ledger:
             self._traced[key] = self._traced.get(key, 0) + calls
 
     def rows(self) -> list[dict[str, Any]]:
-        return [self._row(record) for record in self.records]
-
-    def _row(self, record: Record) -> dict[str, Any]:
-        """Returns the row of a patch in the ledger, for manifests and tables."""
-        entry, state = record.entry, record.state()
-        if state in ("armed", "applied") and self._traced.get(entry.id):
-            state = "used"  # by a credited trace, though it was not called here
-        return {
-            "id": entry.id,
-            "target": entry.target,
-            "kind": entry.kind,
-            "equivalence": entry.equivalence.written(),
-            "state": state,
-            "calls": self.calls(record) if entry.counted else None,
-            "plumbing": entry.plumbing,
-            "late": record.late,
-            "drift": record.drift,
-            "detail": record.detail,
-            "why": " ".join(entry.why.split()),
-            "place": entry.place,
-        }
+        """Returns a row for each patch, for manifests and tables."""
+        rows = []
+        for record in self.records:
+            entry, state = record.entry, record.state()
+            if state in ("armed", "applied") and self._traced.get(entry.id):
+                state = "used"  # by a credited trace, though it was not called here
+            row = {
+                "id": entry.id,
+                "target": entry.target,
+                "kind": entry.kind,
+                "equivalence": entry.equivalence.written(),
+                "state": state,
+                "calls": self.calls(record) if entry.counted else None,
+                "plumbing": entry.plumbing,
+                "late": record.late,
+                "drift": record.drift,
+                "detail": record.detail,
+                "why": " ".join(entry.why.split()),
+                "place": entry.place,
+            }
+            rows.append(row)
+        return rows
 
     def ops(self) -> list[Op]:
         """Returns the `op` entries with their functions. They are the same objects each time."""
@@ -154,15 +156,12 @@ class Ledger:
             self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
-    def keep(self, error: TorchportError) -> None:
-        """Keeps an error that was raised inside somebody's import, where a `try` of theirs may swallow it."""
-        self.pending.append(error)
-
     def cause_of(self, error: BaseException) -> TorchportError | None:
-        """Returns the kept error to which a later exception in the `with` is due; None for an exit of the process."""
+        """Returns the pending error to which a later exception in the `with` is due; None if the process is to exit."""
         return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:
+        """Raises the first error that somebody's import may have swallowed."""
         if self.pending:
             raise self.pending[0]
 
@@ -182,31 +181,21 @@ class Ledger:
 
 def check_twins(entries: Iterable[Entry]) -> None:
     """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
-    twins = _twins({entry.module for entry in entries if entry.edits})
-    for entry in entries:
-        if entry.edits and entry.module in twins:
-            file, other = twins[entry.module]
-            fact = (
-                f"{file} was imported twice, as '{entry.module}' and as '{other}', and '{entry.id}' changes the first "
-                "alone"
-            )
-            raise TwinModuleError(entry.place, fact, _remedy(file, entry.module, other), patch=entry.id, names=other)
-
-
-def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
-    """Returns, by a patched module's name, its file and a second name under which the file was imported."""
-    names = {name: sys.modules[name] for name in sorted(patched) if name in sys.modules}
     by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
-        if (file := _identity(module)) is not None:
-            by_file.setdefault(file, []).append((name, module))
-    twins = {}
-    for name, module in names.items():
-        file = _identity(module)
-        others = [other for other, second in by_file.get(file, ()) if second is not module] if file else []
-        if others:
-            twins[name] = str(module.__file__), others[0]
-    return twins
+        if (identity := _identity(module)) is not None:
+            by_file.setdefault(identity, []).append((name, module))
+    for entry in (entry for entry in entries if entry.edits and entry.module in sys.modules):
+        module = sys.modules[entry.module]
+        identity = _identity(module)
+        copies = by_file.get(identity, ()) if identity is not None else ()
+        twin = next((name for name, copy in copies if copy is not module), None)
+        if twin is not None:
+            file = str(module.__file__)
+            names = f"'{entry.module}' and as '{twin}'"
+            fact = f"{file} was imported twice, as {names}, and '{entry.id}' changes the first alone"
+            remedy = _remedy(file, entry.module, twin)
+            raise TwinModuleError(entry.place, fact, remedy, patch=entry.id, names=twin)
 
 
 def _identity(module: object) -> tuple[int, int] | None:

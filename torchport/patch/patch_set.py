@@ -27,7 +27,7 @@ from torchport.patch.ledger import Ledger, Record, check_twins, digest
 from torchport.patch.live import hook, registry, stub
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.source import drift
-from torchport.patch.source.checks import check_sources, is_imported
+from torchport.patch.source.checks import check_source, is_imported
 
 
 class _PatchSet:
@@ -52,7 +52,7 @@ class _PatchSet:
                 if record.entry.lifetime.while_importing:
                     self._arm_window(record)
                 if record.entry.stub is not None:
-                    self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.keep))
+                    self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.pending.append))
             for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
                 self._arm(name)
         except BaseException:
@@ -105,11 +105,12 @@ class _PatchSet:
             self._apply(module, due)
         except TorchportError as error:
             self.failed = True
-            self.ledger.keep(error)
+            self.ledger.pending.append(error)
             self.leave()
             raise
 
     def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+        """Applies a module's patches to its objects, and makes all that refers to an original refer to its patch."""
         for record in due:
             record.change = change(record.entry, module, record.loaded, record.calls)
             self.changed.append(record)
@@ -123,14 +124,14 @@ class _PatchSet:
         try:
             check_twins([record.entry for record in self.records if record.change is not None])
         except TwinModuleError as error:
-            self.ledger.keep(error)
+            self.ledger.pending.append(error)
         for record in self.records:
             entry = record.entry
             waits = record.outcome is None and record.change is None and _is_applied(record)
             if waits and not self.failed and entry.module in sys.modules:
                 fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
                 remedy = "Import it with an import statement, and let no other finder go before"
-                self.ledger.keep(TooLateError(entry.place, fact, remedy, patch=entry.id))
+                self.ledger.pending.append(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
         """Undoes all changes, the last one first, and disarms the patches whose module was not imported."""
@@ -142,7 +143,7 @@ class _PatchSet:
             record.outcome = record.state()
         changes = [*self.replaced, *(record.change for record in self.changed if record.change is not None)]
         for rebinding in reversed(self.rebindings):
-            rebinding.undo()
+            rebinding.place.exchange(rebinding.new, rebinding.old)
         for change_made in reversed(changes):
             change_made.undo()
         aliases.give_back([placed for placed in changes if isinstance(placed, Placed)])
@@ -151,6 +152,7 @@ class _PatchSet:
 
 
 def _is_applied(record: Record) -> bool:
+    """Returns whether a patch is applied when its target's module is imported: no operator, no stub, no window."""
     return record.entry.edits and not record.entry.lifetime.while_importing
 
 
@@ -196,7 +198,9 @@ def _leave(patches: _PatchSet) -> None:
         fact = "A set of patches is left while a later one is in force; both are undone"
         error = ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
         for entered in above:
-            entered.ledger.keep(error)  # whoever entered it goes on without its patches, and has to hear of it
+            entered.ledger.pending.append(
+                error
+            )  # whoever entered it goes on without its patches, and has to hear of it
         raise error
 
 
@@ -213,9 +217,12 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
             record.outcome, record.detail = "not needed", reason
     wanted = [record for record in records.values() if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
-    check_sources([record.entry for record in wanted], loaded)
+    texts: dict[str, str] = {}  # of each module, after the rewrites that were checked already
     for record in wanted:
         record.loaded = loaded.get(record.entry.id)
+        if record.entry.edits:
+            check_source(record.entry, record.loaded, texts)
+    for record in wanted:
         if record.entry.edits:
             record.imported = is_imported(record.entry)
             record.drift = "accepted" if accept_drift else drift.check(record.entry)
@@ -248,6 +255,7 @@ _Place = tuple[str, bool, tuple[str, ...], str]
 
 
 def _claimed_places(entry: Entry) -> Iterator[_Place]:
+    """Yields what an entry changes: its target, and for all above the target that something below is changed."""
     module, edits, path = entry.module, entry.edits, entry.path
     yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
     yield from ((module, edits, path[:length], "below") for length in range(len(path)))

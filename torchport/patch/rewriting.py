@@ -90,13 +90,14 @@ Captured = dict[str, str]
 
 
 def _hole(node: ast.AST) -> str | None:
+    """Returns the marked name of a hole for statements, `$...name` on a line of its own; None for other nodes."""
     value = node.value if isinstance(node, ast.Expr) else None
     return value.id if isinstance(value, ast.Name) and value.id.startswith(_MANY) else None
 
 
 def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured, whole: bool) -> int | None:
     """Returns how many of the first nodes a pattern takes, as few as possible, or all if it has to fit the `whole`
-    list. None if it does not match.
+    list; None if it does not match. `captured` gets the source that each hole stands for, by the hole's name.
     """
     if not pattern:
         return None if whole and nodes else 0

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, NamedTuple
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -34,23 +34,22 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
-    """Returns the statement that binds the last name of a path, or an earlier name that the source does not define."""
+    """Returns the statement that binds the last name of a path, or an earlier name that the source does not define.
+
+    `("Block", "forward")` leads to the `def` in the class; `("nn", "Linear")` to `import torch.nn as nn`, at depth 1.
+    """
     holder: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(path, 1):
-        node = last_bindings(holder).get(_as_written(name, path[: depth - 1]))
+        mangled = f"_{path[depth - 2].lstrip('_')}" if depth > 1 else ""
+        if mangled and name.startswith(f"{mangled}__") and not name.endswith("__"):
+            name = name.removeprefix(mangled)  # Python makes `_K__name` of a class's own `__name`
+        node = last_bindings(holder).get(name)
         if node is None:
             return Binding(None, depth - 1, _may_have_other_names(holder))
         if depth == len(path) or not isinstance(node, ast.ClassDef):
             return Binding(node, depth, depth < len(path))
         holder = node
     raise AssertionError("a path has at least one name")
-
-
-def _as_written(name: str, above: Sequence[str]) -> str:
-    """Returns a name as its class has it: Python makes `_K__name` of a class's own `__name`."""
-    prefix = f"_{above[-1].lstrip('_')}" if above else None
-    private = prefix is not None and name.startswith(f"{prefix}__") and not name.endswith("__")
-    return name.removeprefix(prefix) if private and prefix is not None else name
 
 
 def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -73,7 +72,10 @@ def _under_conditions(
 
 
 def _changed_by(statement: ast.stmt) -> set[str]:
-    """Returns the names that a loop or a `with` binds, and those of which an item or attribute is assigned."""
+    """Returns the names that a loop or a `with` binds, and those of which an item or attribute is assigned.
+
+    `for key in table:` changes `key`; `table["a"].b = 1` changes `table`.
+    """
     if isinstance(statement, (ast.For, ast.AsyncFor)):
         targets: list[ast.expr] = [statement.target]
     elif isinstance(statement, (ast.With, ast.AsyncWith)):
@@ -82,17 +84,19 @@ def _changed_by(statement: ast.stmt) -> set[str]:
         targets = [target for target in statement.targets if isinstance(target, (ast.Subscript, ast.Attribute))]
     else:
         return set()
-    return {node.id for target in targets for node in ast.walk(_base(target)) if isinstance(node, ast.Name)}
-
-
-def _base(target: ast.expr) -> ast.expr:
-    return _base(target.value) if isinstance(target, (ast.Subscript, ast.Attribute)) else target
+    names: set[str] = set()
+    for target in targets:
+        while isinstance(target, (ast.Subscript, ast.Attribute)):
+            target = target.value
+        names |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return names
 
 
 @functools.cache
 def last_bindings(holder: ast.Module | ast.ClassDef) -> dict[str, ast.stmt]:
     """Returns the last statement that binds each name. A property's setter is no binding of its own."""
-    return {name: s for s in at_import(holder.body) for name in _bound_by(s) if not _is_accessor(s, name)}
+    statements = at_import(holder.body)
+    return {name: node for node in statements for name in _bound_by(node) if not _is_accessor(node, name)}
 
 
 def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
@@ -106,6 +110,7 @@ def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 
 def definitions(body: Iterable[ast.stmt]) -> list[Definition]:
+    """Returns the functions and classes that a module or class defines when it runs, nested ones aside."""
     return [statement for statement in at_import(body) if isinstance(statement, DEFINITIONS)]
 
 
@@ -146,7 +151,7 @@ def _may_have_other_names(holder: ast.Module | ast.ClassDef) -> bool:
 
 
 def blocks(function: Function) -> Iterator[tuple[list[ast.stmt], Chain]]:
-    """Yields every block of a function that belongs to its own scope, with the statements around it."""
+    """Yields each list of statements in a function, nested functions aside, with the statements around the list."""
     pending: list[tuple[list[ast.stmt], Chain]] = [(function.body, ())]
     while pending:
         block, chain = pending.pop(0)
@@ -165,7 +170,7 @@ def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
 
 
 def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yields the nodes in the same scope; of a nested function or class only its own node, not those inside."""
+    """Yields nodes and the nodes inside them; of a nested function or class the node alone, as it is a new scope."""
     for node in nodes:
         yield node
         if isinstance(node, _SCOPES):
@@ -178,7 +183,7 @@ def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def binds(node: ast.AST) -> set[str]:
-    """Returns the names that one node binds, without the nodes inside it."""
+    """Returns the names that a node itself binds, without the nodes inside it: `{"f"}` for `def f(x): y = x`."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Load) else {node.id}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -191,11 +196,12 @@ def binds(node: ast.AST) -> set[str]:
 
 
 def taken(alias: ast.alias) -> str:
-    """Returns the name that a part of an import statement binds."""
+    """Returns the name that a part of an import statement binds: `a` for `import a.b`, `c` for `import a.b as c`."""
     return (alias.asname or alias.name).partition(".")[0]
 
 
 def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """Returns the names that nodes bind in their own scope: `{"x", "f"}` for `x = 1` and `def f(): y = 2`."""
     return _union(map(binds, in_scope(nodes)))
 
 
@@ -204,7 +210,7 @@ def arguments(function: Function | ast.Lambda) -> set[str]:
 
 
 def reads(node: ast.AST) -> set[str]:
-    """Returns the names that a node reads from its own scope, what nested scopes capture included."""
+    """Returns the names that a node reads from its own scope, with those that functions inside it capture."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Store) else {node.id}
     inner = _union(reads(child) for child in ast.iter_child_nodes(node))
@@ -282,15 +288,13 @@ _KEEPING = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class WrittenParameter:
-    argument: ast.arg
-    kind: Any
-    default: ast.expr | None = None
+class WrittenParameter(NamedTuple):
+    """A parameter as the source has it."""
 
-    @property
-    def name(self) -> str:
-        return self.argument.arg
+    name: str
+    argument: ast.arg
+    kind: Any  #: As `inspect.Parameter.kind`.
+    default: ast.expr | None
 
 
 def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
@@ -299,22 +303,19 @@ def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
     kinds = [POSITIONAL[0]] * len(spec.posonlyargs) + [POSITIONAL[1]] * len(spec.args)
-    result = [WrittenParameter(*parameter) for parameter in zip(positional, kinds, defaults, strict=True)]
-    if spec.vararg:
-        result.append(WrittenParameter(spec.vararg, Parameter.VAR_POSITIONAL))
+    written: list[tuple[ast.arg | None, Any, ast.expr | None]] = [*zip(positional, kinds, defaults, strict=True)]
+    written.append((spec.vararg, Parameter.VAR_POSITIONAL, None))
     for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        result.append(WrittenParameter(argument, Parameter.KEYWORD_ONLY, default))
-    if spec.kwarg:
-        result.append(WrittenParameter(spec.kwarg, Parameter.VAR_KEYWORD))
-    return result
+        written.append((argument, Parameter.KEYWORD_ONLY, default))
+    written.append((spec.kwarg, Parameter.VAR_KEYWORD, None))
+    return [WrittenParameter(node.arg, node, kind, default) for node, kind, default in written if node is not None]
 
 
 def signature(function: Function) -> Signature:
     """Returns a function's signature without its decorators; `...` stands for every default."""
-    bare = [
-        Parameter(parameter.name, parameter.kind, default=Parameter.empty if parameter.default is None else ...)
-        for parameter in parameters(function)
-    ]
+    bare = []
+    for name, _, kind, default in parameters(function):
+        bare.append(Parameter(name, kind, default=Parameter.empty if default is None else ...))
     return Signature(bare)
 
 

@@ -8,9 +8,9 @@ in any other way (a method of an argument, a table of functions) is not followed
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torchport.source import parsing
 from torchport.source.bindings import DEFINITIONS, at_import, last_bindings, taken
@@ -28,14 +28,16 @@ Home = tuple[str, tuple[str, ...]]
 """A module, and the path of a definition in it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Callee:
+class Callee(NamedTuple):
+    """A definition that another one uses."""
+
     source: SourceFile
     node: ast.stmt
-    through: str
+    through: str  #: The definition that uses it, as `module:path`.
 
 
 def home_of(target: str) -> Home:
+    """Returns a target's module and path: `"up.model:Block.forward"` -> `("up.model", ("Block", "forward"))`."""
     module, _, path = target.partition(":")
     return module, tuple(path.split("."))
 
@@ -106,7 +108,7 @@ def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
     for chain in chains:
         if chain[0] == _SUPER and not owner:  # of a class inside a function
             continue
-        lookup = _Lookup(user[0].partition(".")[0])
+        lookup = Lookup(user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
             homes = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
         elif chain[0] in local:
@@ -144,34 +146,31 @@ def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
 
 
 def _head(node: ast.stmt) -> ast.AST:
-    """Returns a statement without the blocks in it."""
+    """Returns a statement without the blocks in it: of a loop or an `if` what stands before the colon."""
     heads = [getattr(node, field) for field in ("test", "iter", "items") if hasattr(node, field)]
     flat = [node for head in heads for node in (head if isinstance(head, list) else [head])]
     return ast.Module(flat, []) if hasattr(node, "body") else node
 
 
 def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:
-    """Returns the names that a function or comprehension binds, each with the imports inside it that bind it."""
-    local: dict[str, list[Imports]] = {name: [] for name in _local(scope)}
-    for inner in _nodes_in(scope):
-        if isinstance(inner, (ast.Import, ast.ImportFrom)):
-            for alias in inner.names:
-                local.setdefault(taken(alias), []).append(inner)
-    return local
-
-
-def _local(scope: ast.AST) -> set[str]:
-    """Returns the arguments and assigned names of a function or comprehension, without those of scopes in it."""
-    names = {inner.arg for inner in ast.walk(getattr(scope, "args", ast.Module([], []))) if isinstance(inner, ast.arg)}
+    """Returns the arguments and assigned names of a function or comprehension, without those of scopes in it; and the
+    names that it imports, scopes in it included, each with its imports.
+    """
+    arguments = ast.walk(getattr(scope, "args", ast.Module([], [])))
+    local: dict[str, list[Imports]] = {node.arg: [] for node in arguments if isinstance(node, ast.arg)}
     pending = list(_children(scope))
     while pending:
-        inner = pending.pop()
-        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-            names.add(inner.id)
-        if isinstance(inner, DEFINITIONS):
-            names.add(inner.name)
-        pending += [] if isinstance(inner, (*_SCOPES, ast.ClassDef)) else _children(inner)
-    return names
+        node = pending.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            local[node.id] = []
+        if isinstance(node, DEFINITIONS):
+            local[node.name] = []
+        pending += [] if isinstance(node, (*_SCOPES, ast.ClassDef)) else _children(node)
+    for node in _nodes_in(scope):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                local.setdefault(taken(alias), []).append(node)
+    return local
 
 
 def _first_argument(node: ast.stmt) -> str | None:
@@ -191,13 +190,16 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _nodes_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields a node and all nodes inside it, annotations aside."""
     yield node
     for child in _children(node):
         yield from _nodes_in(child)
 
 
 def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
-    """Yields what a definition reads: `a.b.c` as its names, a method's first argument as `_SELF`."""
+    """Yields the names that a definition reads, by their parts, with a mark for a method's first argument: `a.b.c` ->
+    `("a", "b", "c")`, `self.f` -> `("<self>", "f")`, `super().f` -> `("<super>", "f")`.
+    """
     steps: list[str] = []
     base = node
     while isinstance(base, ast.Attribute):
@@ -215,11 +217,7 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
     if steps and called == "super":
         yield (_SUPER, *steps)
         return
-    yield from _inside(node, self_name)
-
-
-def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
-    """Yields what the parts of a node read. A scope's own names are not read from outside it."""
+    # A scope's own names are not read from outside it.
     bound = _bound_inside(node) if isinstance(node, _SCOPES) else {}
     hidden = {name for name, imports in bound.items() if not imports and name != self_name}
     for child in _children(node):
@@ -227,28 +225,35 @@ def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
         yield from (chain for chain in _chains(child, self_name) if outside or chain[0] not in hidden)
 
 
-class _Lookup:
-    """One look-up of a chain of names, in one package (None: in all). Circular imports end: nothing is asked twice."""
+class Lookup:
+    """One look-up of a chain of names. Circular imports end: nothing is asked twice.
 
-    def __init__(self, package: str | None) -> None:
+    Args:
+        package: The package whose modules are entered; None: those of all packages.
+        is_for_classes: Whether a class is the answer, and not its constructors.
+    """
+
+    def __init__(self, package: str | None, is_for_classes: bool = False) -> None:
         self._package = package
+        self._is_for_classes = is_for_classes
         self._asked: set[tuple[object, ...]] = set()
 
     def _is_new(self, *question: object) -> bool:
+        """Notes a question of this look-up, and returns whether it is asked for the first time."""
         before = len(self._asked)
         self._asked.add(question)
         return len(self._asked) > before
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
         """Yields the definitions that a chain of names (`a.b.c` as a tuple) means in a module."""
-        source = _source(module)
+        source = _source(module) if self._may_enter(module) else None
         if source is None or not self._is_new(module, chain):
             return
         nodes = source.all_names.get(chain[0], [])
         if not nodes:
             for star in at_import(source.tree.body):
                 if isinstance(star, ast.ImportFrom) and star.names[0].name == "*":
-                    yield from self._in(source.imported_from(star), chain)
+                    yield from self.names(source.imported_from(star), chain)
         others = [node for node in nodes if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
         for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -265,18 +270,14 @@ class _Lookup:
                 home = source.imported_from(node)
                 known = _source(home)
                 if known is not None and alias.name in known.names:
-                    yield from self._in(home, (alias.name, *chain[1:]))
+                    yield from self.names(home, (alias.name, *chain[1:]))
                 else:
-                    yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self._in(home, chain)
+                    yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self.names(home, chain)
             elif isinstance(node, ast.Import) and taken(alias) == chain[0]:
                 yield from self._in_module(alias.name if alias.asname else chain[0], chain[1:])
 
     def _may_enter(self, module: str) -> bool:
         return self._package in (None, module.partition(".")[0])
-
-    def _in(self, module: str, chain: Chain) -> Iterator[Home]:
-        if self._may_enter(module):
-            yield from self.names(module, chain)
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
         """Returns the definitions that a chain of names means inside a module; its first names may be submodules."""
@@ -284,10 +285,13 @@ class _Lookup:
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
         deeper = self._in_module(f"{module}.{chain[0]}", chain[1:]) if chain else []
-        return deeper or (list(self._in(module, chain)) if chain else [])
+        return deeper or (list(self.names(module, chain)) if chain else [])
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
         """Yields the method of a class that `chain` begins with; for an empty chain its constructors, or the class."""
+        if self._is_for_classes:
+            yield from [] if chain else [home]
+            return
         if chain:
             yield from self.method(home, chain[0], inherited=False)
             return
@@ -307,23 +311,14 @@ class _Lookup:
         yield from next(filter(None, homes), [])
 
     def bases(self, module: str, node: ast.ClassDef) -> Iterator[Home]:
-        """Yields the classes right above one, as far as source shows them."""
-        chains = (chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1])
-        return (cls for chain in chains for cls in self.classes(module, chain))
-
-    def classes(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the class that a chain of names (`a.b.C` as a tuple) means in a module."""
+        """Yields the classes right above a class, as far as source shows them."""
         source = _source(module)
-        node = source.names.get(chain[0]) if source else None
-        if isinstance(node, ast.ClassDef) and len(chain) == 1:
-            yield module, (node.name,)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)) and source is not None:
-            yield from Classes(self._package).from_import(node, source, chain)
+        for chain in [chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1]]:
+            bound = source.names.get(chain[0]) if source else None
+            if isinstance(bound, ast.ClassDef) and len(chain) == 1:
+                yield module, (bound.name,)
+            elif isinstance(bound, (ast.Import, ast.ImportFrom)) and source is not None:
+                yield from Classes(self._package).from_import(bound, source, chain)
 
 
-class Classes(_Lookup):
-    """A look-up that ends at a class, and not at its constructors."""
-
-    def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
-        if not chain:
-            yield home
+Classes = functools.partial(Lookup, is_for_classes=True)

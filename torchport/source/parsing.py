@@ -32,11 +32,7 @@ _PYTHON_2 = re.compile(
 
 
 def tree_of(file: Path) -> ast.Module:
-    """Returns the syntax tree of a file, read once for each version of it. It is shared: never change it.
-
-    Raises:
-        UnreadableError: There is no such file, or it is not Python.
-    """
+    """Returns the syntax tree of a file, read once for each version of it. It is shared: never change it."""
     return _tree_of(file, as_named(file), _status(file, as_named(file)).st_mtime_ns)
 
 
@@ -46,10 +42,8 @@ def _tree_of(file: Path, name: str, mtime_ns: int) -> ast.Module:
 
 
 def text_of(file: Path, name: str) -> str:
-    """Returns a file's text in the encoding that it declares, with newlines as Python reads them.
-
-    Raises:
-        UnreadableError: It is no file, too large, or its bytes are no text.
+    """Returns a file's text in the encoding that it declares, with newlines as Python reads them; else UnreadableError
+    with the file's name as errors show it.
     """
     size = _status(file, name).st_size
     if size > LARGEST:
@@ -88,10 +82,11 @@ def tree(text: str, name: str) -> ast.Module:
             return ast.parse(text)
         except SyntaxError as error:
             is_old = _PYTHON_2.search(text) is not None
-            fact = "It is written for Python 2" if is_old else _cannot_read(error.msg)
-            raise _unreadable(name, error.lineno or 0, fact, "python-2" if is_old else "syntax-error") from error
+            if is_old:
+                raise _unreadable(name, error.lineno or 0, "It is written for Python 2", "python-2") from error
+            raise _not_python(name, error.lineno or 0, error.msg) from error
         except ValueError as error:  # a null byte
-            raise _unreadable(name, 0, _cannot_read(str(error)), "syntax-error") from error
+            raise _not_python(name, 0, str(error)) from error
 
 
 @contextlib.contextmanager
@@ -100,11 +95,12 @@ def nesting(name: str, line: int = 0) -> Iterator[None]:
     try:
         yield
     except (RecursionError, MemoryError) as error:
-        raise _unreadable(name, line, _cannot_read("nested too deep"), "syntax-error") from error
+        raise _not_python(name, line, "nested too deep") from error
 
 
-def _cannot_read(why: str) -> str:
-    return f"Python {sys.version_info[0]}.{sys.version_info[1]} cannot read it: {' '.join(why.split())}"
+def _not_python(name: str, line: int, why: str) -> UnreadableError:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return _unreadable(name, line, f"Python {version} cannot read it: {' '.join(why.split())}", "syntax-error")
 
 
 def _unreadable(name: str, line: int, fact: str, kind: str) -> UnreadableError:
@@ -118,23 +114,20 @@ class SourceFile:
 
     module: str
     file: str
-    text: str  #: Its text, with newlines as Python reads them.
+    text: str  #: With newlines as Python reads them.
 
     @property
     def shown(self) -> str:
         return shown(self.file)
 
-    @property
-    def is_package(self) -> bool:
-        return self.file.endswith("__init__.py")
-
     @functools.cached_property
     def tree(self) -> ast.Module:
-        """Its syntax tree, which is shared: never change it. Raises UnreadableError if the text is not Python."""
+        """The syntax tree, which is shared: never change it. Raises UnreadableError if the text is not Python."""
         return tree(self.text, self.shown)
 
     @property
     def names(self) -> dict[str, ast.stmt]:
+        """The last statement of the module that binds each name."""
         with nesting(self.shown):
             return last_bindings(self.tree)
 
@@ -145,19 +138,17 @@ class SourceFile:
             return all_bindings(self.tree.body)
 
     def imported_from(self, node: ast.ImportFrom) -> str:
-        return imported_from(node, self.module, self.is_package)
+        return imported_from(node, self.module, self.file.endswith("__init__.py"))
 
     def where(self, path: Sequence[str]) -> Binding:
+        """Returns where a path such as `("Block", "forward")` leads in the module."""
         with nesting(self.shown):
             return binding_at(self.tree, path)
 
 
 def read_source(module: str) -> SourceFile | None:
-    """Returns a module's source, or None if it has no source in a file.
-
-    Raises:
-        ModuleNotFoundError: No such module.
-        UnreadableError: It is too large, or its bytes are no text.
+    """Returns a module's source, without importing it; None if it has none in a file. Raises ModuleNotFoundError if
+    there is no such module, and UnreadableError if the file is too large, or no text.
     """
     file = _spec_of(module).origin
     if file is None or not file.endswith(".py") or not Path(file).is_file():
@@ -175,27 +166,35 @@ def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile
 def _spec_of(module: str) -> ModuleSpec:
     """Returns the spec that an import of a module would use, and imports no parent; raises ModuleNotFoundError."""
     parts = module.split(".")
-    spec = _top_spec(parts[0])
+    top = sys.modules.get(parts[0])
+    spec = None if top is None else vars(top).get("__spec__")
+    for finder in () if isinstance(spec, ModuleSpec) else sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(parts[0], None) if find else None
+        if isinstance(spec, ModuleSpec):
+            break
+    if not isinstance(spec, ModuleSpec):
+        raise ModuleNotFoundError(f"no '{parts[0]}' on the search path")
     for depth in range(2, len(parts) + 1):
         name, parent = ".".join(parts[:depth]), ".".join(parts[: depth - 1])
         live = vars(sys.modules[parent]).get("__path__") if parent in sys.modules else None
         paths = live if live is not None else spec.submodule_search_locations
-        found = PathFinder.find_spec(parts[depth - 1], list(paths or ()))  # as if on a path of its own: no parent runs
-        if found is None:
+        below = PathFinder.find_spec(parts[depth - 1], list(paths or ()))  # as if on a path of its own: no parent runs
+        if below is None:
             raise ModuleNotFoundError(f"no '{name}'")
-        spec = found
+        spec = below
     return spec
 
 
 def package_folder(source: SourceFile) -> Path:
     """Returns the folder of a module's top-level package; of a single module its file."""
     file = Path(source.file)
-    depth = len(source.module.split(".")) - (not source.is_package)
+    depth = len(source.module.split(".")) - (file.name != "__init__.py")
     return file.parents[depth - 1] if depth else file
 
 
 def imported_from(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    """Returns the module that a statement imports from, a relative one resolved."""
+    """Returns the module that a statement imports from: for `from . import x` in the module `up.nn.norm`, `up.nn`."""
     if not node.level:
         return node.module or ""
     above = module.split(".")
@@ -212,22 +211,8 @@ def is_there(module: str) -> bool:
     return True
 
 
-def _top_spec(name: str) -> ModuleSpec:
-    """Returns the spec of a top-level module, imported or not; raises ModuleNotFoundError if there is none."""
-    live = sys.modules.get(name)
-    spec = None if live is None else vars(live).get("__spec__")
-    if isinstance(spec, ModuleSpec):
-        return spec
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec = find(name, None) if find else None
-        if isinstance(spec, ModuleSpec):
-            return spec
-    raise ModuleNotFoundError(f"no '{name}' on the search path")
-
-
 def shown(file: str) -> str:
-    """Returns a file of upstream as errors show it: from its package on, if that is on the search path."""
+    """Returns a file's path as errors show it, from a folder of the search path on: `diffusers/models/attention.py`."""
     path = Path(file)
     for root in sorted(map(str, sys.path), key=len, reverse=True):
         if root and path.is_relative_to(root):

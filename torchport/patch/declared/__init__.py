@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from torchport.config import Frozen
 from torchport.config.card import StageName
@@ -219,10 +220,12 @@ class Entry(Frozen):
 
     @property
     def package(self) -> str:
-        return self.target.partition(".")[0].partition(":")[0]
+        """The top-level package of the target: `diffusers`."""
+        return self.module.partition(".")[0]
 
     @property
     def path(self) -> tuple[str, ...]:
+        """The names that lead to the target in its module: `("Block", "forward")`."""
         return tuple(self.target.partition(":")[2].split("."))
 
     @property
@@ -261,6 +264,13 @@ def mistake(entry: Entry) -> Mistake | None:
         return ("target",), f"'{entry.target}' is not in {entry.stub.package}", "Name what the importers take from it"
     if entry.rewrite and entry.rewrite.gives and len(set(entry.rewrite.gives)) != len(entry.rewrite.gives):
         return ("rewrite", "gives"), "'rewrite.gives' repeats a name", "Name each once"
+    ranges = [(("fits", name), text) for name, text in entry.fits.items()]
+    ranges += [(("needed", name), text) for name, text in (entry.needed or {}).items() if name != "probe"]
+    for location, text in ranges:
+        try:
+            SpecifierSet("" if text == "*" else text)
+        except InvalidSpecifier:
+            return location, f"'{'.'.join(location)}' is {text!r}", 'Write a PEP 440 range, as ">=2.13", or "*"'
     return None
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import (
@@ -58,28 +57,25 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     for file in _files(stack if home is None else stack[stack.index(home) :], names):
         for entry in read_file(file):
             previous = by_id.get(entry.id, entry)
-            lower, upper = sorted((previous, entry), key=lambda each: -stack.index(_root(each)))
+            lower, upper = sorted((previous, entry), key=lambda entry: -stack.index(entry.folder.parent))
             if previous is not entry:
                 _check_double(upper, lower)
             by_id[entry.id] = upper
     for entry in _overriding(stack):
-        if entry.id in by_id and stack.index(_root(by_id[entry.id])) > stack.index(_root(entry)):
+        if entry.id in by_id and stack.index(by_id[entry.id].folder.parent) > stack.index(entry.folder.parent):
             by_id[entry.id] = entry
     return list(by_id.values())
 
 
 def stack_of(folders: Folders) -> list[Path]:
+    """Returns a folder of patches, or several, as a list of paths from the top."""
     return [Path(folders)] if isinstance(folders, str | Path) else list(folders)
-
-
-def _root(entry: Entry) -> Path:
-    return entry.folder.parent
 
 
 def _check_double(entry: Entry, other: Entry) -> None:
     """Refuses two entries with one id; an entry may take the place of one in a lower folder, if it says so."""
     fact = f"The id '{entry.id}' is also at {other.place}"
-    if _root(entry) == _root(other):
+    if entry.folder.parent == other.folder.parent:
         raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
     if not entry.overrides and not _is_copy(entry, other):
         remedy = "Rename it, or write 'overrides: true' in it to take the other one's place"
@@ -109,6 +105,7 @@ def _overriding(stack: Sequence[Path]) -> list[Entry]:
 
 
 def _all_entries(root: Path) -> list[Entry]:
+    """Returns the entries of every file in a folder of patches; none if there is no such folder."""
     names = _upstreams(root) if has_folder(root) else []
     return [entry for name in names for file in _files_of(root, name) for entry in read_file(file)]
 
@@ -214,7 +211,7 @@ def _entry(document: Document, folder: Path) -> Entry:
         if key in _REMOVED:
             raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
     entry = validated(Entry, document)
-    first = mistake(entry) or _range_mistake(entry)
+    first = mistake(entry)
     if first:
         location, fact, remedy = first
         raise BadValueError(document.place(location), fact, remedy, patch=entry.id)
@@ -223,43 +220,28 @@ def _entry(document: Document, folder: Path) -> Entry:
     return entry
 
 
-def _range_mistake(entry: Entry) -> Any:
-    """Returns the first range of versions that is no PEP 440 range, as location, fact and remedy; else None."""
-    ranges = [(("fits", name), text) for name, text in entry.fits.items()]
-    ranges += [(("needed", name), text) for name, text in (entry.needed or {}).items() if name != "probe"]
-    for location, text in ranges:
-        try:
-            SpecifierSet("" if text == "*" else text)
-        except InvalidSpecifier:
-            return location, f"'{'.'.join(location)}' is {text!r}", 'Write a PEP 440 range, as ">=2.13", or "*"'
-    return None
-
-
 class LockRow(Frozen):
-    """One known-good source of a target.
+    """One known-good source of a target."""
 
-    Attributes:
-        versions: The distributions of `fits` that it was seen in. One that is not installed is "unknown", if there is
-            no commit either.
-        commit: The commit that it was first seen at, in an upstream that is a checkout and no installed distribution.
-        dirty: Whether that checkout had changes of its own: then the commit does not have this source.
-        statements: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
-        relies_on: What the patch relies on, and all that this uses of its package: by module, each name in it
-            with its short hash, as `rotate_half:0c41d2aa`.
-    """
-
+    #: The distributions of `fits` that it was seen in. One that is not installed is "unknown", if there is no commit.
     versions: dict[str, str] = {}
+    #: The commit that it was first seen at, in an upstream that is a checkout and no installed distribution.
     commit: str | None = pydantic.Field(default=None, pattern=r"^(?:[0-9a-f]{40}|[0-9a-f]{64})$")
-    dirty: bool = False
+    dirty: bool = False  #: Whether that checkout had changes of its own: then the commit does not have this source.
     signature: str | None = None
-    tree: str
+    tree: str  #: The hash of its syntax tree.
+    #: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
     statements: str = ""
+    #: What the patch relies on, and all that this uses of its package: by module, each name in it with its short hash,
+    #: as `rotate_half:0c41d2aa`.
     relies_on: dict[str, str] = {}
 
     def seen_at(self) -> dict[str, Any]:
+        """Returns where the source was seen, in one dict: versions by distribution, `commit`, and `dirty` if it is."""
         return {**self.versions, **self.model_dump(include={"commit", "dirty"}, exclude_defaults=True)}
 
     def seen_at_in_words(self) -> str:
+        """Returns where the source was seen: `diffusers 0.36.0`, or `commit 0f1e2d3c4b5a with changes`."""
         words = [f"{name} {version}" for name, version in self.versions.items()]
         if self.commit is not None:
             words.append(f"commit {self.commit[:12]}{' with changes' if self.dirty else ''}")
@@ -267,6 +249,8 @@ class LockRow(Frozen):
 
 
 class Locked(Frozen):
+    """A target's rows in a lock file: one for each source of it that somebody reviewed."""
+
     target: TargetName
     rows: list[LockRow] = pydantic.Field(min_length=1)
 

@@ -36,7 +36,7 @@ def file_of(entry: Entry, reference: str) -> Path:
     """Returns the path of the Python file in a reference `file.py:name`; refuses one that is not among the patches."""
     path = entry.folder / reference.partition(":")[0]
     if not path.is_file():
-        known = [f"{file.name}" for file in sorted(entry.folder.glob("*.py"))]
+        known = [file.name for file in sorted(entry.folder.glob("*.py"))]
         fact = f"No file '{path.name}' beside it for '{entry.id}'"
         raise ReplacementError(entry.place, fact, nearest(path.name, known), patch=entry.id)
     if not path.resolve().is_relative_to(entry.folder.parent.resolve()):
@@ -49,13 +49,8 @@ def load(entry: Entry, reference: str) -> Any:
     """Returns the function or class of a reference `file.py:name`, or raises; its file is executed once."""
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
-
-    def does_not_load(error: BaseException) -> ReplacementError:
-        fact = f"'{path.name}' does not load for '{entry.id}': {words_of(error)}"
-        return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
-
-    with Explained(does_not_load):
-        module = _module(path, f"torchport_patches.{entry.upstream}.{path.stem}")
+    fact = f"'{path.name}' does not load for '{entry.id}'"
+    module = module_of(path, entry.upstream, entry.place, fact, patch=entry.id)
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise no_such_name(entry, path, name, known)
@@ -63,36 +58,35 @@ def load(entry: Entry, reference: str) -> Any:
 
 
 def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> ReplacementError:
+    """Returns the error for a reference `file.py:name` to a file that has no such name."""
     fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
     return ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
 
 
-def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
-    """Returns the module of a Python file that stands among the patches of an upstream, loading it once."""
+def module_of(path: Path, upstream: str, place: str, fact: str = "", **culprit: Any) -> types.ModuleType:
+    """Returns the module of a Python file that stands among the patches of an upstream, executing the file once.
 
-    def error(cause: BaseException) -> ReplacementError:
-        return ReplacementError(place, f"'{as_named(path)}' does not load: {words_of(cause)}", "Mend the file")
+    Args:
+        place: Where the file is named, for the error of a file that does not load.
+        fact: What that error says before the exception; `culprit` its attributes.
+    """
 
-    with Explained(error):
-        return _module(path, f"torchport_patches.{upstream}.{path.stem}")
+    def does_not_load(error: BaseException) -> ReplacementError:
+        words = " ".join(str(error).split()).rstrip(".") or "no message"
+        opening = fact or f"'{as_named(path)}' does not load"
+        return ReplacementError(place, f"{opening}: {type(error).__name__}: {words}", "Mend the file", **culprit)
 
-
-def words_of(error: BaseException) -> str:
-    """Returns an exception in words, without a full stop."""
-    text = " ".join(str(error).split()).rstrip(".") or "no message"
-    return f"{type(error).__name__}: {text}"
-
-
-def _module(path: Path, name: str) -> types.ModuleType:
-    """Returns the module of a file. It is the same object as long as the file is the same, or jit caches would miss."""
-    module = _execute(path, name, path.read_bytes())
-    sys.modules[name] = module
-    return module
+    name = f"torchport_patches.{upstream}.{path.stem}"
+    with Explained(does_not_load):
+        module = sys.modules[name] = _execute(path, name, path.read_bytes())
+        return module
 
 
 @functools.cache
 def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
-    """Returns the module that a file's source makes; the same one while path, name and source are the same."""
+    """Returns the module that a file's source makes. It is the same object while the source is the same, or jit caches
+    would miss.
+    """
     module = types.ModuleType(name)
     module.__file__ = str(path)
     previous = sys.modules.get(name)

@@ -17,6 +17,7 @@ from torchport.patch.declared.replacement import Explained, load
 
 @functools.lru_cache
 def installed(distribution: str) -> str | None:
+    """Returns the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -54,17 +55,14 @@ def _outside(ranges: Mapping[str, str]) -> str | None:
             continue
         if version is None:
             return f"{name} {text} is asked for, and no version of it is known"
-        if not _within(version, text):
+        try:
+            # Development and local versions count, too: 2.13.0+cpu is in ==2.13.0.
+            is_inside = SpecifierSet(text).contains(Version(version), prereleases=True)
+        except InvalidVersion:
+            is_inside = False
+        if not is_inside:
             return f"{name} is {version}, not {text}"
     return None
-
-
-def _within(version: str, text: str) -> bool:
-    """Returns whether a version is in a range, development and local ones included: 2.13.0+cpu is in ==2.13.0."""
-    try:
-        return SpecifierSet(text).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False
 
 
 def _run_probe(entry: Entry, reference: str) -> bool:

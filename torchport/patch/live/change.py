@@ -7,7 +7,7 @@ import io
 import linecache
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
 from torchport.patch import rewriting
@@ -15,7 +15,6 @@ from torchport.patch.declared import Entry
 from torchport.patch.live import registry
 from torchport.patch.live.counted import Calls, Retire, counting, stand_in_class, uncounted, wrapping
 from torchport.patch.live.target import (
-    Default,
     Slot,
     check_function,
     check_scope,
@@ -23,20 +22,11 @@ from torchport.patch.live.target import (
     function_in,
     function_of,
     held_elsewhere,
-    is_dispatching,
     layers,
     locate,
     shaped_as,
 )
 from torchport.patch.source.checks import check_signature, live_signature, under
-
-
-class Change(Protocol):
-    def stands(self) -> bool:
-        """Asks the live object whether the change is still what it was made to be."""
-
-    def undo(self) -> None:
-        """Takes the change back, unless somebody else has changed the same place since."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,7 +40,8 @@ class Placed:
     has_holders: bool = True  #: Whether somebody besides its namespace held the original.
 
     def stands(self) -> bool:
-        return self.slot.current() is self.value
+        """Asks the live object whether the change is still what it was made to be."""
+        return self.slot.place.current() is self.value
 
     def undo(self) -> None:
         """Restores the original, unless something else stands in its place by now, and ends the counting of calls."""
@@ -74,15 +65,20 @@ class Recompiled:
     call: Callable[..., Any]
 
     def stands(self) -> bool:
+        """Asks the live function whether it still calls the replacement of the statements."""
         is_called = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
         makes_call = is_called and self.function.__globals__.get(self.name) is self.call
-        return makes_call and any(function is self.function for function in layers(self.slot.current()))
+        return makes_call and any(function is self.function for function in layers(self.slot.place.current()))
 
     def undo(self) -> None:
+        """Restores the function's code, unless somebody else has changed it since."""
         if self.function.__code__ is self.new:
             self.function.__code__ = self.old
             self.function.__globals__.pop(self.name, None)
             forget(self.slot.raw)
+
+
+Change = Placed | Recompiled
 
 
 def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
@@ -92,12 +88,14 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     slot = locate(entry, module)
     has_holders = held_elsewhere(slot)
     check_scope(entry, slot)
-    if entry.kind == "replace" and is_dispatching(slot.raw):  # it goes on dispatching, and whoever holds it holds this
-        slot, has_holders = Default(slot.raw, slot.name, slot.raw.registry[object], True, slot.path), False
+    marks = {"register", "dispatch", "registry"}  # of `functools.singledispatch`
+    is_dispatching = isinstance(slot.raw, types.FunctionType) and marks <= vars(slot.raw).keys()
+    if entry.kind == "replace" and is_dispatching:  # it goes on dispatching, and whoever holds it holds this
+        slot, has_holders = Slot(slot.raw, slot.name, slot.raw.registry[object], True, slot.path, True), False
     placed = _stand_in(entry, slot, loaded, calls)
     placed.has_holders = has_holders
     try:
-        placed.slot.assign(placed.value)
+        placed.slot.place.assign(placed.value)
     except TypeError as error:
         fact = f"{entry.target} cannot be set: {error}"
         raise TargetError(entry.place, fact, "Patch the name that its caller looks up", patch=entry.id) from error

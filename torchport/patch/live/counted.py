@@ -66,61 +66,30 @@ def _is_plain(function: Any) -> bool:
 
 def counting(
     function: Callable[..., Any], calls: Calls, original: Any = None, name: str | None = None
-) -> tuple[Callable[..., Any], Retire]:
-    """Returns a function that counts its calls and passes them to `function`, and a function that retires it. It looks
+) -> tuple[Any, Retire]:
+    """Returns a stand-in that counts its calls and passes them to `function`, and a function that retires it. It looks
     like `original` (by default `function`), and calls that once it is retired: whoever has taken it keeps it.
     """
-    return _stand_in(function if original is None else original, function, calls, name, function)
-
-
-def wrapping(
-    wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
-) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that counts and calls `wrapper(original, ...)`, and a function that retires it."""
-    return _stand_in(original, _Wrapped(wrapper, original), calls, name, original)
-
-
-def uncounted(
-    function: Callable[..., Any], _: Calls, original: Any, name: str | None = None
-) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that adds no frame to a replacement's calls, and a function that retires it. It is a copy,
-    whose code can be exchanged; a closure or another callable gets a stand-in whose count nobody reads.
-    """
-    if not (_is_plain(function) and _is_plain(original)) or function.__closure__:
-        return counting(function, Calls(), original, name)
-    copy = types.FunctionType(function.__code__, function.__globals__, original.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return _register(_disguised(copy, original, name)), _fall_through
-
-
-def _fall_through(function: types.FunctionType, original: Any) -> None:
-    """Gives a function new code, which calls the original: that becomes the default of a keyword parameter."""
-
-    def call(*args: Any, _torchport_original: Any, **kwargs: Any) -> Any:
-        return _torchport_original(*args, **kwargs)
-
-    function.__code__, function.__defaults__ = call.__code__, None
-    function.__kwdefaults__ = {"_torchport_original": original}
-
-
-def _stand_in(
-    original: Any, function: Callable[..., Any], calls: Calls, name: str | None, source: Any
-) -> tuple[Any, Retire]:
-    """Returns a function that looks like the original and passes its calls to `function`, and one that retires it.
-    Tracebacks and `inspect` show the code of `source` for it.
-    """
-    cells = types.CellType(calls), types.CellType(function)
+    original = function if original is None else original
+    cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges what is in them
     plain = _is_plain(original)
-    parameters = _own_parameters(original, function) if plain else None
+    parameters = _shared_parameters(original, function) if plain else None
     # A call is passed on as it was made, since a wrapper may ask what was given by name. Only where the function binds
     # arguments as the original does can the code have the original's parameters.
     code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
     stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
     signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
     if plain:
-        stand_in.__code__ = _located(code, original, source)
+        # Tracebacks and `inspect` show the code of a replacement, and with a wrapper that of the original.
+        shown = function.__code__ if isinstance(function, types.FunctionType) else original.__code__
+        stand_in.__code__ = code.replace(
+            co_filename=shown.co_filename,
+            co_firstlineno=shown.co_firstlineno,
+            co_name=original.__code__.co_name,
+            co_qualname=original.__code__.co_qualname,
+        )
         stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
-        _disguised(stand_in, original, name)
+        _disguise(stand_in, original, name)
     else:
         stand_in = proxy(original, stand_in, name)
     if signed:
@@ -134,10 +103,43 @@ def _stand_in(
         if signed:
             vars(original).pop("__signature__", None)
 
-    return _register(stand_in), retire
+    registry.stand_ins[id(stand_in)] = stand_in
+    return stand_in, retire
 
 
-def _own_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
+def wrapping(
+    wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
+) -> tuple[Callable[..., Any], Retire]:
+    """Returns a stand-in that counts and calls `wrapper(original, ...)`, and a function that retires it."""
+    return counting(_Wrapped(wrapper, original), calls, original, name)
+
+
+def uncounted(
+    function: Callable[..., Any], _: Calls, original: Any, name: str | None = None
+) -> tuple[Callable[..., Any], Retire]:
+    """Returns a stand-in that adds no frame to a replacement's calls, and a function that retires it. It is a copy,
+    whose code can be exchanged; a closure or another callable gets a stand-in whose count nobody reads.
+    """
+    if not (_is_plain(function) and _is_plain(original)) or function.__closure__:
+        return counting(function, Calls(), original, name)
+    copy = types.FunctionType(function.__code__, function.__globals__, original.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    _disguise(copy, original, name)
+    registry.stand_ins[id(copy)] = copy
+    return copy, _fall_through
+
+
+def _fall_through(function: types.FunctionType, original: Any) -> None:
+    """Gives a function new code, which calls the original: that becomes the default of a keyword parameter."""
+
+    def call(*args: Any, _torchport_original: Any, **kwargs: Any) -> Any:
+        return _torchport_original(*args, **kwargs)
+
+    function.__code__, function.__defaults__ = call.__code__, None
+    function.__kwdefaults__ = {"_torchport_original": original}
+
+
+def _shared_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
     """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
     Parameters `*args, **kwargs` are always returned: they take any call.
     """
@@ -167,22 +169,10 @@ def _code(parameters: tuple[tuple[str, Any], ...]) -> types.CodeType:
     passed = ", ".join(marks.get(kind, "{0}").format(name) for name, kind in parameters)
     shown = Signature([Parameter(name, kind) for name, kind in parameters])
     text = f"def make({CALLS}, {FUNCTION}):\n def call{shown}: {CALLS}.count += 1; return {FUNCTION}({passed})\n"
-    return _inner(_inner(compile(text, __file__, "exec")))
-
-
-def _inner(outer: types.CodeType) -> types.CodeType:
-    return next(constant for constant in outer.co_consts if isinstance(constant, types.CodeType))
-
-
-def _located(code: types.CodeType, original: types.FunctionType, source: Any) -> types.CodeType:
-    """Returns code with the file and line of `source` and the original's name, for tracebacks and `inspect`."""
-    where = source.__code__ if isinstance(source, types.FunctionType) else original.__code__
-    return code.replace(
-        co_filename=where.co_filename,
-        co_firstlineno=where.co_firstlineno,
-        co_name=original.__code__.co_name,
-        co_qualname=original.__code__.co_qualname,
-    )
+    code = compile(text, __file__, "exec")
+    for _ in ("make", "call"):  # each in the constants of the code around it
+        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return code
 
 
 def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) -> tuple[Any, Any]:
@@ -194,8 +184,10 @@ def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) 
     return positional or original.__defaults__, by_name or original.__kwdefaults__
 
 
-def _disguised(stand_in: Any, original: types.FunctionType, name: str | None) -> Any:
-    """Gives a stand-in the original's names and the same `__dict__`, and returns it."""
+def _disguise(stand_in: Any, original: types.FunctionType, name: str | None) -> None:
+    """Gives a stand-in the original's `__dict__`, and the names by which it is pickled: the original's; or `name`, the
+    target's `module:path`, where the original's own names go on to lead to the original.
+    """
     stand_in.__dict__ = original.__dict__
     for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
         if hasattr(original, attribute):
@@ -205,13 +197,7 @@ def _disguised(stand_in: Any, original: types.FunctionType, name: str | None) ->
         for step in original.__qualname__.split("."):
             thing = inspect.getattr_static(thing, step, None)
         if getattr(thing, "__func__", thing) is original:
-            stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")  # its name leads to the original
-    return stand_in
-
-
-def _register(stand_in: Any) -> Any:
-    registry.stand_ins[id(stand_in)] = stand_in
-    return stand_in
+            stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")
 
 
 def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Callable[[], None]:
@@ -277,11 +263,10 @@ class _Proxy:
         name = _name(self)
         return (pkgutil.resolve_name, (name,)) if name else _original(self).__reduce_ex__(protocol)
 
-    def __copy__(self) -> _Proxy:
+    def __copy__(self, _: Any = None) -> _Proxy:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Proxy:
-        return self
+    __deepcopy__ = __copy__
 
 
 _OF_PROXY = {"__call__", "__get__", "__reduce_ex__", "__copy__", "__deepcopy__"}
@@ -305,25 +290,19 @@ def _class_of(kind: type) -> type[_Proxy]:
     methods = {n: _handed_on(method) for n, method in special.items() if callable(method) and n not in inherited}
     method = inspect.getattr_static(kind, "__call__", None)
     if isinstance(method, types.FunctionType):
-        methods["__call__"] = _called_as(method)
+
+        def call(self: _Proxy, *args: Any, **kwargs: Any) -> Any:
+            return call_of(self)(*args, **kwargs)
+
+        call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # `inspect` asks the class for it
+        methods["__call__"] = call
     if hasattr(kind, "__get__"):
-        methods["__get__"] = _bound
+        methods["__get__"] = lambda self, instance, owner=None: (
+            self if instance is None else types.MethodType(self, instance)
+        )
     return type("_Proxy", (_Proxy,), {**methods, "__slots__": ()})
 
 
 def _handed_on(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a special method for proxies, such as `__len__`, that calls that of the original."""
     return lambda self, *args, **kwargs: method(_original(self), *args, **kwargs)
-
-
-def _called_as(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `__call__` for proxies that has a method's signature: `inspect` looks for it in the class."""
-
-    def call(self: _Proxy, *args: Any, **kwargs: Any) -> Any:
-        return call_of(self)(*args, **kwargs)
-
-    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    return call
-
-
-def _bound(self: _Proxy, instance: Any, owner: type | None = None) -> Any:
-    return self if instance is None else types.MethodType(self, instance)

@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torchport.patch.live import registry
 
@@ -20,110 +20,57 @@ ABSENT = object()
 class Place:
     """A place that refers to an object, which can be exchanged there."""
 
-    def current(self) -> Any:
-        """Returns what stands there, or `ABSENT`."""
-        raise NotImplementedError
+    kind: Literal["value", "attribute", "item", "in tuple", "in static method", "default", "key", "member"]
+    #: The dict of a value or key, the class of an attribute, the list of an item, the set of a member, the
+    #: `functools.singledispatch` function of a default. A tuple and a static method cannot be changed: for the object
+    #: in them it is the place of the whole, which takes a new one.
+    container: Any
+    key: Any = None  #: The key of a value, the name of an attribute, the index of an item.
 
-    def assign(self, value: Any) -> None:
-        raise NotImplementedError
+    def current(self) -> Any:
+        """Returns what stands there, or `ABSENT`. It is not asked of keys and members: only `exchange` is."""
+        container, key = self.container, self.key
+        if self.kind == "in tuple":
+            whole = container.current()
+            return whole[key] if type(whole) is tuple and key < len(whole) else ABSENT
+        if self.kind == "in static method":
+            method = container.current()
+            return method.__func__ if type(method) is staticmethod else ABSENT
+        if self.kind == "item":
+            return container[key] if key < len(container) else ABSENT
+        if self.kind == "default":
+            return container.registry.get(object, ABSENT)
+        return vars(container).get(key, ABSENT) if self.kind == "attribute" else dict.get(container, key, ABSENT)
 
     def exchange(self, old: Any, new: Any) -> None:
         """Puts `new` where `old` stands. What somebody else has put there since stays."""
-        if self.current() is old:
+        container = self.container
+        if self.kind == "key" and any(name is old for name in dict.keys(container)):
+            items = [(new if name is old else name, value) for name, value in dict.items(container)]
+            dict.clear(container)  # so that the order of the keys stays
+            dict.update(container, items)
+        elif self.kind == "member" and old in container:
+            container.remove(old)
+            container.add(new)
+        elif self.kind not in ("key", "member") and self.current() is old:
             self.assign(new)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value(Place):
-    """The value of a dict's key: a name of a module, an attribute of an object, an entry of a table."""
-
-    names: dict[Any, Any]
-    key: Any
-
-    def current(self) -> Any:
-        return dict.get(self.names, self.key, ABSENT)
-
     def assign(self, value: Any) -> None:
-        dict.__setitem__(self.names, self.key, value)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClassAttribute(Place):
-    """An attribute of a class. It is set through `type`, so that no metaclass has a say."""
-
-    owner: type
-    name: str
-
-    def current(self) -> Any:
-        return vars(self.owner).get(self.name, ABSENT)
-
-    def assign(self, value: Any) -> None:
-        type.__setattr__(self.owner, self.name, value)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Item(Place):
-    items: list[Any]
-    index: int
-
-    def current(self) -> Any:
-        return self.items[self.index] if self.index < len(self.items) else ABSENT
-
-    def assign(self, value: Any) -> None:
-        self.items[self.index] = value
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _TupleItem(Place):
-    """An item of a tuple. To exchange it, a new tuple is put into the place of the old one (`outer`)."""
-
-    outer: Place
-    index: int
-
-    def current(self) -> Any:
-        whole = self.outer.current()
-        return whole[self.index] if type(whole) is tuple and self.index < len(whole) else ABSENT
-
-    def assign(self, value: Any) -> None:
-        whole = self.outer.current()
-        self.outer.assign((*whole[: self.index], value, *whole[self.index + 1 :]))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _StaticMethod(Place):
-    """The function in a static method. To exchange it, a new static method is put into the place of the old one."""
-
-    outer: Place
-
-    def current(self) -> Any:
-        method = self.outer.current()
-        return method.__func__ if type(method) is staticmethod else ABSENT
-
-    def assign(self, value: Any) -> None:
-        self.outer.assign(staticmethod(value))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Key(Place):
-    """A key of a dict. The order of the keys stays."""
-
-    names: dict[Any, Any]
-
-    def exchange(self, old: Any, new: Any) -> None:
-        if any(key is old for key in dict.keys(self.names)):
-            items = [(new if key is old else key, value) for key, value in dict.items(self.names)]
-            dict.clear(self.names)
-            dict.update(self.names, items)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Member(Place):
-    members: set[Any]
-
-    def exchange(self, old: Any, new: Any) -> None:
-        if old in self.members:
-            self.members.remove(old)
-            self.members.add(new)
+        """Puts a value there, whatever stands there. It is not asked of keys and members: only `exchange` is."""
+        container, key = self.container, self.key
+        if self.kind == "in tuple":
+            whole = container.current()
+            container.assign((*whole[:key], value, *whole[key + 1 :]))
+        elif self.kind == "in static method":
+            container.assign(staticmethod(value))
+        elif self.kind == "attribute":
+            type.__setattr__(container, key, value)  # no metaclass has a say, and the method caches are dropped
+        elif self.kind == "item":
+            container[key] = value
+        elif self.kind == "default":
+            container.register(object, value)
+        else:
+            dict.__setitem__(container, key, value)
 
 
 namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
@@ -139,10 +86,10 @@ _NEEDS_NO_OWNER = (list, set)  # their items are exchanged whoever owns them
 class Holder:
     """One place that holds an object."""
 
-    where: str
-    module: str | None  #: The module whose file has it, if it is known.
-    name: str | None
-    place: Place | None  #: Where the object can be exchanged. None if it cannot.
+    where: str  #: In words, such as `up.model.attention` for a module's global, or `a list of up.model`.
+    module: str | None = None  #: The module whose file has it, if it is known.
+    name: str | None = None  #: The global's name.
+    place: Place | None = None  #: Where the object can be exchanged. None if it cannot.
     #: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
     container: Any = None
 
@@ -161,7 +108,7 @@ def names_of(objects: Sequence[Any]) -> dict[int, list[Holder]]:
             for name, value in list(names.items()):
                 if id(value) in ids:
                     where = f"{module.__name__}.{name}"
-                    result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
+                    result[id(value)].append(Holder(where, module.__name__, name, Place("value", names, name)))
     return result
 
 
@@ -171,7 +118,7 @@ def weak_references(thing: Any) -> list[Holder]:
         return []
     ours = registry.stand_ins.valuerefs()
     references = [known for known in weakref.getweakrefs(thing) if not any(known is reference for reference in ours)]
-    return [Holder("an unknown holder", None, None, None, reference) for reference in references]
+    return [Holder("an unknown holder", container=reference) for reference in references]
 
 
 def thaw() -> None:
@@ -190,13 +137,10 @@ class Referrers:
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
         self._modules = {id(namespace(module)): module for module in modules}
         self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
-        self._owners: dict[int, list[Any]] = {}
-        self._climb([r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)])
-
-    def _climb(self, referrers: list[Any]) -> None:
-        """Finds the owners of the referrers, up to three levels: a function owns a tuple, and that owns a cell."""
+        self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
+        referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
         lists = [referrers, self._first]
-        for _ in range(3):
+        for _ in range(3):  # as a function owns a tuple, and that a cell, and that the object
             known = self._modules | self._owners.keys()
             frontier = [r for r in referrers if isinstance(r, _OWNED) and id(r) not in known and r is not lists]
             if not frontier:
@@ -214,7 +158,7 @@ class Referrers:
     def holders(self, thing: Any) -> tuple[list[Holder], int]:
         """Returns an object's holders, module globals aside, and how many references were seen in all."""
         subclasses: list[type] = type.__subclasses__(thing) if isinstance(thing, type) else []
-        result = [Holder(f"its subclass {s.__module__}.{s.__qualname__}", None, None, None) for s in subclasses]
+        result = [Holder(f"its subclass {cls.__module__}.{cls.__qualname__}") for cls in subclasses]
         references = 0
         for referrer in self._first:
             count = sum(1 for referent in gc.get_referents(referrer) if referent is thing)
@@ -242,9 +186,9 @@ class Referrers:
         if isinstance(referrer, types.FrameType):
             code = referrer.f_code
             where = f"a local variable of {code.co_name} ({code.co_filename}:{referrer.f_lineno})"
-            return [Holder(where, None, None, None)]
+            return [Holder(where)]
         if type(referrer) is thing:
-            return [Holder(f"an instance of it, {thing.__qualname__}", None, None, None)]
+            return [Holder(f"an instance of it, {thing.__qualname__}")]
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
         places: list[Place | None] = [*self._places(referrer, thing)] or [None]
@@ -261,29 +205,30 @@ class Referrers:
 
     def _places(self, referrer: Any, thing: Any) -> Iterator[Place | None]:
         """Yields the places of an object in a referrer; None for one where it cannot be exchanged."""
+        classes = [owner for owner in self._owners.get(id(referrer), ()) if isinstance(owner, type)]
         if type(referrer) is tuple:
             indices = [index for index, value in enumerate(referrer) if value is thing]
-            yield from (p and _TupleItem(p, index) for p in self._places_of(referrer) for index in indices)
+            for whole in self._places_of(referrer):
+                yield from (whole and Place("in tuple", whole, index) for index in indices)
         elif type(referrer) is staticmethod:
-            yield from (place and _StaticMethod(place) for place in self._places_of(referrer))
+            yield from (whole and Place("in static method", whole) for whole in self._places_of(referrer))
         elif isinstance(referrer, set):
-            yield _Member(referrer)
-        elif isinstance(referrer, dict) and any(isinstance(owner, type) for owner in self._owners_of(referrer)):
-            cls = next(owner for owner in self._owners_of(referrer) if isinstance(owner, type))
-            yield from (ClassAttribute(cls, name) for name, value in list(vars(cls).items()) if value is thing)
+            yield Place("member", referrer)
+        elif isinstance(referrer, dict) and classes:
+            names = [name for name, value in list(vars(classes[0]).items()) if value is thing]
+            yield from (Place("attribute", classes[0], name) for name in names)
         elif not isinstance(referrer, _OWNED) or isinstance(referrer, (dict, list)):
             yield from _places_in(referrer, thing)
 
     def _places_of(self, immutable: Any) -> list[Place | None]:
         """Returns the places that refer to a tuple or the like; `[None]` if one of them cannot be changed."""
         places: list[Place | None] = []
-        for owner in self._owners_of(immutable):
+        for owner in self._owners.get(id(immutable), ()):
             if not self._is_own(owner):
                 places += [*self._places(owner, immutable)] or [None]
-        return [None] if None in places else places  # one owner would keep the old one, and the others gain nothing
-
-    def _owners_of(self, referrer: Any) -> list[Any]:
-        return self._owners.get(id(referrer), [])
+        # A new tuple would have another hash. Where an owner keeps the old one, the others gain nothing.
+        is_kept = any(place is None or place.kind in ("key", "member") for place in places)
+        return [None] if is_kept else places
 
 
 def _class_cells(cls: type) -> set[int]:
@@ -306,11 +251,11 @@ def _places_in(container: Any, thing: Any) -> Iterator[Place | None]:
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
     if isinstance(container, list):
-        places: list[Place] = [_Item(container, index) for index, value in enumerate(container) if value is thing]
+        places = [Place("item", container, index) for index, value in enumerate(container) if value is thing]
     else:
         attributes = names if isinstance(names, dict) else {}
-        places = [Value(attributes, key) for key, value in list(attributes.items()) if value is thing]
-        places += [Key(attributes)] if any(key is thing for key in list(attributes)) else []
+        places = [Place("value", attributes, key) for key, value in list(attributes.items()) if value is thing]
+        places += [Place("key", attributes)] if any(key is thing for key in list(attributes)) else []
     has_dict = any(referent is names for referent in referents)  # then its values are no referents
     explained = 0 if has_dict else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:

@@ -82,12 +82,14 @@ _FINDER = _Finder()  # a constant: it has no state
 
 
 def _windows(name: str) -> list[Window]:
+    """Returns the contexts that are to be open while a module executes: those of its package and of packages above."""
     packages = [p for p in registry.windows if name == p or name.startswith(p + ".")]
     return [window for package in packages for window in registry.windows[package]]
 
 
 @contextlib.contextmanager
 def _open_windows(name: str) -> Iterator[None]:
+    """Opens the contexts of a module and of its packages while the module executes."""
     with contextlib.ExitStack() as stack:
         for window in _windows(name):
             stack.enter_context(window())
@@ -108,17 +110,17 @@ def _place_finder() -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def arm(name: str, item: Callback | Window, when: When = "after") -> Callable[[], None]:
+def arm(name: str, callback: Callback | Window, when: When = "after") -> Callable[[], None]:
     """Runs a callback before or after each execution of a module; returns a function that ends that. For `windows` the
-    name is a package's, and the item a context that is open while any module of it executes.
+    name is a package's, and the callback returns a context that is open while any module of the package executes.
     """
     table: dict[str, list[Any]] = getattr(registry, when)
-    table.setdefault(name, []).append(item)
+    table.setdefault(name, []).append(callback)
     _place_finder()
 
     def disarm() -> None:
-        if item in table.get(name, ()):
-            table[name].remove(item)
+        if callback in table.get(name, ()):
+            table[name].remove(callback)
         if not table.get(name):
             table.pop(name, None)
         _place_finder()

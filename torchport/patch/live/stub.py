@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dataclasses
 import functools
 import sys
 import types
@@ -63,13 +64,13 @@ class Stub(types.ModuleType):
         return error
 
 
+@dataclasses.dataclass(eq=False)
 class _Server:
     """The `__import__` that one importing module gets. The module's functions keep it, also after the patches."""
 
-    def __init__(self) -> None:
-        #: What it answers with, by package, with what counts the imports that were served. There is none outside every
-        #: set, when it asks Python's own for everything.
-        self.stubs: dict[str, tuple[Stub, Calls]] = {}
+    #: What it answers with, by package, with what counts the imports that were served. There is none outside every set,
+    #: when it asks Python's own for everything.
+    stubs: dict[str, tuple[Stub, Calls]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         """Serves an import of a stubbed package; all others go to Python's own `__import__`."""

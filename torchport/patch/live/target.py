@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,11 +15,10 @@ from typing import Any
 
 from torchport.errors import TargetError, nearest
 from torchport.patch.declared import Entry
+from torchport.patch.live.holders import ABSENT, Place
 from torchport.patch.rewriting import first_line
 from torchport.patch.source.checks import walks_out
 from torchport.source.bindings import Function
-
-_ABSENT = object()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,41 +29,26 @@ class Slot:
     name: str
     raw: Any  #: What stands there, descriptors unbound; for an inherited name what the base has.
     in_holder: bool  #: Whether it stands in the holder's own namespace.
-    path: tuple[Any, ...]  #: The objects that were passed on the way, the module first.
+    path: tuple[Any, ...]  #: The objects on the way there, the module first: of `up.m:A.f` the module and `A`.
+    #: Whether it is the default implementation of a `functools.singledispatch` function, which is the holder.
+    is_default: bool = False
 
-    def assign(self, value: Any) -> None:
-        """Puts a value there. A class is set through `type`, so that its method caches are dropped."""
-        if isinstance(self.holder, type):
-            type.__setattr__(self.holder, self.name, value)
-        else:
-            vars(self.holder)[self.name] = value
+    @property
+    def place(self) -> Place:
+        """Where the holder refers to the object. Raises TypeError if the holder has no namespace to change."""
+        if self.is_default:
+            return Place("default", self.holder)
+        is_class = isinstance(self.holder, type)
+        return Place("attribute" if is_class else "value", self.holder if is_class else vars(self.holder), self.name)
 
     def restore(self) -> None:
         """Puts the original back, or removes the name again if the holder only inherited it."""
         if self.in_holder:
-            self.assign(self.raw)
+            self.place.assign(self.raw)
         elif isinstance(self.holder, type):
             type.__delattr__(self.holder, self.name)
         else:
             del vars(self.holder)[self.name]
-
-    def current(self) -> Any:
-        """Returns what stands there now, or a mark that equals nothing if the name is gone."""
-        return vars(self.holder).get(self.name, _ABSENT)
-
-
-class Default(Slot):
-    """The default implementation of a `functools.singledispatch` function. The holder is that function."""
-
-    def assign(self, value: Any) -> None:
-        self.holder.register(object, value)
-
-    def current(self) -> Any:
-        return self.holder.registry.get(object, _ABSENT)
-
-
-def is_dispatching(raw: Any) -> bool:
-    return isinstance(raw, types.FunctionType) and {"register", "dispatch", "registry"} <= vars(raw).keys()
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
@@ -72,7 +57,7 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
         raw, in_holder = _find(holder, name)
-        if raw is _ABSENT:
+        if raw is ABSENT:
             walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
             known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
             fact, remedy = f"'{entry.id}' finds no '{name}' in {walked}", nearest(name, known)
@@ -115,11 +100,11 @@ def _find(holder: Any, name: str) -> tuple[Any, bool]:
         return names[name], True
     classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
     if isinstance(holder, types.ModuleType):
-        return _ABSENT, False
+        return ABSENT, False
     for base in classes:
         if name in vars(base):
             return vars(base)[name], False
-    return _ABSENT, False
+    return ABSENT, False
 
 
 def function_in(raw: Any) -> Any:
@@ -133,22 +118,17 @@ def function_in(raw: Any) -> Any:
     return raw
 
 
-def layers(raw: Any) -> Iterator[types.FunctionType]:
-    """Yields the plain functions under a descriptor and its decorators, the outermost first. A decorator leads on by
-    the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
-    """
-    return (layer for layer in _layers(raw) if isinstance(layer, types.FunctionType))
-
-
 def forget(raw: Any) -> None:
     """Empties the caches (`functools.lru_cache`) around a function whose code was changed."""
-    for layer in _layers(raw):
+    for layer in layers(raw):
         if isinstance(layer, functools._lru_cache_wrapper):
             layer.cache_clear()
 
 
-def _layers(raw: Any) -> Iterator[Any]:
-    """Yields a function and all that it wraps, outermost first: by `__func__`, `__wrapped__` and its closure."""
+def layers(raw: Any) -> Iterator[Any]:
+    """Yields a function and all callables under its descriptor and decorators, outermost first. A decorator leads on by
+    the `__wrapped__` that `functools.wraps` leaves, and by what its closure holds.
+    """
     pending, seen = [function_in(raw)], set()
     while pending:
         current = pending.pop(0)
@@ -159,22 +139,17 @@ def _layers(raw: Any) -> Iterator[Any]:
         yield current
         wrapped = getattr(current, "__dict__", {}).get("__wrapped__")
         pending += [] if wrapped is None else [function_in(wrapped)]
-        if isinstance(current, types.FunctionType):
-            pending += [function for function in map(_content, current.__closure__ or ()) if callable(function)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return function_in(cell.cell_contents)
-    except ValueError:  # the cell is empty
-        return None
+        for cell in (current.__closure__ or ()) if isinstance(current, types.FunctionType) else ():
+            with contextlib.suppress(ValueError):  # the cell is empty
+                content = function_in(cell.cell_contents)
+                pending += [content] if callable(content) else []
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
     """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among these,
     the outermost one, or None. Without a `def` in the source it returns the innermost one by `__wrapped__`.
     """
-    functions = list(layers(raw))
+    functions = [layer for layer in layers(raw) if isinstance(layer, types.FunctionType)]
     if not isinstance(node, Function):
         return next((f for f in functions if "__wrapped__" not in vars(f)), None)
     line = first_line(node)

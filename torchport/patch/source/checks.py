@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -80,13 +80,6 @@ def parsed(entry: Entry, reference: str) -> Any:
     return stand_in
 
 
-def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
-    texts: dict[str, str] = {}
-    for entry in entries:
-        if entry.edits:
-            check_source(entry, loaded.get(entry.id), texts)
-
-
 def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
     """Checks an entry and its function (`loaded`, or what `parsed` returns for it) against its target's source. `texts`
     has the text of each module after earlier rewrites, and gets the result of this one.
@@ -154,7 +147,7 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
     if not isinstance(node, ast.ImportFrom) or entry.scope == "global":
         return
     home, name = source.imported_from(node), entry.path[0]
-    is_defined = any(other.name == name for other in definitions(source.tree.body))
+    is_defined = any(definition.name == name for definition in definitions(source.tree.body))
     if is_defined or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
         return
     original = next((alias.name for alias in node.names if name == taken(alias)), name)
@@ -191,8 +184,8 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
         return
 
     def find(tree: ast.Module) -> Function:  # edits keep the line numbers
-        functions = (other for other in ast.walk(tree) if isinstance(other, Function))
-        return next(other for other in functions if (other.name, other.lineno) == (node.name, node.lineno))
+        functions = (inner for inner in ast.walk(tree) if isinstance(inner, Function))
+        return next(inner for inner in functions if (inner.name, inner.lineno) == (node.name, node.lineno))
 
     text = texts.get(entry.module, source.text)
     parameters = rewriting.parameters(entry, loaded)

@@ -24,7 +24,7 @@ from torchport.patch.declared.versions import installed
 from torchport.patch.source.checks import source_of, under
 from torchport.processes import git
 from torchport.source import parsing
-from torchport.source.bindings import DEFINITIONS, Definition, Function, parameters, signature
+from torchport.source.bindings import DEFINITIONS, Function, inner_blocks, parameters, signature
 from torchport.source.names import bindings, callees, definition, home_of, uses
 from torchport.source.parsing import SourceFile, package_folder
 
@@ -40,7 +40,7 @@ def current_row(entry: Entry) -> LockRow | None:
         written = str(signature(node)).replace("=Ellipsis", "=...") if isinstance(node, Function) else None
         return LockRow(
             signature=written,
-            tree=hashlib.sha256("".join(_plain_text(node)).encode()).hexdigest()[:16],
+            tree=_hash(_plain_text(node), 16),
             statements=" ".join(part.key for part in parts(node)),
             relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
         )
@@ -60,7 +60,9 @@ def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Re
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
-    """Returns hashes by `module:path` as the lock file has them: one text for each module."""
+    """Returns hashes as the lock file has them: `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}` -> `{"up": "f:0c41d2aa
+    g:77aa01b2"}`.
+    """
     result: dict[str, str] = {}
     for name, key in sorted(keys.items()):
         module, _, path = name.partition(":")
@@ -69,6 +71,7 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
 
 
 def _hashes(row: LockRow) -> dict[str, str]:
+    """Returns the hashes of what a lock row relies on, by `module:path`: `_by_module` backwards."""
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": key for module, (path, _, key) in parts}
 
@@ -79,10 +82,8 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """
     result = {}
     for target in sorted(entry.relies_on):
-        place = definition(home_of(target))
-        result[target] = (
-            _hash_in_words(target, *place, "which it relies on") if place else (_GONE, ", which it relies on,")
-        )
+        place, why = definition(home_of(target)), "which it relies on"
+        result[target] = _hash_in_words(target, *place, why) if place else (_GONE, f", {why},")
     itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
     for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
@@ -91,15 +92,20 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     source, node = source_of(entry), under(entry)
     if used and source is not None and node is not None:
         where = f" ({source.shown}:{node.lineno}), by what its names lead to,"
-        result[entry.target] = _bound_hash([], used)[:8], where
+        result[entry.target] = _hash("\0".join(used), 8), where
     return result
 
 
 def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> tuple[str, str]:
+    """Returns the short hash of the statements that bind a name and of where the names in them lead, and in words the
+    name's place and why it counts: `("0c41d2aa", " (up/m.py:7), which up.m:g uses,")`.
+    """
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
-        key = _bound_hash(bindings(source, home[1]), uses(home))
-    return key[:8], f" ({source.shown}:{node.lineno}), {why},"
+        # Of a loop or condition the first line alone counts.
+        texts = [_plain_text(bound, isinstance(bound, DEFINITIONS)) for bound in bindings(source, home[1])]
+        key = _hash("\0".join([*texts, *uses(home)]), 8)
+    return key, f" ({source.shown}:{node.lineno}), {why},"
 
 
 def check(entry: Entry) -> str:
@@ -114,6 +120,7 @@ def check(entry: Entry) -> str:
         return "locked"
 
     def likeness(row: LockRow) -> tuple[float, int]:
+        """Returns how much of its statements and callees a row has in common with the source as it is now."""
         same = _hashes(row).items() & _hashes(fresh).items()
         return difflib.SequenceMatcher(None, row.statements.split(), fresh.statements.split()).ratio(), len(same)
 
@@ -132,7 +139,15 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
     lines = []
     if row.signature != fresh.signature:
         lines.append(f"its signature was {row.signature}, is {fresh.signature}")
-    lines += _first_four(_changed_callees(entry, _hashes(row), is_same_tree=row.tree == fresh.tree))
+    changed, new, before = [], [], _hashes(row)
+    for name, (key, words) in _callees(entry).items():
+        if name == entry.target and row.tree != fresh.tree:
+            continue  # `changes` says what its own statements are now
+        if name not in before:
+            new.append(f"{name}{words} is new")  # listed last: its caller, which changed, comes before it
+        elif before[name] != key:
+            changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
+    lines += _first_four(changed + new)
     source = source_of(entry)
     if row.tree != fresh.tree and isinstance(source, SourceFile):
         node = source.where(entry.path).node
@@ -142,21 +157,6 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
 
 def _first_four(lines: list[str]) -> list[str]:
     return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
-
-
-def _changed_callees(entry: Entry, before: dict[str, str], is_same_tree: bool) -> list[str]:
-    """Returns in words which callees changed or are gone, and last which are new, since their callers changed, too.
-    Without `is_same_tree` the target is not among them: `changes` says what its own statements are now.
-    """
-    changed, new = [], []
-    for name, (key, words) in _callees(entry).items():
-        if name == entry.target and not is_same_tree:
-            continue
-        if name not in before:
-            new.append(f"{name}{words} is new")
-        elif before[name] != key:
-            changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
-    return changed + new
 
 
 def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
@@ -258,9 +258,8 @@ def _is_superseded(row: LockRow, fresh: LockRow) -> bool:
     if row.commit is None and fresh.commit is not None:
         return "unknown" in row.versions.values()
     # What a commit has stays known, though its checkout has changes now.
-    return (row.versions, row.commit) == (fresh.versions, fresh.commit) and (
-        row.commit is None or row.dirty or not fresh.dirty
-    )
+    loses_nothing = row.commit is None or row.dirty or not fresh.dirty
+    return (row.versions, row.commit) == (fresh.versions, fresh.commit) and loses_nothing
 
 
 def _says_more(fresh: LockRow, row: LockRow) -> bool:
@@ -273,10 +272,10 @@ def _says_more(fresh: LockRow, row: LockRow) -> bool:
 def _yaml(locked: Iterable[Locked]) -> str:
     """Returns the text of a lock file. Rows with the same tree have their statements once."""
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
-    for each in sorted(locked, key=operator.attrgetter("target")):
-        out += [f"- target: {each.target}", "  rows:"]
+    for lock in sorted(locked, key=operator.attrgetter("target")):
+        out += [f"- target: {lock.target}", "  rows:"]
         written: set[str] = set()
-        for row in each.rows:
+        for row in lock.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
             seen = [f"versions: {{{versions}}}"] if versions or row.commit is None else []
             seen += [f'commit: "{row.commit}"'] if row.commit is not None else []
@@ -304,21 +303,18 @@ _MARKS = {
 """What the hash of a parameter has before its name."""
 
 
-def _bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
-    """Returns the hash of the statements that bind a name, and of where the names in them lead (`uses`)."""
-    # Of a loop or condition the first line alone counts.
-    texts = ["".join(_plain_text(statement, blocks=isinstance(statement, DEFINITIONS))) for statement in statements]
-    return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]
-
-
 @dataclasses.dataclass(frozen=True)
 class HashedPart:
     """One part of a definition with its hash: a statement without its blocks, a decorator, an argument or a base."""
 
-    key: str
+    text: str  #: What is hashed.
     first: Any
     last: Any  #: The node that it ends with: an argument's default, or the first one.
     mark: str = ""  #: `@` for a decorator, which begins before its node.
+
+    @property
+    def key(self) -> str:
+        return _hash(self.text, 6)
 
     def source_line(self, text: str) -> str:
         """Returns this part of a definition as one line of source, cut to 160 characters; `text` is the whole file."""
@@ -332,85 +328,63 @@ class HashedPart:
         return words if len(words) <= 160 else f"{words[:157]}..."
 
 
-def parts(node: ast.stmt) -> list[HashedPart]:
-    return [HashedPart(hashlib.sha256(text.encode()).hexdigest()[:6], *rest) for text, *rest in _parts(node)]
-
-
-def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:
-    """Yields the text to hash, first node, last node and mark of each part of a statement, the outer parts first."""
+def parts(node: ast.stmt) -> Iterator[HashedPart]:
+    """Yields the parts of a statement, the outer first: of a function its decorators, name, arguments, statements."""
     if isinstance(node, DEFINITIONS):
         for decorator in node.decorator_list:
-            yield f"@{''.join(_plain_text(decorator))}", decorator, decorator, "@"
-        yield f"{type(node).__name__} {node.name}", node, node
-        yield from _header_parts(node)
+            yield HashedPart(f"@{_plain_text(decorator)}", decorator, decorator, "@")
+        yield HashedPart(f"{type(node).__name__} {node.name}", node, node)
+        for base in (*node.bases, *node.keywords) if isinstance(node, ast.ClassDef) else ():
+            yield HashedPart(_plain_text(base), base, base)
+        for name, argument, kind, default in parameters(node) if isinstance(node, Function) else ():
+            yield HashedPart(f"{_MARKS[kind]}{name}={_plain_text(default)}", argument, default or argument)
     else:
-        yield "".join(_plain_text(node, blocks=False)), node, node
-    for statement in _statements_in(node):
-        yield from _parts(statement)
-
-
-def _header_parts(node: Definition) -> Iterator[tuple[Any, ...]]:
-    """Yields the arguments of a function, or the bases of a class, as `_parts` does."""
-    if isinstance(node, ast.ClassDef):
-        yield from (("".join(_plain_text(base)), base, base) for base in (*node.bases, *node.keywords))
-        return
-    for parameter in parameters(node):
-        default = "".join(_plain_text(parameter.default))
-        yield (
-            f"{_MARKS[parameter.kind]}{parameter.name}={default}",
-            parameter.argument,
-            parameter.default or parameter.argument,
-        )
-
-
-def _statements_in(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yields the statements directly in the blocks of a statement, such as both branches of an `if`."""
-    for field in ("body", "orelse", "finalbody"):
-        block = getattr(node, field, None)
-        if isinstance(block, list):
-            yield from _without_docstring(node, block)
-    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-        yield from part.body
+        yield HashedPart(_plain_text(node, blocks=False), node, node)
+    for block in inner_blocks(node):
+        for statement in _without_docstring(node, block):
+            yield from parts(statement)
 
 
 def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
+    """Returns the statements of a block; of the body of the definition `node` those after its docstring."""
     first = block[0] if block and isinstance(node, DEFINITIONS) else None
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return block[1:] if is_text and isinstance(first.value.value, str) else block  # type: ignore[union-attr]
 
 
-def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
-    """Yields a syntax tree as text to hash, without formatting, annotations and docstrings; `blocks` are optional."""
-    if isinstance(node, ast.AST):
-        yield f"({type(node).__name__}"
-        for field, value in ast.iter_fields(node):
-            is_block = field in _BLOCKS and isinstance(value, list)
-            if field in _SKIPPED and not (field == "annotation" and isinstance(node, ast.AnnAssign)):
-                continue
-            if value is None and not isinstance(node, ast.Constant):
-                continue
-            if value == [] or (is_block and not blocks):
-                continue
-            yield f" {field}="
-            yield from _plain_text(_without_docstring(node, value) if field == "body" and is_block else value, blocks)
-        yield ")"
-    elif isinstance(node, list):
-        yield "["
-        for item in node:
-            yield from _plain_text(item, blocks)
-            yield ","
-        yield "]"
-    else:
-        yield f"{type(node).__name__}:{node!r}"
+def _plain_text(node: object, blocks: bool = True) -> str:
+    """Returns a syntax tree as text to hash, without formatting, annotations and docstrings; `blocks` are optional.
+
+    `x = 1` is `(Assign targets=[(Name id=str:'x'),] value=(Constant value=int:1))`.
+    """
+    if isinstance(node, list):
+        return f"[{''.join(f'{_plain_text(item, blocks)},' for item in node)}]"
+    if not isinstance(node, ast.AST):
+        return f"{type(node).__name__}:{node!r}"
+    text = f"({type(node).__name__}"
+    for field, value in ast.iter_fields(node):
+        is_block = field in _BLOCKS and isinstance(value, list)
+        if field in _SKIPPED and not (field == "annotation" and isinstance(node, ast.AnnAssign)):
+            continue
+        if value is None and not isinstance(node, ast.Constant):
+            continue
+        if value == [] or (is_block and not blocks):
+            continue
+        value = _without_docstring(node, value) if field == "body" and is_block else value
+        text += f" {field}={_plain_text(value, blocks)}"
+    return f"{text})"
+
+
+def _hash(text: str, length: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def changes(old: list[str], node: ast.stmt, text: str) -> list[str]:
     """Returns in words how a definition differs from an earlier one, of which the hashes are known (`old`)."""
-    new = parts(node)
+    new = list(parts(node))
+    matcher = difflib.SequenceMatcher(None, old, [part.key for part in new], autojunk=False)
     result: list[str] = []
-    for tag, old_from, old_to, new_from, new_to in difflib.SequenceMatcher(
-        None, old, [part.key for part in new], autojunk=False
-    ).get_opcodes():
+    for tag, old_from, old_to, new_from, new_to in matcher.get_opcodes():
         if tag == "equal":
             continue
         gone = old_to - old_from

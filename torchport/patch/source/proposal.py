@@ -75,10 +75,8 @@ def _imported_path(imported: ast.stmt, package: str) -> str:
     """Returns the dotted path that an import statement takes from a package; the package's name if there is none."""
     aliases = imported.names if isinstance(imported, ast.Import | ast.ImportFrom) else []
     if isinstance(imported, ast.ImportFrom):
-        path = [
-            *(imported.module or package).split(".")[1:],
-            *(alias.name for alias in aliases[:1] if alias.name != "*"),
-        ]
+        path = (imported.module or package).split(".")[1:]
+        path += [alias.name for alias in aliases[:1] if alias.name != "*"]
     else:
         path = [part for alias in aliases for part in alias.name.split(".")[1:]][:1]
     return ".".join(path) or package
@@ -126,27 +124,24 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
     """Returns a proposed rewrite of the upstream statement on a line, or else a replacement of its function.
 
     None for a statement outside all functions, or in one that no entry can name. `file` is the name, without ending, of
-    the files that the entry and its function go into.
-
-    Raises:
-        UnreadableError: The source is not Python, or nested too deep.
+    the files that the entry and its function go into. Raises UnreadableError if the source is no Python.
     """
     with parsing.nesting(source.shown, line):
-        return _statement(source.module, source.text, source.tree, line, why, file)
+        spot = _spot(source.tree, line)
+        origin = None if spot is None else _origin(spot)
+        if origin is not None:
+            spot, line = origin, origin.statement.lineno
+        if spot is None or not "".join([source.module, *spot.names]).isascii():
+            return None
+        return _proposed(source, spot, line, why, file)
 
 
-def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, file: str) -> Proposal | None:
-    """Returns a rewrite of the statement on a line, or else a replacement of its function, or None; see `statement`."""
-    spot = _spot(tree, line)
-    origin = None if spot is None else _origin(spot)
-    if origin is not None:
-        spot, line = origin, origin.statement.lineno
-    if spot is None or not "".join([module, *spot.names]).isascii():
-        return None
-    home, name = module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
+def _proposed(source: SourceFile, spot: _Spot, line: int, why: str, file: str) -> Proposal:
+    """Returns a rewrite of the statement at a spot, if the engine could make it; else a replacement of its function."""
+    home, name = source.module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
     fields = {
         "id": f"{slug(home)}.{slug('.'.join(spot.names))}-{line}",
-        "target": f"{module}:{'.'.join(spot.names)}",
+        "target": f"{source.module}:{'.'.join(spot.names)}",
         "why": why,
         "equivalence": PROMISE,
     }
@@ -154,7 +149,7 @@ def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, fi
     parameters = sorted(exposed([spot.statement])[0] & local)
     for change in _rewrites(spot, f"{file}.py:{name}"):
         candidate = {**fields, "rewrite": change}
-        if _can_rewrite(candidate, home, text, line, parameters):
+        if _can_rewrite(candidate, home, source.text, line, parameters):
             gives = change.get("gives", sorted(names_bound([spot.statement])))
             returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
             write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
@@ -173,10 +168,7 @@ class _Spot:
     block: list[ast.stmt]
     index: int
     chain: Chain
-
-    @property
-    def statement(self) -> ast.stmt:
-        return self.block[self.index]
+    statement: ast.stmt  #: `block[index]`.
 
 
 def _covers(node: ast.stmt, line: int) -> bool:
@@ -203,9 +195,10 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
 
 def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
     """Returns the statements of a function's own scope, outer ones before inner ones."""
-    return [
-        _Spot(names, function, block, index, chain) for block, chain in blocks(function) for index in range(len(block))
-    ]
+    spots: list[_Spot] = []
+    for block, chain in blocks(function):
+        spots += [_Spot(names, function, block, index, chain, node) for index, node in enumerate(block)]
+    return spots
 
 
 def _origin(spot: _Spot) -> _Spot | None:
@@ -262,7 +255,7 @@ def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
 
 def slug(text: str) -> str:
-    """Returns a text as a part of an entry's id."""
+    """Returns a text as a part of an entry's id: `"Block.forward_1"` -> `"block-forward-1"`."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "x"
 
 
@@ -290,6 +283,7 @@ def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
 
 
 def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
+    """Returns an entry of a package's patches with these fields and, for the others, the usual values."""
     return Entry.model_validate(_all_fields(fields, package))
 
 
@@ -298,14 +292,14 @@ def written(fields: Mapping[str, Any], package: str) -> str:
     whole = _all_fields(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first
-    lines = [line for key, value in whole.items() for line in _lines(key, value)]
+    lines = [line for key, value in whole.items() for line in _yaml_lines(key, value)]
     return "\n".join([f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
 
 
-def _lines(key: str, value: Any) -> list[str]:
-    """Returns the lines of one field of an entry in YAML."""
+def _yaml_lines(key: str, value: Any) -> list[str]:
+    """Returns the lines of one field of an entry in YAML: `("fits", {"up": "*"})` -> `["fits: {up: '*'}"]`."""
     if key == "rewrite":
-        return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
+        return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _yaml_lines(name, part))]
     if isinstance(value, str) and "\n" in value:
         return [f"{key}: |", *(f"  {line}" for line in value.splitlines())]
     flow = isinstance(value, dict | list)
