@@ -271,6 +271,11 @@ def test_a_rule_for_inputs_that_the_first_call_does_not_have_is_refused(block, x
         torchport.port(block, strategy=rules, mesh=MESH)(x)
 
 
+def test_a_lazy_module_is_refused_before_its_first_call(session):
+    with pytest.raises(BadValueError, match=r"'weight' has no shape before the first call\. Call it once"):
+        torchport.port(torch.nn.LazyLinear(3).eval())
+
+
 def test_a_module_that_is_training_is_refused(block, session):
     with pytest.raises(BadValueError, match=r"training mode, where dropout is random\. Call its eval\(\) first"):
         torchport.port(block.train(), strategy=RULES, mesh=MESH)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import torch
 from jax.sharding import AxisType, Mesh
+from torch.nn.parameter import is_lazy
 
 from torchport import load, shard
 from torchport.compile import failure, rules
@@ -69,6 +70,9 @@ def port(
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if module.training:
         raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
+    lazy = [name for name, tensor in module.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    if lazy:
+        raise BadValueError("port", f"'{lazy[0]}' has no shape before the first call", "Call it once in PyTorch")
     placed_on = _mesh(mesh if mesh is not None else session.choice.mesh or {})
     strategy = strategy or session.choice.strategy
     if strategy is None and session.card is None and placed_on.size == 1:
