@@ -59,7 +59,7 @@ def _renamed(name: str, rules: Sequence[RenameRule]) -> str:
 def closest(name: str, names: Collection[str]) -> str:
     """Returns a sentence with the few names that are closest to one, of maybe thousands."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or sorted(names)[:3]
-    return f"The nearest are {', '.join(repr(one) for one in close)}" if close else "There are none"
+    return f"The nearest are {', '.join(map(repr, close))}" if close else "There are none"
 
 
 def file_names(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,11 +90,18 @@ class Recorder:
 
         names, network = self.stage.outputs, str(self.stage.network)
         inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
-        counter, tensors = FlopCounterMode(display=False), dict[int, torch.Tensor]()
+        counter = FlopCounterMode(display=False)
+        tensors: dict[int, torch.Tensor] = {}  # by id; a tensor that is kept keeps its id for itself
+
+        def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            leaves = pytree.tree_leaves((args, kwargs, output))
+            tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
+
         with contextlib.ExitStack() as stack:
             if self.count:
                 stack.enter_context(counter)
-                stack.enter_context(_at_borders(self.module, tensors))
+                for path in ["", *unit_paths(self.module)]:
+                    stack.enter_context(self.module.get_submodule(path).register_forward_hook(note, with_kwargs=True))
             on_meta = Constants(lambda x: isinstance(x, torch.Tensor) and x.is_meta, lambda tensor: tensor.to("meta"))
             with torch.no_grad(), on_meta:
                 output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
@@ -114,20 +120,6 @@ def unit_paths(network: torch.nn.Module) -> list[str]:
         else:
             paths.append(name)
     return paths
-
-
-@contextlib.contextmanager
-def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Notes by id the tensors that a network and its units get and return; keeping them keeps their ids unique."""
-
-    def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-        leaves = pytree.tree_leaves((args, kwargs, output))
-        tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
-
-    with contextlib.ExitStack() as hooks:
-        for path in ["", *unit_paths(network)]:
-            hooks.enter_context(network.get_submodule(path).register_forward_hook(note, with_kwargs=True))
-        yield
 
 
 def _like(tree: Any, device: str) -> Any:
