@@ -161,7 +161,7 @@ def write_tiny(task: Task) -> Path:
     if arrange is None and card.pipeline is None:
         names, variants = card.components, family.VARIANTS or (None,)
         layouts = {variant: {name: layout(task, name, variant) for name in names} for variant in variants}
-        arrange = tiny.in_layouts(card, layouts)
+        arrange = functools.partial(tiny.save_in_layouts, card, layouts)
     makers = {name: maker(task, name) for name in card.components}
     return tiny.write(card, Path(str(family.__file__)), arrange, makers)
 

@@ -503,14 +503,15 @@ class _Reader:
             raise self._foreign(fact, "The rank must be the same: download the file again", up)
         if shape[0] != rows or _without_trailing_ones(shape[2:]):
             raise self._shape_error(up, [rows, rank], weight)
-        value = self._number(alpha) if alpha else self.adapter.alpha(list(self._without_prefixes(name)), rank)
+        if alpha is None:
+            value = self.adapter.alpha(list(self._without_prefixes(name)), rank)
+        elif math.prod(self.entries[alpha]["shape"]) != 1:
+            fact = f"'{alpha}' has shape {self.entries[alpha]['shape']}"
+            raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=alpha)
+        else:
+            tensor = _finite(self.stream.get_tensor(alpha), self.file, alpha)
+            value = self.adapter.positive(float(tensor), f"'{alpha}'")
         return self.scale * self.adapter.scale(value, rank)
-
-    def _number(self, key: str) -> float:
-        if math.prod(self.entries[key]["shape"]) != 1:
-            fact = f"'{key}' has shape {self.entries[key]['shape']}"
-            raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=key)
-        return self.adapter.positive(float(_finite(self.stream.get_tensor(key), self.file, key)), f"'{key}'")
 
     def _shape_error(self, key: str, shape: Sequence[int], tensor: str) -> CheckpointForeignError:
         fact = f"'{key}' has shape {self.entries[key]['shape']}"

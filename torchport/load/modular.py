@@ -70,8 +70,13 @@ class PromptBlocks:
 
         self.blocks = getattr(diffusers, cls.default_blocks_name)().get_execution_blocks(prompt="")
         blocks, part = list(self.blocks.sub_blocks.items()), SequentialPipelineBlocks.from_blocks_dict
-        loops = [n for n, (_, block) in enumerate(blocks) if isinstance(block, LoopSequentialPipelineBlocks)]
-        ends = [n + 1 for n, (_, block) in enumerate(blocks) if any(map(_is_of_text, block.expected_components))]
+        loops, ends = [], []
+        for number, (_, block) in enumerate(blocks):
+            modules = [str(getattr(spec.type_hint, "__module__", "")) for spec in block.expected_components]
+            if isinstance(block, LoopSequentialPipelineBlocks):
+                loops.append(number)
+            if any(module.startswith("transformers.") for module in modules):  # a text encoder, tokenizer or processor
+                ends.append(number + 1)
         if not loops or not ends or ends[-1] > loops[0]:
             fact = f"The blocks of '{cls.__name__}' do not encode a prompt and then run a loop"
             raise BadValueError(
@@ -108,11 +113,6 @@ class PromptBlocks:
         #: Those of `encode_prompt`.
         self.texts = [_parameter(each.name, each.default) for each in self.encode.inputs if each.name]
         self.texts += [_parameter("do_classifier_free_guidance", True) for _ in scales]
-
-
-def _is_of_text(spec: Any) -> bool:
-    """Returns whether a block's component is a text encoder, a tokenizer or a processor."""
-    return str(getattr(spec.type_hint, "__module__", "")).startswith("transformers.")
 
 
 class _Pipeline:
