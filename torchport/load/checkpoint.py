@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -289,15 +288,25 @@ def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, s
     Names have the card's name in front: two cards may read each other's stage files, and their checkpoints have
     different layouts.
 
-    A digest covers every file's name and size, its first bytes and its last bytes; reading sixteen gigabytes would take
-    too long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
+    A digest covers every file's name and size, its first and its last 64 KiB; reading sixteen gigabytes would take too
+    long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
     """
     result = {}
     for name in card.components:
         place = folder / card.folder(name, variant)
         files = _files(folder, place, card.file(name, variant))
+        sha = hashlib.sha256()
+        for file in files:
+            size = file.stat().st_size
+            path = os.fsencode(file.relative_to(place).as_posix())  # a name may be no UTF-8
+            sha.update(path + f"\0{size}\0".encode())
+            with file.open("rb") as stream:
+                sha.update(stream.read(2**16))
+                if size > 2**16:
+                    stream.seek(max(2**16, size - 2**16))
+                    sha.update(stream.read(2**16))
         if files:
-            result[f"{card.model}/{name}"] = _digest(place, files)
+            result[f"{card.model}/{name}"] = sha.hexdigest()[:16]
     return result
 
 
@@ -313,20 +322,6 @@ def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
     if file.endswith(_INDEX) and named[0].is_file():
         named += _shards(named[0])
     return [path for path in named if path.is_file()]
-
-
-def _digest(folder: Path, files: Sequence[Path]) -> str:
-    """Returns a checksum over the names, the sizes, and the first and last 64 KiB of some files."""
-    sha = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        sha.update(os.fsencode(file.relative_to(folder).as_posix()) + f"\0{size}\0".encode())  # a name may be no UTF-8
-        with file.open("rb") as stream:
-            sha.update(stream.read(2**16))
-            if size > 2**16:
-                stream.seek(max(2**16, size - 2**16))
-                sha.update(stream.read(2**16))
-    return sha.hexdigest()[:16]
 
 
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:

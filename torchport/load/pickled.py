@@ -90,9 +90,7 @@ def _unpickled(file: Path, device: str) -> Any:
 class _Inert(list[Any]):
     """Stands for whatever a pickle names or makes: it is called, filled and appended to, and does nothing."""
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-        self.name = ""
+    name = ""  #: Of a class or function that the pickle names.
 
     def __call__(self, *_: Any) -> _Inert:
         return _Inert()

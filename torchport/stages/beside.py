@@ -45,7 +45,7 @@ class RecordedComponent(ComponentStandIn):
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if any(weight.is_meta for weight in self.component.parameters()):
-            args, kwargs = outputs.moved((args, kwargs), lambda tensor: tensor.to("meta"))
+            args, kwargs = outputs.map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
         returned = self.component(*args, **kwargs)
         if isinstance(returned, Mapping):  # an object of transformers or diffusers, with fields
             returned = {name: value for name, value in returned.items() if value is not None}
@@ -53,8 +53,8 @@ class RecordedComponent(ComponentStandIn):
             fact = f"'{self.name}' returns a {type(returned).__name__} before the first step, and no tuple of tensors"
             raise BadValueError(self.place, fact, OTHER_LOOP)
         # A copy for whoever reads it: the pipeline may write to what it got.
-        returned = outputs.moved(returned, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
-        self.returned.append(outputs.moved(returned, torch.clone))
+        returned = outputs.map_tensors(returned, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
+        self.returned.append(outputs.map_tensors(returned, torch.clone))
         return _Fields(returned) if isinstance(returned, dict) else returned
 
 
@@ -82,7 +82,7 @@ class ReplayedComponent(ComponentStandIn):
         if returned is None:
             fact = f"'{self.name}' is called in the loop, too, and the card has it under 'before'"
             raise BadValueError(self.place, fact, OTHER_LOOP)
-        returned = outputs.moved(returned, torch.clone)
+        returned = outputs.map_tensors(returned, torch.clone)
         return _Fields(returned) if isinstance(returned, dict) else returned
 
 
@@ -112,12 +112,12 @@ class EncodePrompt:
             with tokenizing("encode_prompt"):
                 values = self.function(*args, **kwargs)
             # Copies: the pipeline may write to what it gets.
-            self.returned.append(outputs.moved(values if isinstance(values, tuple) else (values,), torch.clone))
+            self.returned.append(outputs.map_tensors(values if isinstance(values, tuple) else (values,), torch.clone))
             return values
         if len(self.returned) == len(self.known):
             fact = f"It calls 'encode_prompt' more than {len(self.known)} times"
             raise BadValueError(self.place, fact, OTHER_LOOP)
-        values = outputs.moved(self.known[len(self.returned)], torch.clone)
+        values = outputs.map_tensors(self.known[len(self.returned)], torch.clone)
         self.returned.append(values)
         return values if len(values) > 1 else values[0]
 

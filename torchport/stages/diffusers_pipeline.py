@@ -66,7 +66,15 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline = _Stages(card.pipeline, card.call, place, card.text_encoders if card.call.answers else ())
     encoding = _encoding(pipeline)
-    return *encoding, *_denoising(pipeline, tuple(stage.name for stage in encoding)), _decoding(pipeline)
+    parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)
+    decode = Stage("decode", pipeline.decode, uses, needs=("denoise",), parts=parts)
+    if "vae" in card.call.host:
+        decode = dataclasses.replace(decode, parts=(*parts, "vae"))
+    else:
+        compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
+        decode = dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
+    denoising = _denoising(pipeline, tuple(stage.name for stage in encoding))
+    return *encoding, *denoising, _in_pipeline(decode, pipeline)
 
 
 def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
@@ -116,16 +124,6 @@ def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage
     uses = tuple(name for name in uses if name != "seed" or card.encodes_video)
     denoise = dataclasses.replace(denoise, uses=uses, needs=(*encoders, first.name))
     return [_in_pipeline(first, pipeline), _in_pipeline(denoise, pipeline)]
-
-
-def _decoding(pipeline: _Stages) -> Stage:
-    parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)
-    decode = Stage("decode", pipeline.decode, uses, needs=("denoise",), parts=parts)
-    if "vae" in pipeline.card.host:
-        return _in_pipeline(dataclasses.replace(decode, parts=(*parts, "vae")), pipeline)
-    compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
-    decode = dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
-    return _in_pipeline(decode, pipeline)
 
 
 class _Stages(UpstreamPipeline):

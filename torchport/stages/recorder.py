@@ -104,7 +104,7 @@ class Recorder:
                     stack.enter_context(self.module.get_submodule(path).register_forward_hook(note, with_kwargs=True))
             on_meta = Constants(lambda x: isinstance(x, torch.Tensor) and x.is_meta, lambda tensor: tensor.to("meta"))
             with torch.no_grad(), on_meta:
-                output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
+                output = outputs.stage_outputs(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
         borders = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()) if self.count else None
         kept = {name: output[names.index(name)] for name in self.stage.keeps}
@@ -124,7 +124,7 @@ def unit_paths(network: torch.nn.Module) -> list[str]:
 
 def _like(tree: Any, device: str) -> Any:
     """Returns a tree of tensors of the same shapes and dtypes, without values."""
-    return outputs.each(lambda _, leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=device), "", tree)
+    return outputs.map_leaves(lambda _, leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=device), "", tree)
 
 
 def network_calls(

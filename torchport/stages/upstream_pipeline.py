@@ -122,7 +122,9 @@ class UpstreamPipeline:
         if isinstance(vae, PostponedVae):
             vae.take_over(pipe)
         if self.card.answers:
-            known = self._answers(settings, embeddings) if encoded is None else None
+            prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
+            calls_of = [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
+            known = calls_of if encoded is None else None
             pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, encoded)
             prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
             arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
@@ -165,11 +167,6 @@ class UpstreamPipeline:
         result |= dict.fromkeys(steps, asked_steps(type(pipe), settings.steps, result))
         self._check_takes("__call__", pipe.__call__, [*result, "generator"])
         return result
-
-    def _answers(self, settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """Returns the values of each call of `encode_prompt`."""
-        prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
-        return [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
 
     def _check_loop(self, replay: Loop, settings: Settings) -> None:
         """Refuses a loop with another number of steps than the job's, or of latents than the card's."""

@@ -85,7 +85,7 @@ class LoopRecord:
                 return None
             return leaf.detach().clone()
 
-        return outputs.each(copied, "", value)
+        return outputs.map_leaves(copied, "", value)
 
     def add(self, call: ConditionCall) -> None:
         """Adds a call of a network to the current step, without tensors that are too large to keep."""
@@ -189,7 +189,7 @@ class _MadeUpNetwork:
             rows = [torch.randn(template.shape[1:], generator=generator) for generator in generators]
             return torch.stack(rows).to(template.dtype)
 
-        return outputs.moved(self.template, drawn)
+        return outputs.map_tensors(self.template, drawn)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns `negative_` if the row's embeddings are nearer to those of the negative prompt, else ""."""
