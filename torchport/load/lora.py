@@ -212,6 +212,7 @@ def config_beside(file: Path) -> Path | None:
 
 
 def _is_unset(value: Any) -> bool:
+    """Returns whether a field of PEFT's configuration, which may be text, is none, false or empty."""
     return value in (None, [], {}) or str(value).lower() in ("false", "0", "none", "null", "", "{}", "[]")
 
 
@@ -412,7 +413,9 @@ class _Reader:
             yield from self._layer_additions(layer, name, keys)
 
     def _keys_by_name(self) -> dict[str, dict[str, str]]:
-        """Returns the file's keys by the layer's name, and then by their part in `PARTS`; raises for other keys."""
+        """Returns the file's keys by the layer's name, and then by their part in `PARTS`; raises for other keys:
+        `{"blocks.0.to_q": {"down": "blocks.0.to_q.lora_A.weight", "up": "blocks.0.to_q.lora_B.weight"}}`.
+        """
         keys: dict[str, dict[str, str]] = {}
         for key, entry in self.entries.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
@@ -456,7 +459,7 @@ class _Reader:
         raise self._foreign(f"'{key}' is no layer of '{self.component}'", remedy, key)
 
     def _without_prefixes(self, name: str) -> Iterator[str]:
-        """Yields a name, and what is left of it without each prefix that it begins with."""
+        """Yields a name, and what is left of it without each prefix: `transformer.blocks.0`, then `blocks.0`."""
         yield name
         for prefix in self.prefixes:
             if name.startswith(prefix):

@@ -92,7 +92,9 @@ def file_names(
 
 
 def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
-    """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none."""
+    """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none. For the rule
+    from `model\\.(.*)` to `\\1` it returns `model.blocks.0` of `blocks.0`, and None of a name that no match becomes.
+    """
     parts = _parts(rule.match)
     if parts is None:
         return None
@@ -115,8 +117,8 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
 
 
 def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
-    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax. A dot
-    outside groups counts as a dot: in a name it stands for itself.
+    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax:
+    `a\\.(.*)` -> `(["a", ".", 1], [".*"])`. A dot outside groups counts as a dot: in a name it stands for itself.
     """
     pieces: list[str | int] = []
     groups: list[str] = []
@@ -142,7 +144,9 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
 
 
 def _group(pattern: str, start: int) -> str | None:
-    """Returns the pattern inside the group that starts at an index; None if the group has groups inside, or no end."""
+    """Returns the pattern inside the group that starts at an index, `a|b` of `(a|b).c` at 1; None if the group has
+    groups inside, or no end.
+    """
     for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
         try:
             inner = re.compile(pattern[start : start + end])

@@ -34,6 +34,7 @@ VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
 
 
 def file_of(folder: Path, name: str) -> Path:
+    """Returns the file of an artefact: `denoise.safetensors` for `denoise`."""
     return folder / f"{name}.safetensors"
 
 
@@ -53,12 +54,12 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         **facts,
     )
 
-    def with_checksum(sha256: str) -> Manifest:
-        return manifest.model_copy(update={"sha256": sha256})
+    def text(sha256: str) -> str:
+        return text_of(manifest.model_copy(update={"sha256": sha256}))
 
     # The copy goes first: it must never describe another artefact than the one beside it.
     atomic.remove(_copy(folder, name))
-    return with_checksum(write_file(file_of(folder, name), tensors, lambda sha256: text_of(with_checksum(sha256))))
+    return manifest.model_copy(update={"sha256": write_file(file_of(folder, name), tensors, text)})
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> str:
@@ -145,6 +146,7 @@ def remove(folder: Path, name: str) -> None:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
+    """Returns the name of a tensor's dtype, such as `bfloat16`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

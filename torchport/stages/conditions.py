@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,28 +32,27 @@ class Conditions:
         self.first: Mapping[str, Any] | None = None
         self.second = torch.empty(0)
 
-    def inputs(self, inputs: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-        """Returns one batch of both conditions; None at a step's second call, as the batch has its half already.
+    def output(
+        self, inputs: Mapping[str, Any], step: int, computed: Callable[[Mapping[str, Any]], torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns the network's output of a call.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
+            computed: Returns the network's output for the inputs of a batch.
         """
         first = self.first if self.step == step else None
         self._check_embeddings(inputs, is_second=first is not None)
         if first is None:
             self.first, self.step = inputs, step
-            return self._batch(inputs)
+            half, self.second = computed(self._batch(inputs)).chunk(2)
+            return half
         for name in (first.keys() | inputs.keys()) - self.embeddings.keys():
             if not _are_equal(first.get(name), inputs.get(name)):
                 fact = f"The loop calls '{self.network}' for the second condition with another '{name}' than before"
                 raise BadValueError(self.place, fact, WITHOUT_BATCH, name=name)
         self.first = None
-        return None
-
-    def first_half(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns the first condition's half of a network's output, and keeps the other as `second`."""
-        first, self.second = output.chunk(2)
-        return first
+        return self.second
 
     def _check_embeddings(self, inputs: Mapping[str, Any], is_second: bool) -> None:
         """Refuses a call of the network without an input, or with another embedding than the card says."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchport.config.card import TOKENS, Card, PipelineCall, StageName
+from torchport.config.card import TOKENS, Card, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.save import tree
 from torchport.stages import frames, picture
@@ -128,16 +128,6 @@ def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage
 
 class _Stages(UpstreamPipeline):
     """The functions of the stages."""
-
-    def __init__(self, class_path: str, card: PipelineCall, place: str, text_encoders: tuple[str, ...] = ()) -> None:
-        super().__init__(class_path, card, place, text_encoders)
-        #: The network whose configuration and dtype the pipeline reads: the first.
-        self.network = card.networks[0]
-        #: Whether encoding asks for configurations. The blocks of a modular pipeline may; it is known by its name, as
-        #: upstream may not be imported yet.
-        self.asks = card.asks or class_path.endswith("ModularPipeline")
-        #: The setting of the frames a second, if the pipeline takes them.
-        self.frame_rate = ("frame_rate",) if "frame_rate" in card.settings.values() else ()
 
     def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.

@@ -118,8 +118,8 @@ def fit_text(
     """
     fitted = [list(value) for value in values]
     for n in range(0, len(fitted) if bucket else 0, 2):
-        longest = max(int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1])
-        length = -(-longest // (bucket or 1)) * (bucket or 1)
+        ends = [int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1]]
+        length = -(-max(ends) // (bucket or 1)) * (bucket or 1)
         fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
     if others is not None:
         more = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
@@ -298,7 +298,7 @@ def note_tiles(latents: torch.Tensor, count: int) -> None:
 
 
 class CallModule(torch.nn.Module):
-    """Replaces a module of upstream that has one input, and passes that input on to a call.
+    """Takes the place of a module with one input in upstream's code, and passes the input on to a call.
 
     Args:
         call: What computes in its place.

@@ -27,10 +27,12 @@ LATENTS = "image_latents_"
 
 
 class VaeStandIn(ComponentStandIn):
-    """Takes the VAE's place in a pipeline. The VAE's buffers may have no values."""
+    """Takes the VAE's place in a pipeline, which may read buffers, such as the mean of the latents. They have no values
+    in a rehearsal.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the VAE. In place of a buffer without values, also in its modules, it has ones."""
+        """Returns an attribute of the VAE: ones in place of a buffer without values, also in its modules."""
         return self._readable(super().__getattr__(name), name)
 
     def _readable(self, value: Any, name: str) -> Any:

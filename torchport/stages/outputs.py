@@ -76,7 +76,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all leaves of named trees, by their paths."""
+    """Returns all leaves of named trees by their paths: `{"cache": [x, y]}` -> `{"cache.0": x, "cache.1": y}`."""
     by_path: dict[str, Any] = {}
     for name, tree in trees.items():
         map_leaves(by_path.__setitem__, name, tree)

@@ -24,7 +24,11 @@ OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
 class _Step:
-    """What upstream's loop calls as the `step` of a scheduler. A copy of the scheduler has one of its own."""
+    """A scheduler's `step` as upstream's loop finds it: it calls `Loop.stepped`.
+
+    A pipeline that makes sound steps its second latents with a deep copy of the scheduler. The copy's `step` must know
+    the copy.
+    """
 
     def __init__(self, loop: Loop, scheduler: Any) -> None:
         self.loop = loop

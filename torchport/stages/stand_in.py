@@ -88,7 +88,11 @@ class NetworkStandIn(ComponentStandIn):
         is_list = isinstance(first, list) and outputs.has_tensor(first)  # of a tensor for each video
         if not self.loop.is_done and self.call is not None:
             self.loop.before_network()
-            output = self._computed(self.call, inputs)
+            output: Any = (
+                self._computed(inputs)
+                if self.conditions is None
+                else self.conditions.output(inputs, self.loop.number, self._computed)
+            )
             results = output if isinstance(output, tuple) else (list(output) if is_list else output,)
         else:
             if not self.loop.is_done:
@@ -100,16 +104,10 @@ class NetworkStandIn(ComponentStandIn):
 
         return Transformer2DModelOutput(sample=results[0])
 
-    def _computed(self, call: Call, inputs: Mapping[str, Any]) -> Any:
-        """Returns the network's output, which may have been computed with the call before."""
-
-        def output_of(batch: Mapping[str, Any]) -> Any:
-            return call(**{name: self.placed_inputs.placed(name, value) for name, value in batch.items()})
-
-        if self.conditions is None:
-            return output_of(inputs)
-        batch = self.conditions.inputs(inputs, self.loop.number)
-        return self.conditions.second if batch is None else self.conditions.first_half(output_of(batch))
+    def _computed(self, inputs: Mapping[str, Any]) -> Any:
+        """Returns what the call returns, of inputs that are placed."""
+        assert self.call is not None
+        return self.call(**{name: self.placed_inputs.placed(name, value) for name, value in inputs.items()})
 
     def _zeros(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Returns zeros in place of an output for each of the loop's latents. They have the shape of the latents if

@@ -40,6 +40,13 @@ class UpstreamPipeline:
         self.place = place
         self.text_encoders = text_encoders
         self.name = class_path.partition(":")[2]
+        #: The network whose configuration and dtype the pipeline reads: the first.
+        self.network = card.networks[0]
+        #: Whether encoding asks for configurations. The blocks of a modular pipeline may; it is known by its name, as
+        #: upstream may not be imported yet.
+        self.asks = card.asks or class_path.endswith("ModularPipeline")
+        #: The setting of the frames a second, if the pipeline takes them.
+        self.frame_rate = ("frame_rate",) if "frame_rate" in card.settings.values() else ()
         #: The latents that go through its loop: two, if it makes sound.
         self.latents = 1 if card.sound is None else 2
         self.sound_parts = [] if card.sound is None else card.sound.parts
@@ -69,7 +76,7 @@ class UpstreamPipeline:
             "negative_prompt": settings.negative_prompt,
             "do_classifier_free_guidance": self.is_guided(settings),
             "device": torch.device("cpu"),
-            "dtype": settings.dtypes[self.card.networks[0]],
+            "dtype": settings.dtypes[self.network],
         }
         takes = inspect.signature(pipe.encode_prompt).parameters
         arguments = {name: value for name, value in arguments.items() if name in takes or name == "prompt"}
@@ -123,16 +130,15 @@ class UpstreamPipeline:
             vae.take_over(pipe)
         if self.card.answers:
             prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
-            calls_of = [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
-            known = calls_of if encoded is None else None
+            returned = [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
+            known = returned if encoded is None else None
             pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, encoded)
             prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
             arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
             embeddings = {}
         arguments = self._arguments(pipe, settings, embeddings, is_latent, arguments)
-        returned = pipe(**{**arguments, "generator": replay.generator}, return_dict=False)
-        values = returned.values() if isinstance(returned, Mapping) else returned  # some return an object
-        results = list(values)[: self.latents]
+        made = pipe(**{**arguments, "generator": replay.generator}, return_dict=False)
+        results = list(made.values() if isinstance(made, Mapping) else made)[: self.latents]  # some return an object
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._unlike("latent", results[0], "a tensor")
@@ -147,8 +153,8 @@ class UpstreamPipeline:
         is_latent: bool,
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Returns the arguments of a pipeline's call but the generator. `arguments` come last, but for prompts that it
-        does not take; see `called` for the others.
+        """Returns the arguments of a pipeline's call but the generator: the job's, the card's, the embeddings, and then
+        `arguments`, which replace them. A prompt is None, as embeddings are passed, unless `arguments` have it.
         """
         self._check_call(pipe, settings)
         prompts, takes = ("prompt", "negative_prompt"), inspect.signature(pipe.__call__).parameters
@@ -280,9 +286,9 @@ def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
         return asked
     values = {"num_inference_steps": asked, "strength": arguments.get(strength, takes[strength].default)}
     values |= {"device": None, "timesteps": [], "sigmas": []}
-    scheduler = types.SimpleNamespace(timesteps=[], order=1)
     known = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
-    return int(cls.get_timesteps(types.SimpleNamespace(scheduler=scheduler), **known)[-1])
+    pipe = types.SimpleNamespace(scheduler=types.SimpleNamespace(timesteps=[], order=1))  # all that it reads of one
+    return int(cls.get_timesteps(pipe, **known)[-1])
 
 
 def asked_steps(cls: Any, taken: int, arguments: Mapping[str, Any]) -> int:
