@@ -20,15 +20,13 @@ import torch
 from torchport.config.card import StageName
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, NotFiniteError
 from torchport.files import atomic
+from torchport.load.checkpoint import CODES
 from torchport.load.foreign import reading
 from torchport.progress import log
 from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
-
-_LETTERS = {"bfloat": "BF", "float": "F", "complex": "C", "uint": "U", "int": "I", "bool": "BOOL"}
-"""Parts of the names of dtypes in PyTorch, and in safetensors."""
 
 VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
 
@@ -90,8 +88,7 @@ def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        dtype = re.sub("|".join(_LETTERS), lambda part: _LETTERS[part[0]], _dtype(tensor)).upper().removesuffix("FN")
-        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": CODES[_dtype(tensor)], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
