@@ -46,12 +46,12 @@ def _with_signature(method: Any, parameters: Sequence[inspect.Parameter]) -> Any
     signature = inspect.Signature([_parameter("self"), *parameters])
 
     @functools.wraps(method)
-    def declared(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         return method(**signature.bind(*args, **kwargs).arguments)
 
-    declared.__signature__ = signature  # type: ignore[attr-defined]
-    declared.__annotations__ = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
-    return declared
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+    return called
 
 
 def _parameter(

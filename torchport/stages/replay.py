@@ -104,10 +104,10 @@ class Loop:
         return self.number < self.done
 
     def before_network(self) -> None:
-        """Is called before the loop's network is."""
+        """Is called before each call of the loop's network, for a subclass to show progress."""
 
     def before_other_network(self) -> None:
-        """Is called in place of a network that is not this stage's."""
+        """Is called before zeros are returned in place of a network that another stage has."""
 
     def finish(self) -> None:
         """Is called after the loop."""

@@ -141,7 +141,7 @@ class UpstreamPipeline:
         results = list(made.values() if isinstance(made, Mapping) else made)[: self.latents]  # some return an object
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
-            raise self._unlike("latent", results[0], "a tensor")
+            raise self._wrong_result("latent", results[0], "a tensor")
         replay.finish()
         return results
 
@@ -203,7 +203,7 @@ class UpstreamPipeline:
         return others | {name: SilentComponent(parts[name], dtypes[name]) for name in self.sound_parts}
 
     def without_weights(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-        """Returns those of `processors` that are among the parts, the guider with the job's scale."""
+        """Returns those of `processors` that are among the parts: as they are, but the guider with the job's scale."""
         processors = {name: parts[name] for name in self.processors if name in parts}
         if "guider" in processors:
             processors["guider"] = guiding.guider(parts["guider"], settings)
@@ -229,13 +229,14 @@ class UpstreamPipeline:
         if isinstance(frames, torch.Tensor) and list(frames.shape[:3]) == size[:3] and not self.takes_size:
             fact = f"'{self.name}' makes {frames.shape[-2]} x {frames.shape[-1]} of an image of that shape"
             raise BadValueError("'height' and 'width'", f"They are {size[-2]} x {size[-1]}, and {fact}", "Set these")
-        raise self._unlike("pt", frames, f"numbers from 0 to 1, {size}")
+        raise self._wrong_result("pt", frames, f"numbers from 0 to 1, {size}")
 
-    def _unlike(self, output_type: str, value: Any, needed: str) -> BadValueError:
-        what = f"a {type(value).__name__}"
+    def _wrong_result(self, output_type: str, value: Any, needed: str) -> BadValueError:
+        """Returns the error for a pipeline that returns a `value` in place of what is `needed`."""
+        kind = f"a {type(value).__name__}"
         if isinstance(value, torch.Tensor):
-            what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        fact = f"'{self.name}' with output_type '{output_type}' returns {what}, and not {needed}"
+            kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        fact = f"'{self.name}' with output_type '{output_type}' returns {kind}, and not {needed}"
         return BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
 
     def built(self, parts: Mapping[str, Any]) -> Any:
@@ -262,14 +263,15 @@ class UpstreamPipeline:
                 raise BadValueError(place, fact, f"Write it as {example!r} is written", name=name)
 
     def _check_takes(
-        self, what: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
+        self, method: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
     ) -> None:
+        """Refuses names that are no arguments of a method of the pipeline's, unless it takes any."""
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
         for name in names:
             if name not in parameters:
-                fact = f"'{self.name}.{what}' takes no argument '{name}'"
+                fact = f"'{self.name}.{method}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
 
 
