@@ -1,6 +1,7 @@
 """Where a component's tensors lie: one file of any name, an index, a part of a file, under other names."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -191,7 +192,11 @@ def written(tmp_path, monkeypatch, components=MANY):
         }
         for variant in ("v1", "v2")
     }
-    return card, layouts, tiny.write(card, tmp_path / "family.py", tiny.in_layouts(card, layouts))
+    return (
+        card,
+        layouts,
+        tiny.write(card, tmp_path / "family.py", functools.partial(tiny.save_in_layouts, card, layouts)),
+    )
 
 
 def test_tiny_components_lie_where_and_as_the_card_says(tmp_path, monkeypatch):

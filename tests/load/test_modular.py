@@ -30,7 +30,7 @@ def test_a_guider_that_upstream_has_switched_off_takes_no_scale():
 
 def test_plain_values_of_the_constructor_are_in_the_configuration_and_their_defaults_are_upstreams():
     cls = modular.as_pipeline(diffusers.Flux2KleinModularPipeline)
-    names = [each.name for each in cls.row.components]
+    names = [each.name for each in cls.prompt_blocks.components]
     assert "is_distilled" in names
     nothing = dict.fromkeys(name for name in names if name != "is_distilled")
     assert cls(**nothing).config.is_distilled is True

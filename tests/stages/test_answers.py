@@ -16,7 +16,7 @@ from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError
 from torchport.save import video
 from torchport.stages import diffusers_pipeline
-from torchport.stages.beside import CalledBefore
+from torchport.stages.beside import RecordedComponent
 from torchport.stages.family import Settings, Steps
 
 CALL = PipelineCall(
@@ -195,7 +195,7 @@ def test_what_a_card_says_of_encode_prompt_is_what_it_does(parts, settings):
 
 
 def test_a_field_that_an_object_did_not_have_is_named(parts, settings):
-    returned = CalledBefore(parts["seer"], torch.float32, "seer", "card.yaml:1")(torch.ones(1, 8))
+    returned = RecordedComponent(parts["seer"], torch.float32, "seer", "card.yaml:1")(torch.ones(1, 8))
     assert torch.equal(returned[0], returned.last_hidden_state)
     with pytest.raises(AttributeError, match="the fields last_hidden_state, and no 'pooler_output'"):
         _ = returned.pooler_output

@@ -6,7 +6,7 @@ import torch
 from torchport.errors import BadValueError
 from torchport.stages.conditions import Conditions
 from torchport.stages.replay import Loop
-from torchport.stages.stand_in import ComponentStandIn
+from torchport.stages.stand_in import NetworkStandIn
 
 PROMPT, NEGATIVE = torch.full((1, 4, 2), 2.0), torch.full((1, 4, 2), 3.0)
 
@@ -47,7 +47,7 @@ def loop():
 @pytest.fixture
 def stand_in(loop):
     def made(network, embeddings=(PROMPT, NEGATIVE)):
-        return ComponentStandIn(
+        return NetworkStandIn(
             network, torch.float32, loop, network, Conditions({"text": embeddings}, "net", "card.yaml:1")
         )
 

@@ -4,11 +4,9 @@ import types
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 from torchport.errors import BadValueError
-from torchport.stages.decoding import Decoding, part_of
-from torchport.stages.replay import First
+from torchport.stages.decoding import PostponedVae, part_of
 
 REMEDY = "Decode on the host: add 'host: [vae]' to the card's 'call'."
 
@@ -35,8 +33,7 @@ class Pipeline:
 
 @pytest.fixture
 def decoding():
-    loop = First(FlowMatchEulerDiscreteScheduler())
-    return Decoding(VAE(), torch.float16, loop, {}, "Pipe", "card.yaml:1")
+    return PostponedVae(VAE(), torch.float16, {}, "Pipe", "card.yaml:1")
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from torchport import load
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import ALWAYS, Settings
-from torchport.stages.image import Encoded, Encoding
-from torchport.stages.replay import Loop
+from torchport.stages.image import EncodedVae, EncodingVae
 
 PIXELS = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 1, 32, 32)
 SMALL = {"block_out_channels": [16, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}
@@ -27,28 +26,23 @@ SETTINGS = Settings(
 
 
 @pytest.fixture(scope="module")
-def loop():
-    return Loop(load.class_of("diffusers:CogVideoXDDIMScheduler")(), torch.Generator())
-
-
-@pytest.fixture(scope="module")
 def vae():
     torch.manual_seed(0)
     return load.class_of("diffusers:AutoencoderKLCogVideoX")(**SMALL).eval()
 
 
 @torch.no_grad()
-def test_what_is_drawn_is_the_same_on_a_machine_without_the_vae_and_without_the_pixels(vae, loop):
+def test_what_is_drawn_is_the_same_on_a_machine_without_the_vae_and_without_the_pixels(vae):
     real = vae.encode(PIXELS).latent_dist.sample(torch.Generator().manual_seed(1))
-    encoding = Encoding(vae, torch.float32, loop, "card.yaml:1")
+    encoding = EncodingVae(vae, torch.float32, "card.yaml:1")
     encoding.encode(PIXELS)
-    encoded = Encoded(
-        load.published("diffusers:AutoencoderKLCogVideoX", SMALL), torch.float32, loop, encoding.moments, "encode"
+    encoded = EncodedVae(
+        load.published("diffusers:AutoencoderKLCogVideoX", SMALL), torch.float32, encoding.moments, "encode"
     )
     blank = torch.zeros_like(PIXELS)
     assert torch.equal(encoded.encode(blank).latent_dist.sample(torch.Generator().manual_seed(1)), real)
     assert list(encoded.drawn) == ["image_latents_0"]
-    after = Encoded(vae, torch.float32, loop, encoded.drawn, "denoise")
+    after = EncodedVae(vae, torch.float32, encoded.drawn, "denoise")
     assert torch.equal(after.encode(blank).latent_dist.sample(), real)
     assert after.enable_tiling == vae.enable_tiling  # all else is the VAE's
     frames = vae.decode(real).sample
@@ -57,35 +51,35 @@ def test_what_is_drawn_is_the_same_on_a_machine_without_the_vae_and_without_the_
 
 
 @torch.no_grad()
-def test_the_mean_is_given_back_where_the_pipeline_takes_that(vae, loop):
-    encoding = Encoding(vae, torch.float32, loop, "card.yaml:1")
+def test_the_mean_is_given_back_where_the_pipeline_takes_that(vae):
+    encoding = EncodingVae(vae, torch.float32, "card.yaml:1")
     mean = encoding.encode(PIXELS).latent_dist.mode()
-    encoded = Encoded(vae, torch.float32, loop, encoding.moments, "encode")
+    encoded = EncodedVae(vae, torch.float32, encoding.moments, "encode")
     assert torch.equal(encoded.encode(PIXELS, return_dict=False)[0].mode(), mean)
 
 
-def test_without_weights_the_shapes_are_right(vae, loop):
-    encoding = Encoding(load.published("diffusers:AutoencoderKLCogVideoX", SMALL), torch.float32, loop, "card.yaml:1")
+def test_without_weights_the_shapes_are_right(vae):
+    encoding = EncodingVae(load.published("diffusers:AutoencoderKLCogVideoX", SMALL), torch.float32, "card.yaml:1")
     encoding.encode(PIXELS)
     [moments] = encoding.moments.values()
     assert moments.shape == vae.encode(PIXELS).latent_dist.parameters.shape and not moments.is_meta
 
 
-def test_what_was_not_kept_is_refused_with_the_stage_that_keeps_it(vae, loop):
+def test_what_was_not_kept_is_refused_with_the_stage_that_keeps_it(vae):
     with pytest.raises(ArtefactForeignError) as caught:
-        Encoded(vae, torch.float32, loop, {}, "denoise").encode(PIXELS).latent_dist.sample()
+        EncodedVae(vae, torch.float32, {}, "denoise").encode(PIXELS).latent_dist.sample()
     assert str(caught.value) == (
         "denoise.safetensors: It lacks 'image_latents_0'. Run --stage denoise with this model."
     )
 
 
-def test_a_vae_without_a_latent_distribution_is_refused(loop):
+def test_a_vae_without_a_latent_distribution_is_refused():
     class Plain(torch.nn.Linear):
         def encode(self, pixels):
             return (pixels,)
 
     with pytest.raises(BadValueError) as caught:
-        Encoding(Plain(1, 1), torch.float32, loop, "card.yaml:1").encode(PIXELS)
+        EncodingVae(Plain(1, 1), torch.float32, "card.yaml:1").encode(PIXELS)
     assert str(caught.value) == (
         "card.yaml:1: 'Plain.encode' returns no latent distribution of mean and variance. An image goes through one. "
         "Write a family with a loop of its own for it: docs/families.md."

@@ -6,9 +6,8 @@ import types
 import pytest
 import torch
 
-from torchport.stages.image import Encoded
-from torchport.stages.replay import Loop
-from torchport.stages.stand_in import ComponentStandIn, PlacedInputs, StaticList, StaticOptions, static
+from torchport.stages.image import EncodedVae
+from torchport.stages.stand_in import ComponentStandIn, NetworkStandIn, PlacedInputs, StaticList, StaticOptions, static
 
 
 class Network(torch.nn.Module):
@@ -25,7 +24,7 @@ def stand_in(shape=None, **attributes):
     loop = types.SimpleNamespace(is_done=True, count=1, shapes=[] if shape is None else [shape])
     network = Network()
     vars(network).update(attributes)
-    return ComponentStandIn(network, torch.float32, loop, None)
+    return NetworkStandIn(network, torch.float32, loop)
 
 
 def test_upstream_sees_which_inputs_the_network_takes():
@@ -33,7 +32,7 @@ def test_upstream_sees_which_inputs_the_network_takes():
     assert list(inspect.signature(network.forward).parameters) == ["hidden_states", "encoder_hidden_states"]
     assert torch.equal(network.forward(torch.ones(2, 4, 3))[0], torch.zeros(2, 4, 3))
     with pytest.raises(AssertionError):  # one that is asked for its configuration alone
-        ComponentStandIn(Network(), torch.float32, None, None)(torch.ones(2, 4, 3))
+        ComponentStandIn(Network(), torch.float32)(torch.ones(2, 4, 3))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_a_buffer_without_values_is_ones_also_in_a_module_of_the_vae():
     vae = torch.nn.Module()
     vae.norm = torch.nn.BatchNorm2d(3).to("meta")
     vae.other = torch.nn.BatchNorm2d(3)
-    whole = Encoded(vae, torch.float32, Loop.__new__(Loop), {}, "encode")
+    whole = EncodedVae(vae, torch.float32, {}, "encode")
     assert whole.other is vae.other
     assert torch.equal(whole.norm.running_mean, torch.ones(3))
     assert whole.norm.eps == vae.norm.eps and whole.norm.weight.is_meta

@@ -25,7 +25,7 @@ from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, StepCache
 from torchport.errors import BadValueError, StackError
 from torchport.stages import family
-from torchport.stages.outputs import TENSORS, leaves, of_call
+from torchport.stages.outputs import TENSORS, leaves, stage_outputs
 
 MODE, KEPT = "step_cache", "step_cache_kept"
 """Inputs of a network beside its own: `full` or `reuse`, and what an earlier step kept."""
@@ -58,7 +58,7 @@ def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
         finally:
             for block in blocks:
                 block.around = stack.through
-        return of_call(output, (), name), tuple(kept)
+        return stage_outputs(output, (), name), tuple(kept)
 
     return call
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchport.stages.outputs import leaves, not_finite, of_call
+from torchport.stages.outputs import leaves, not_finite, stage_outputs
 
 
 class FirstNotFinite:
@@ -71,4 +71,4 @@ class Eager:
     def __call__(self, **inputs: Any) -> Any:
         """Returns the module's first output, or all of them if they have names."""
         with torch.no_grad():
-            return of_call(self.how(self.module, **inputs), self.outputs, self.name)
+            return stage_outputs(self.how(self.module, **inputs), self.outputs, self.name)

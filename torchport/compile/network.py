@@ -38,7 +38,7 @@ from torchport.load import checkpoint, tiny
 from torchport.load.foreign import reading
 from torchport.progress import log
 from torchport.stages.family import Stage
-from torchport.stages.guiding import made
+from torchport.stages.guiding import instance
 from torchport.task import Task
 from torchport.task.family_file import builder
 
@@ -85,7 +85,7 @@ def _light(task: Task, name: str, folder: Path) -> Any:
     """Returns a part without weights: the job's scheduler, or what the checkpoint has in a folder."""
     if name == "scheduler" and task.settings.scheduler is not None:
         place, chosen = task.job_document.place(["scheduler"]), task.settings.scheduler
-        return made(load.class_of(f"diffusers.schedulers:{chosen.get('class')}", place), chosen, place)
+        return instance(load.class_of(f"diffusers.schedulers:{chosen.get('class')}", place), chosen, place)
     return load.part(task.card.components[name].class_, folder)
 
 
@@ -161,7 +161,7 @@ def write_tiny(task: Task) -> Path:
     if arrange is None and card.pipeline is None:
         names, variants = card.components, family.VARIANTS or (None,)
         layouts = {variant: {name: layout(task, name, variant) for name in names} for variant in variants}
-        arrange = tiny.in_layouts(card, layouts)
+        arrange = functools.partial(tiny.save_in_layouts, card, layouts)
     makers = {name: maker(task, name) for name in card.components}
     return tiny.write(card, Path(str(family.__file__)), arrange, makers)
 

@@ -30,7 +30,7 @@ from torchport.kernels.attention import dispatch
 from torchport.progress import log, waiting
 from torchport.shard.activations import constrain
 from torchport.stages.constants import Constants, converted
-from torchport.stages.outputs import each, has_tensor, leaves, of_call, plain
+from torchport.stages.outputs import has_tensor, leaves, map_leaves, plain, stage_outputs
 from torchport.stages.recorder import Static
 
 LARGE = 2**20
@@ -187,7 +187,7 @@ class Compiled:
 
     def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
-        return {name: each(self._shape, name, value) for name, value in inputs.items()}
+        return {name: map_leaves(self._shape, name, value) for name, value in inputs.items()}
 
     def _shape(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -212,7 +212,7 @@ class Compiled:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
             keeps, to_host = self.network.keeps, lambda _, array: shard.to_torch(array)
-            return tuple(value if name in keeps else each(to_host, "", value) for name, value in named)
+            return tuple(value if name in keeps else map_leaves(to_host, "", value) for name, value in named)
 
     @torch.inference_mode(False)
     def prepare(self, **inputs: Any) -> Any:
@@ -309,7 +309,7 @@ class Compiled:
             if rebound:
                 fact = f"'{rebound[0]}' is bound to another tensor, and a later call would not see that"
                 raise BadValueError(self.network.name, fact, "Patch its forward to return it", name=rebound[0])
-            output = of_call(output, self.network.outputs, self.network.name)
+            output = stage_outputs(output, self.network.outputs, self.network.name)
             return converted(output, engine.constant)
 
         def as_input(path: str, array: jax.Array) -> Any:
@@ -324,7 +324,7 @@ class Compiled:
             named = dict(zip(self.network.outputs, output, strict=True))
             for name in (name for name in self.network.keeps if name not in self.network.free):
                 names.extend(leaves({name: named[name]}))
-                named[name] = each(as_input, name, named[name])
+                named[name] = map_leaves(as_input, name, named[name])
             return tuple(named.values())
 
         return program
@@ -388,7 +388,7 @@ class Compiled:
 
     def _placed(self, name: str, value: Any) -> Any:
         """Returns a tensor or a tree as arrays, each where its rule puts it; arrays stay where they are."""
-        return each(self._to_device, name, plain(name, value, self.network.name))
+        return map_leaves(self._to_device, name, plain(name, value, self.network.name))
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
         """Returns a host tensor as an array that its rule shards; refuses tensors on meta, and deleted arrays."""

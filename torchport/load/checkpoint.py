@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -128,6 +127,9 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
         folder = _existing_folder(name)
         identity = f"folder:{folder.name}"
     else:
+        if local(name) is None:
+            _check_disk(name, card)
+        log.info("checkpoint %s ...", name)
         folder = _download(name, card, variant)
         identity = f"{name.partition('@')[0]}@{folder.name}"  # the cache names a snapshot by its commit
     check_index(folder, card, variant)
@@ -145,14 +147,21 @@ def _existing_folder(name: str) -> Path:
 
 def _download(name: str, card: Card, variant: str | None) -> Path:
     """Returns a checkpoint's folder in the hub's cache, after downloading the files that the card needs."""
-    if local(name) is None:
-        _check_disk(name, card)
-    patterns, at_root = _patterns(card, variant)
-    log.info("checkpoint %s ...", name)
-    folder = _snapshot(name, patterns)
-    if at_root:  # in a pattern of the hub, `*` also stands for a path
-        _snapshot(f"{name.partition('@')[0]}@{folder.name}", ["*"], ["*/*"])
-    return folder
+    patterns, needs_root = ["*.json"], False
+    for component in card.components:
+        folder, file = PurePosixPath(card.folder(component, variant)), card.file(component, variant)
+        if folder != _ROOT:
+            patterns.append(f"{folder}/*")
+        elif file is None:
+            needs_root = True
+        else:
+            patterns.append(file)
+            if file.endswith(_INDEX):
+                patterns.append(f"{file.removesuffix(_INDEX)}*.safetensors")
+    snapshot = _snapshot(name, patterns)
+    if needs_root:  # all files directly in the root; in a pattern of the hub, `*` also stands for a path
+        _snapshot(f"{name.partition('@')[0]}@{snapshot.name}", ["*"], ["*/*"])
+    return snapshot
 
 
 def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
@@ -169,22 +178,6 @@ def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) 
         fact = f"It is neither in the cache nor to be had: {reason}"
         remedy = "Check the name and the network, or pass --checkpoint DIR with a copy of it"
         raise CheckpointMissingError(f"--checkpoint {name}", fact, remedy, repo=repo) from error
-
-
-def _patterns(card: Card, variant: str | None) -> tuple[list[str], bool]:
-    """Returns the hub's patterns for a card's files, and whether all files directly in the root are needed too."""
-    patterns, at_root = ["*.json"], False
-    for name in card.components:
-        folder, file = PurePosixPath(card.folder(name, variant)), card.file(name, variant)
-        if folder != _ROOT:
-            patterns.append(f"{folder}/*")
-        elif file is None:
-            at_root = True
-        else:
-            patterns.append(file)
-            if file.endswith(_INDEX):
-                patterns.append(f"{file.removesuffix(_INDEX)}*.safetensors")
-    return patterns, at_root
 
 
 def _check_disk(name: str, card: Card) -> None:
@@ -295,12 +288,26 @@ def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, s
     Names have the card's name in front: two cards may read each other's stage files, and their checkpoints have
     different layouts.
 
-    A digest covers every file's name and size, its first bytes and its last bytes; reading sixteen gigabytes would take
-    too long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
+    A digest covers every file's name and size, its first and its last 64 KiB; reading sixteen gigabytes would take too
+    long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
     """
-    places = {name: folder / card.folder(name, variant) for name in card.components}
-    files = {name: _files(folder, place, card.file(name, variant)) for name, place in places.items()}
-    return {f"{card.model}/{name}": _digest(places[name], files[name]) for name in places if files[name]}
+    result = {}
+    for name in card.components:
+        place = folder / card.folder(name, variant)
+        files = _files(folder, place, card.file(name, variant))
+        sha = hashlib.sha256()
+        for file in files:
+            size = file.stat().st_size
+            path = os.fsencode(file.relative_to(place).as_posix())  # a name may be no UTF-8
+            sha.update(path + f"\0{size}\0".encode())
+            with file.open("rb") as stream:
+                sha.update(stream.read(2**16))
+                if size > 2**16:
+                    stream.seek(max(2**16, size - 2**16))
+                    sha.update(stream.read(2**16))
+        if files:
+            result[f"{card.model}/{name}"] = sha.hexdigest()[:16]
+    return result
 
 
 def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
@@ -317,50 +324,30 @@ def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
     return [path for path in named if path.is_file()]
 
 
-def _digest(folder: Path, files: Sequence[Path]) -> str:
-    """Returns a checksum over the names, the sizes, and the first and last 64 KiB of some files."""
-    sha = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        sha.update(os.fsencode(file.relative_to(folder).as_posix()) + f"\0{size}\0".encode())  # a name may be no UTF-8
-        with file.open("rb") as stream:
-            sha.update(stream.read(2**16))
-            if size > 2**16:
-                stream.seek(max(2**16, size - 2**16))
-                sha.update(stream.read(2**16))
-    return sha.hexdigest()[:16]
-
-
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
     """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder.
     Raises if the folder has several indices, a file that its index does not name, or none.
     """
     if file is not None:
-        return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        fact = f"It holds {len(indices)} indices of weights"
-        raise CheckpointForeignError(str(folder), fact, ONE_SET)
-    present = sorted(folder.glob("*.safetensors"))
-    files = _shards(indices[0]) if indices else present
-    for path in present:
-        if path not in files:  # upstream may read this one, and leave the index alone
-            fact = f"It holds {path.name[:120]}, which {indices[0].name[:120]} does not name"
-            raise CheckpointForeignError(str(folder), fact, ONE_SET, file=path.name)
-    if not files:
-        raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
-    return _file_of(files)
-
-
-def _file_of(files: Sequence[Path]) -> dict[str, Path]:
-    """Returns the file of every tensor in some safetensors files, by the tensor's name; refuses a name in two files."""
+        files = [folder / file] if file.endswith(".safetensors") else _shards(folder / file)
+    else:
+        indices, present = sorted(folder.glob("*.safetensors.index.json")), sorted(folder.glob("*.safetensors"))
+        if len(indices) > 1:
+            raise CheckpointForeignError(str(folder), f"It holds {len(indices)} indices of weights", ONE_SET)
+        files = _shards(indices[0]) if indices else present
+        for path in present:
+            if path not in files:  # upstream may read this one, and leave the index alone
+                fact = f"It holds {path.name[:120]}, which {indices[0].name[:120]} does not name"
+                raise CheckpointForeignError(str(folder), fact, ONE_SET, file=path.name)
+        if not files:
+            raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
     file_of: dict[str, Path] = {}
-    for file in files:
-        for name in header(file):
+    for path in files:
+        for name in header(path):
             if name in file_of:
-                fact = f"'{name[:120]}' is in {file_of[name].name} and in {file.name}"
-                raise CheckpointForeignError(str(file.parent), fact, ONE_SET, name=name)
-            file_of[name] = file
+                fact = f"'{name[:120]}' is in {file_of[name].name} and in {path.name}"
+                raise CheckpointForeignError(str(path.parent), fact, ONE_SET, name=name)
+            file_of[name] = path
     return file_of
 
 

@@ -36,7 +36,7 @@ class Layout:
     key: str | None = None  #: Where a file of `torch.save` has the state dict.
     rename: Sequence[RenameRule] = ()  #: Rules from the file's names to the module's.
     unread: Sequence[str] = ()  #: Regular expressions of the file's names that the module does not use.
-    places: Sequence[str] = ()
+    places: Sequence[str] = ()  #: Where the card has each rule, for errors.
     #: Modules whose tensors are not wanted, though they lie there.
     without: Sequence[str] = dataclasses.field(default=(), compare=False)
     #: LoRA files that are merged into them.
@@ -44,9 +44,11 @@ class Layout:
 
     @property
     def is_pickled(self) -> bool:
+        """Whether its tensors are in a file of `torch.save`."""
         return self.file is not None and not self.file.endswith((".safetensors", ".safetensors.index.json"))
 
     def place(self, folder: Path) -> Path:
+        """Returns what holds its tensors, for errors: its file, or the folder."""
         return folder if self.file is None else folder / self.file
 
     def stored(self, folder: Path) -> dict[str, Stored]:
@@ -60,6 +62,7 @@ class Layout:
         return {name: by_file_name[key] for name, key in names.items() if not name.startswith(unwanted)}
 
     def is_unread(self, name: str) -> bool:
+        """Whether the module does not use a tensor of the file."""
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
     def stored_by_file_name(self, folder: Path) -> dict[str, Stored]:
@@ -110,4 +113,5 @@ DIFFUSERS = Layout()
 
 
 def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
+    """Returns how a component's tensors lie by the card, in its file for a variant of the checkpoint."""
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

@@ -212,6 +212,7 @@ def config_beside(file: Path) -> Path | None:
 
 
 def _is_unset(value: Any) -> bool:
+    """Returns whether a field of PEFT's configuration, which may be text, is none, false or empty."""
     return value in (None, [], {}) or str(value).lower() in ("false", "0", "none", "null", "", "{}", "[]")
 
 
@@ -412,7 +413,9 @@ class _Reader:
             yield from self._layer_additions(layer, name, keys)
 
     def _keys_by_name(self) -> dict[str, dict[str, str]]:
-        """Returns the file's keys by the layer's name, and then by their part in `PARTS`; raises for other keys."""
+        """Returns the file's keys by the layer's name, and then by their part in `PARTS`; raises for other keys:
+        `{"blocks.0.to_q": {"down": "blocks.0.to_q.lora_A.weight", "up": "blocks.0.to_q.lora_B.weight"}}`.
+        """
         keys: dict[str, dict[str, str]] = {}
         for key, entry in self.entries.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
@@ -456,7 +459,7 @@ class _Reader:
         raise self._foreign(f"'{key}' is no layer of '{self.component}'", remedy, key)
 
     def _without_prefixes(self, name: str) -> Iterator[str]:
-        """Yields a name, and what is left of it without each prefix that it begins with."""
+        """Yields a name, and what is left of it without each prefix: `transformer.blocks.0`, then `blocks.0`."""
         yield name
         for prefix in self.prefixes:
             if name.startswith(prefix):
@@ -503,14 +506,15 @@ class _Reader:
             raise self._foreign(fact, "The rank must be the same: download the file again", up)
         if shape[0] != rows or _without_trailing_ones(shape[2:]):
             raise self._shape_error(up, [rows, rank], weight)
-        value = self._number(alpha) if alpha else self.adapter.alpha(list(self._without_prefixes(name)), rank)
+        if alpha is None:
+            value = self.adapter.alpha(list(self._without_prefixes(name)), rank)
+        elif math.prod(self.entries[alpha]["shape"]) != 1:
+            fact = f"'{alpha}' has shape {self.entries[alpha]['shape']}"
+            raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=alpha)
+        else:
+            tensor = _finite(self.stream.get_tensor(alpha), self.file, alpha)
+            value = self.adapter.positive(float(tensor), f"'{alpha}'")
         return self.scale * self.adapter.scale(value, rank)
-
-    def _number(self, key: str) -> float:
-        if math.prod(self.entries[key]["shape"]) != 1:
-            fact = f"'{key}' has shape {self.entries[key]['shape']}"
-            raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=key)
-        return self.adapter.positive(float(_finite(self.stream.get_tensor(key), self.file, key)), f"'{key}'")
 
     def _shape_error(self, key: str, shape: Sequence[int], tensor: str) -> CheckpointForeignError:
         fact = f"'{key}' has shape {self.entries[key]['shape']}"

@@ -35,23 +35,23 @@ def as_pipeline(cls: Any) -> Any:
     """Returns a subclass of a modular pipeline that is called as other pipelines are; any other class as it is."""
     if not is_modular(cls) or issubclass(cls, _Pipeline):
         return cls
-    row = PromptBlocks(cls)
-    methods = {"__init__": row.components, "__call__": row.arguments, "encode_prompt": row.texts}
-    declared = {name: _declared(getattr(_Pipeline, name), parameters) for name, parameters in methods.items()}
-    return type(cls.__name__, (_Pipeline, cls), {"__module__": cls.__module__, "row": row, **declared})
+    blocks = PromptBlocks(cls)
+    parameters = {"__init__": blocks.components, "__call__": blocks.arguments, "encode_prompt": blocks.texts}
+    methods = {name: _with_signature(getattr(_Pipeline, name), each) for name, each in parameters.items()}
+    return type(cls.__name__, (_Pipeline, cls), {"__module__": cls.__module__, "prompt_blocks": blocks, **methods})
 
 
-def _declared(function: Any, parameters: Sequence[inspect.Parameter]) -> Any:
-    """Returns a function whose signature names the parameters: callers ask for them before a call."""
+def _with_signature(method: Any, parameters: Sequence[inspect.Parameter]) -> Any:
+    """Returns a method that takes any keywords as one with these parameters: callers ask for them before a call."""
     signature = inspect.Signature([_parameter("self"), *parameters])
 
-    @functools.wraps(function)
-    def declared(*args: Any, **kwargs: Any) -> Any:
-        return function(**signature.bind(*args, **kwargs).arguments)
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return method(**signature.bind(*args, **kwargs).arguments)
 
-    declared.__signature__ = signature  # type: ignore[attr-defined]
-    declared.__annotations__ = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
-    return declared
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+    return called
 
 
 def _parameter(
@@ -70,8 +70,13 @@ class PromptBlocks:
 
         self.blocks = getattr(diffusers, cls.default_blocks_name)().get_execution_blocks(prompt="")
         blocks, part = list(self.blocks.sub_blocks.items()), SequentialPipelineBlocks.from_blocks_dict
-        loops = [n for n, (_, block) in enumerate(blocks) if isinstance(block, LoopSequentialPipelineBlocks)]
-        ends = [n + 1 for n, (_, block) in enumerate(blocks) if any(map(_is_of_text, block.expected_components))]
+        loops, ends = [], []
+        for number, (_, block) in enumerate(blocks):
+            modules = [str(getattr(spec.type_hint, "__module__", "")) for spec in block.expected_components]
+            if isinstance(block, LoopSequentialPipelineBlocks):
+                loops.append(number)
+            if any(module.startswith("transformers.") for module in modules):  # a text encoder, tokenizer or processor
+                ends.append(number + 1)
         if not loops or not ends or ends[-1] > loops[0]:
             fact = f"The blocks of '{cls.__name__}' do not encode a prompt and then run a loop"
             raise BadValueError(
@@ -110,44 +115,36 @@ class PromptBlocks:
         self.texts += [_parameter("do_classifier_free_guidance", True) for _ in scales]
 
 
-def _is_of_text(spec: Any) -> bool:
-    """Returns whether a block's component is a text encoder, a tokenizer or a processor."""
-    return str(getattr(spec.type_hint, "__module__", "")).startswith("transformers.")
-
-
 class _Pipeline:
     """The methods of a modular pipeline's subclass."""
 
-    row: PromptBlocks
+    prompt_blocks: PromptBlocks
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(blocks=self.row.blocks)  # type: ignore[call-arg]
-        plain = {each.name: arguments.pop(each.name, each.default) for each in self.row.blocks.expected_configs}
+        super().__init__(blocks=self.prompt_blocks.blocks)  # type: ignore[call-arg]
+        configs = self.prompt_blocks.blocks.expected_configs  # values of the constructor that are no components
+        values = {config.name: arguments.pop(config.name, config.default) for config in configs}
         upstreams: Any = self
         upstreams.register_components(**arguments)
-        upstreams.register_to_config(**plain)
+        upstreams.register_to_config(**values)
 
     def encode_prompt(self, do_classifier_free_guidance: bool = True, **texts: Any) -> tuple[Any, ...]:
         """Returns the embeddings of a prompt, in the order of `PromptBlocks.embeddings`."""
-        if not do_classifier_free_guidance:
-            self._guide(1.0)
-        state = self._state_after(self.row.encode, texts)
-        return tuple(state.get(name) for name in self.row.embeddings)
+        if not do_classifier_free_guidance and hasattr(self, _GUIDER):
+            getattr(self, _GUIDER).guidance_scale = 1.0
+        state = self._state_after(self.prompt_blocks.encode, texts)
+        return tuple(state.get(name) for name in self.prompt_blocks.embeddings)
 
     def __call__(self, return_dict: bool = True, guidance_scale: float | None = None, **values: Any) -> tuple[Any]:
         """Returns the picture or video; with `output_type="latent"` the latents after the last step."""
-        if guidance_scale is not None:
-            self._guide(guidance_scale)
+        if guidance_scale is not None and hasattr(self, _GUIDER):
+            getattr(self, _GUIDER).guidance_scale = guidance_scale
         if values.get("prompt") is not None:
-            texts = {each.name: values[each.name] for each in self.row.texts if each.name in values}
-            values |= dict(zip(self.row.embeddings, self.encode_prompt(**texts), strict=True))
+            texts = {each.name: values[each.name] for each in self.prompt_blocks.texts if each.name in values}
+            values |= dict(zip(self.prompt_blocks.embeddings, self.encode_prompt(**texts), strict=True))
         is_latent = values.get("output_type") == "latent"
-        state = self._state_after(self.row.denoise if is_latent else self.row.rest, values)
-        return (state.get("latents" if is_latent else self.row.output),)
-
-    def _guide(self, scale: float) -> None:
-        if hasattr(self, _GUIDER):
-            getattr(self, _GUIDER).guidance_scale = scale
+        state = self._state_after(self.prompt_blocks.denoise if is_latent else self.prompt_blocks.rest, values)
+        return (state.get("latents" if is_latent else self.prompt_blocks.output),)
 
     def _state_after(self, blocks: Any, values: Mapping[str, Any]) -> Any:
         """Returns upstream's state after some blocks have run on values."""
@@ -158,7 +155,7 @@ class _Pipeline:
             if each.name:
                 state.set(each.name, each.default, each.kwargs_type)
         for name, value in values.items():
-            state.set(name, value, self.row.marks.get(name))
+            state.set(name, value, self.prompt_blocks.marks.get(name))
         # Upstream logs a traceback for each block around an exception, which is reported anyway.
         logger = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
         was_disabled, logger.disabled = logger.disabled, True
@@ -172,8 +169,8 @@ class _Pipeline:
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the components, and the `model_index.json` that pipelines of both kinds read."""
         index: dict[str, Any] = {"_class_name": type(self).__name__}
-        plain = {each.name for each in self.row.blocks.expected_configs}
-        for name in (each.name for each in self.row.components if each.name not in plain):
+        plain = {each.name for each in self.prompt_blocks.blocks.expected_configs}
+        for name in (each.name for each in self.prompt_blocks.components if each.name not in plain):
             component = getattr(self, name)
             component.save_pretrained(Path(folder) / name)
             index[name] = [type(component).__module__.partition(".")[0], type(component).__name__]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import inspect
 import itertools
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +50,14 @@ def class_of(path: str, place: str | None = None) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise _no_module(module, error.name, place or path) from error
+        package, _, missing = error.name.rpartition(".")
+        if not package:
+            fact, remedy = f"There is no package '{missing}' for '{module}'", "Install it, or mend the name"
+        else:
+            siblings = pkgutil.iter_modules(getattr(sys.modules[package], "__path__", ()))
+            fact = f"'{package}' has no module '{missing}'"
+            remedy = _closest(missing, [sibling.name for sibling in siblings])
+        raise UnknownNameError(place or path, fact, remedy, name=error.name) from error
     try:
         return modular.as_pipeline(getattr(home, name))
     except AttributeError as error:
@@ -59,17 +65,6 @@ def class_of(path: str, place: str | None = None) -> Any:
             raise
         fact = f"'{module}' has no class '{name}'"
         raise UnknownNameError(place or path, fact, _closest(name, dir(home)), name=name) from error
-
-
-def _no_module(module: str, missing: str, place: str) -> UnknownNameError:
-    """Returns the refusal of a module that does not exist, with the nearest one of its package."""
-    package, _, name = missing.rpartition(".")
-    if not package:
-        fact = f"There is no package '{missing}' for '{module}'"
-        return UnknownNameError(place, fact, "Install it, or mend the name", name=missing)
-    paths = getattr(sys.modules[package], "__path__", ())
-    names = [submodule.name for submodule in pkgutil.iter_modules(paths)]
-    return UnknownNameError(place, f"'{package}' has no module '{name}'", _closest(name, names), name=missing)
 
 
 def _closest(name: str, names: Iterable[str]) -> str:
@@ -111,15 +106,12 @@ def build(maker: Maker, config: Mapping[str, Any], dtype: str, place: str) -> to
         config: As the checkpoint's `config.json` has it, or else keyword arguments.
         dtype: Of floating-point weights; what the class keeps in float32 stays float32.
     """
-    with default_dtype(getattr(torch, dtype)):
-        return _cast(_without_storage(maker, config, place), getattr(torch, dtype))
-
-
-def _without_storage(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
-        return _construct(maker, config, place)
+    with default_dtype(getattr(torch, dtype)):
+        with init_empty_weights(include_buffers=False):
+            module = _construct(maker, config, place)
+        return _cast(module, getattr(torch, dtype))
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -146,23 +138,20 @@ def published(
     maker: Maker, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None
 ) -> torch.nn.Module:
     """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`."""
-    if dtype is None:
-        return _as_shapes(maker, config, place)
-    with default_dtype(getattr(torch, dtype)):
-        return _cast(_as_shapes(maker, config, place), getattr(torch, dtype))
+    from accelerate import init_empty_weights
 
-
-def _as_shapes(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module with all weights and buffers on meta."""
-    if not _takes_arguments(maker):
-        with torch.device("meta"):
-            return _construct(maker, config, place)
-    # Its buffers are real first: many constructors read values that they compute.
-    module = _without_storage(maker, config, place).to("meta")
-    for part in module.modules():
-        attributes = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
-        vars(part).update({name: value.to("meta") for name, value in attributes.items()})
-    return module
+    with contextlib.nullcontext() if dtype is None else default_dtype(getattr(torch, dtype)):
+        if _takes_arguments(maker):
+            # Its buffers are real first: many constructors read values that they compute.
+            with init_empty_weights(include_buffers=False):
+                module = _construct(maker, config, place)
+            for part in module.to("meta").modules():
+                attributes = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+                vars(part).update({name: value.to("meta") for name, value in attributes.items()})
+        else:
+            with torch.device("meta"):
+                module = _construct(maker, config, place)
+        return module if dtype is None else _cast(module, getattr(torch, dtype))
 
 
 def _takes_arguments(maker: Maker) -> bool:
@@ -195,7 +184,7 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
         function = cls = class_of(maker)
         name = cls.__name__
         if hasattr(cls, "config_class"):  # transformers' take a configuration object
-            function = functools.partial(_of_configuration, cls)
+            function = lambda **values: cls(cls.config_class(**values))  # noqa: E731
     arguments = _arguments(function, config, name, place)
     with building(name, place, BadValueError, "Mend the arguments"):
         module = function(**config)
@@ -205,11 +194,6 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
         raise BadValueError(place, fact, f"It must return a {cls.__name__}, the component's 'class'")
     if not hasattr(module, "config"):
         vars(module)["config"] = arguments
-    return module
-
-
-def _of_configuration(cls: Any, /, **config: Any) -> torch.nn.Module:
-    module: torch.nn.Module = cls(cls.config_class(**config))
     return module
 
 
@@ -278,8 +262,15 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
     if missing or foreign:
         parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
         parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
-        fact = f"It {' and '.join(parts)}"
-        remedy = SAME if layout == DIFFUSERS and hasattr(module, "from_config") else _remedy(missing, foreign)
+        fact, remedy = f"It {' and '.join(parts)}", "or name a checkpoint of this model"
+        if layout == DIFFUSERS and hasattr(module, "from_config"):
+            remedy = SAME
+        elif missing and foreign:
+            remedy = f"{renaming.closest(missing[0], foreign)}: mend the rules under 'rename', {remedy}"
+        elif missing:
+            remedy = f"Mend 'unread' and the rules under 'rename', {remedy}"
+        else:
+            remedy = f"Name what the model does not use under 'unread', {remedy}"
         raise CheckpointForeignError(str(layout.place(folder)), fact, remedy, missing=missing, foreign=foreign)
     for name, (file, name_in_file, dtype, shape) in stored.items():
         if tuple(shape) != tuple(state[name].shape):
@@ -288,16 +279,6 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
             raise CheckpointForeignError(str(file), fact, remedy, name=name)
         check_dtype(file, name_in_file, dtype, state[name].dtype)
     return stored
-
-
-def _remedy(missing: Sequence[str], foreign: Sequence[str]) -> str:
-    """Returns the remedy for tensors that only the module has (`missing`) or only the files have (`foreign`)."""
-    other = "or name a checkpoint of this model"
-    if missing and foreign:
-        return f"{renaming.closest(missing[0], foreign)}: mend the rules under 'rename', {other}"
-    if missing:
-        return f"Mend 'unread' and the rules under 'rename', {other}"
-    return f"Name what the model does not use under 'unread', {other}"
 
 
 def check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:

@@ -45,7 +45,12 @@ def tensors(
     for name, value in kept.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             fact = f"Not tensors by name: {str(name)[:120]!r} is of the type '{type(value).__name__}'"
-            raise CheckpointBrokenError(str(file), fact, _remedy(state), name=name)
+            inner = sorted(str(key) for key, item in state.items() if isinstance(item, dict))
+            remedy = "Add what the module does not use to the component's 'unread'"
+            if inner:
+                keys = " or ".join(f"'{key}'" for key in inner[:6])
+                remedy = f"Name what holds the tensors as the component's 'key': {keys}"
+            raise CheckpointBrokenError(str(file), fact, remedy, name=name)
     return {name: value.detach() for name, value in kept.items()}
 
 
@@ -85,9 +90,7 @@ def _unpickled(file: Path, device: str) -> Any:
 class _Inert(list[Any]):
     """Stands for whatever a pickle names or makes: it is called, filled and appended to, and does nothing."""
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-        self.name = ""
+    name = ""  #: Of a class or function that the pickle names.
 
     def __call__(self, *_: Any) -> _Inert:
         return _Inert()
@@ -157,12 +160,3 @@ def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
         fact = f"Not tensors by name: a '{type(state).__name__}'"
         raise CheckpointBrokenError(str(file), fact, AGAIN)
     return state
-
-
-def _remedy(state: dict[Any, Any]) -> str:
-    """Returns the remedy for a dict that holds something else than tensors."""
-    inner = [str(name) for name, value in state.items() if isinstance(value, dict)]
-    if inner:
-        names = " or ".join(f"'{name}'" for name in sorted(inner)[:6])
-        return f"Name what holds the tensors as the component's 'key': {names}"
-    return "Add what the module does not use to the component's 'unread'"

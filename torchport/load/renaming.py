@@ -22,17 +22,16 @@ def module_names(
     Raises if two names become one, or if a rule renames nothing.
     """
     name_in_file: dict[str, str] = {}
-    used = set()
+    rule_of: dict[str, int | None] = {}
     for name in names:
-        number = _rule_of(name, rules)
-        used.add(number)
-        new = _renamed(name, rules)
+        new, rule_of[name] = _renamed(name, rules)
         if new in name_in_file:
             fact = f"'{name_in_file[new]}' and '{name}' of {file} both become '{new}'"
             remedy = "Mend the rules, or add the one that is not used to 'unread'"
-            numbers = [n for n in (number, _rule_of(name_in_file[new], rules)) if n is not None]
+            numbers = [n for n in (rule_of[name], rule_of[name_in_file[new]]) if n is not None]
             raise CheckpointForeignError(places[numbers[0]], fact, remedy, name=new)
         name_in_file[new] = name
+    used = set(rule_of.values())
     for number, rule in enumerate(rules):
         if number not in used:
             covered = any(re.fullmatch(rule.match, name) for name in names)
@@ -47,19 +46,18 @@ def module_names(
     return name_in_file
 
 
-def _rule_of(name: str, rules: Sequence[RenameRule]) -> int | None:
-    return next((number for number, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None)
-
-
-def _renamed(name: str, rules: Sequence[RenameRule]) -> str:
-    matches = ((re.fullmatch(rule.match, name), rule) for rule in rules)
-    return next((match.expand(rule.to) for match, rule in matches if match), name)
+def _renamed(name: str, rules: Sequence[RenameRule]) -> tuple[str, int | None]:
+    """Returns a name as the first rule that matches it writes it, and the rule's number; the name and None without."""
+    for number, rule in enumerate(rules):
+        if match := re.fullmatch(rule.match, name):
+            return match.expand(rule.to), number
+    return name, None
 
 
 def closest(name: str, names: Collection[str]) -> str:
     """Returns a sentence with the few names that are closest to one, of maybe thousands."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or sorted(names)[:3]
-    return f"The nearest are {', '.join(repr(one) for one in close)}" if close else "There are none"
+    return f"The nearest are {', '.join(map(repr, close))}" if close else "There are none"
 
 
 def file_names(
@@ -72,27 +70,31 @@ def file_names(
     fitting: dict[str, list[str]] = {}
     for name in names:
         candidates = [*filter(None, (inverse(name) for inverse in inverses)), name]
-        fitting[name] = [c for c in candidates if _renamed(c, rules) == name and not is_unread(c)]
+        fitting[name] = [c for c in candidates if _renamed(c, rules)[0] == name and not is_unread(c)]
         if not fitting[name]:
             fact = f"No name in the file that becomes '{name}' can be told from the rules"
             raise BadValueError(places[0], fact, TURNED, name=name)
     name_in_file = {name: sources[0] for name, sources in fitting.items()}
     for number, rule in enumerate(rules):
-        uses = [_rule_of(source, rules) for source in name_in_file.values()]
+        rule_of = {name: _renamed(source, rules)[1] for name, source in name_in_file.items()}
+        uses = list(rule_of.values())
+        if number in uses:
+            continue
         # Another rule may have taken its tensors; a rule that no name needs is refused when the file is read.
-        free = [name for name in fitting if uses.count(_rule_of(name_in_file[name], rules)) > 1]
-        others = ((name, source) for name in free for source in fitting[name] if _rule_of(source, rules) == number)
-        if number not in uses:
-            other = next(others, None)
-            if other is None:
-                fact = f"Rule {number + 1}, '{rule.match}', names no tensor of the tiny module"
-                raise BadValueError(places[number], fact, TURNED if _inverse(rule) is None else "Remove it, or mend it")
-            name_in_file[other[0]] = other[1]
+        free = [name for name in fitting if uses.count(rule_of[name]) > 1]
+        others = ((name, source) for name in free for source in fitting[name] if _renamed(source, rules)[1] == number)
+        other = next(others, None)
+        if other is None:
+            fact = f"Rule {number + 1}, '{rule.match}', names no tensor of the tiny module"
+            raise BadValueError(places[number], fact, TURNED if _inverse(rule) is None else "Remove it, or mend it")
+        name_in_file[other[0]] = other[1]
     return name_in_file
 
 
 def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
-    """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none."""
+    """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none. For the rule
+    from `model\\.(.*)` to `\\1` it returns `model.blocks.0` of `blocks.0`, and None of a name that no match becomes.
+    """
     parts = _parts(rule.match)
     if parts is None:
         return None
@@ -115,8 +117,8 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
 
 
 def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
-    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax. A dot
-    outside groups counts as a dot: in a name it stands for itself.
+    """Returns a pattern's text and group numbers in order, and the groups' patterns; None if it has other syntax:
+    `a\\.(.*)` -> `(["a", ".", 1], [".*"])`. A dot outside groups counts as a dot: in a name it stands for itself.
     """
     pieces: list[str | int] = []
     groups: list[str] = []
@@ -142,7 +144,9 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
 
 
 def _group(pattern: str, start: int) -> str | None:
-    """Returns the pattern inside the group that starts at an index; None if the group has groups inside, or no end."""
+    """Returns the pattern inside the group that starts at an index, `a|b` of `(a|b).c` at 1; None if the group has
+    groups inside, or no end.
+    """
     for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
         try:
             inner = re.compile(pattern[start : start + end])

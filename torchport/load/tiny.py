@@ -86,9 +86,8 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
     cache.remove_leftovers(folder.parent, f"{folder.name}.*")
     with _writing(folder.parent):
         work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
-    damaged = work.with_name(f"{work.name}.damaged")
-    try:
-        with _writing(folder.parent):
+        damaged = work.with_name(f"{work.name}.damaged")
+        try:
             make = functools.partial(_component, card, makers or {})
             if arrange is not None:
                 arrange(make, work)
@@ -106,9 +105,9 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
                 # Another process was faster; what it wrote is the same, bit for bit.
                 if not _is_whole(folder):
                     raise
-    finally:
-        for left in (work, damaged):
-            shutil.rmtree(left, ignore_errors=True)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(damaged, ignore_errors=True)
     return folder
 
 
@@ -153,17 +152,22 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
     import torch
 
     config, place = {**card.tiny.components.get(name, {}), **changes}, f"tiny.components.{name} of {card.model}"
+    cls = None if isinstance(maker, Builder) else class_of(maker)
+    is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(card.tiny.seed)  # a constructor may draw buffers
-        part = _built(maker, config, place)
+        if is_module:
+            part: Any = from_arguments(maker, config, place)
+        else:
+            part = class_of(str(maker))(**config)
     if hasattr(part, "named_parameters"):
         randomise(part, card.tiny.seed, name, card.tiny.scale)
     if name in card.tiny.trained:
-        _fill(part, card.tiny.trained[name])
+        _copy_trained(part, card.tiny.trained[name])
     return part
 
 
-def _fill(module: torch.nn.Module, trained: Trained) -> None:
+def _copy_trained(module: torch.nn.Module, trained: Trained) -> None:
     """Copies trained tensors from the card's file into a module; refuses another file, name or shape."""
     import safetensors.torch
     import torch
@@ -183,81 +187,56 @@ def _fill(module: torch.nn.Module, trained: Trained) -> None:
             state[name].copy_(tensor)
 
 
-def _built(maker: Maker, config: dict[str, Any], place: str) -> Any:
-    """Returns a component that is built from its small configuration."""
-    cls = None if isinstance(maker, Builder) else class_of(maker)
-    is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
-    return from_arguments(maker, config, place) if is_module else class_of(str(maker))(**config)
-
-
 _SINGLE = "model.safetensors"
 """The file of tensors where a card names none, and the class does not write its own."""
 
 
-def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -> Arrange:
-    """Returns a function that saves all components where a card puts them; `layouts` are by variant and component."""
+def save_in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]], make: Make, folder: Path) -> None:
+    """Saves all components where a card has them, by `save_pretrained` or under their layouts' files and names.
 
-    def arrange(make: Make, folder: Path) -> None:
-        """Saves the components of all variants, by `save_pretrained` or under their layouts' files and names."""
-        contents = _Contents()
-        for variant, layout_of in layouts.items():
-            for name, layout in layout_of.items():
-                part, place = make(name), folder / card.folder(name, variant)
-                if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
-                    part.save_pretrained(place)
-                elif hasattr(part, "state_dict") and hasattr(part, "forward"):
-                    if layout.file is None and hasattr(part, "save_config"):
-                        part.save_config(place)
-                    contents.add(part, place, layout)
-                else:
-                    fact = f"A {type(part).__name__} has no 'save_pretrained'"
-                    remedy = "Write the function 'arrange_tiny' in the family, which saves it"
-                    raise BadValueError(f"components.{name}", fact, remedy)
-        contents.write()
-
-    return arrange
-
-
-class _Contents:
-    """The files of a tiny checkpoint that components without a format of their own are written to.
-
-    They are written at the end, since components may share one.
+    Args:
+        layouts: By the checkpoint's variant, and then by component.
     """
-
-    def __init__(self) -> None:
-        self.trees: dict[Path, dict[str, Any]] = {}
-
-    def add(self, module: torch.nn.Module, folder: Path, layout: Layout) -> None:
-        """Adds a module's tensors to the content of the file that its layout names, under the file's names."""
-        state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-        names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
-        tree = self.trees.setdefault(folder / (layout.file or _SINGLE), {})
-        for word in layout.key.split(".") if layout.key is not None else ():
-            tree = tree.setdefault(word, {})
-        tree.update({names[name]: tensor.contiguous() for name, tensor in state.items()})
-
-    def write(self) -> None:
-        """Writes all files; an index gets one shard beside it."""
-        for file, tree in self.trees.items():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if file.name.endswith(".index.json"):
-                name = file.name.removesuffix(".safetensors.index.json")
-                shard = file.with_name(f"{name}-00001-of-00001.safetensors")
-                file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tree, shard.name)}))
-                file = shard
-            file.write_bytes(_bytes(file, tree))
+    #: The files of components without a format of their own, which may share a file: what each is to hold.
+    contents: dict[Path, dict[str, Any]] = {}
+    for variant, layout_of in layouts.items():
+        for name, layout in layout_of.items():
+            part, place = make(name), folder / card.folder(name, variant)
+            if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
+                part.save_pretrained(place)
+                continue
+            if not hasattr(part, "state_dict") or not hasattr(part, "forward"):
+                remedy = "Write the function 'arrange_tiny' in the family, which saves it"
+                raise BadValueError(f"components.{name}", f"A {type(part).__name__} has no 'save_pretrained'", remedy)
+            if layout.file is None and hasattr(part, "save_config"):
+                part.save_config(place)
+            state = {key: tensor.detach().clone() for key, tensor in part.state_dict().items()}
+            names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
+            tree = contents.setdefault(place / (layout.file or _SINGLE), {})
+            for word in layout.key.split(".") if layout.key is not None else ():
+                tree = tree.setdefault(word, {})
+            tree.update({names[key]: tensor.contiguous() for key, tensor in state.items()})
+    for file, tree in contents.items():
+        _write_tensors(file, tree)
 
 
-def _bytes(file: Path, tensors: Mapping[str, Any]) -> bytes:
-    """Returns a file's bytes, for us to write: the libraries' own writers do not say that a disk is full."""
+def _write_tensors(file: Path, tensors: dict[str, Any]) -> None:
+    """Writes a file of tensors in the format of its name: safetensors, an index with one shard, or `torch.save`."""
     import safetensors.torch
     import torch
 
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.name.endswith(".index.json"):
+        shard = file.name.removesuffix(".safetensors.index.json") + "-00001-of-00001.safetensors"
+        file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}))
+        file = file.with_name(shard)
+    # The bytes are written here: the libraries' own writers do not say that a disk is full.
     if file.name.endswith(".safetensors"):
-        return bytes(safetensors.torch.save(dict(tensors), {"format": "pt"}))
+        file.write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+        return
     stream = io.BytesIO()
-    torch.save(dict(tensors), stream)
-    return stream.getvalue()
+    torch.save(tensors, stream)
+    file.write_bytes(stream.getvalue())
 
 
 def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> None:
@@ -281,6 +260,13 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
                 parameter.copy_(noise * scale / parameter[0].numel() ** 0.5)
 
 
+def is_processor(cls: Any) -> bool:
+    """Returns whether a class is a processor of transformers: a tokenizer with what prepares images and videos."""
+    import transformers
+
+    return issubclass(cls, transformers.ProcessorMixin)
+
+
 def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
     """Returns the tokenizer's class of a model of transformers, for a class that holds or stands for a tokenizer.
 
@@ -291,10 +277,9 @@ def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    is_processor = issubclass(cls, transformers.ProcessorMixin)
-    if not is_processor and cls is not transformers.AutoTokenizer:
+    if not is_processor(cls) and cls is not transformers.AutoTokenizer:
         return cls
-    name = TOKENIZER_MAPPING_NAMES.get(_model_type(cls) if is_processor else model_type)
+    name = TOKENIZER_MAPPING_NAMES.get(_model_type(cls) if is_processor(cls) else model_type)
     # A tokenizer of the class TokenizersBackend is made of its file alone.
     return getattr(transformers, name if name and name != "TokenizersBackend" else "T5Tokenizer")
 
@@ -308,13 +293,13 @@ def _model_type(processor: Any) -> str:
 
 
 def processor(cls: Any, words: Any) -> Any:
-    """Returns a processor with a tiny tokenizer; what it has for images and videos has the class's own values."""
-    made = {name: each() for name, each in processor_classes(cls).items()}
-    return cls(tokenizer=words, chat_template=words.chat_template, **made)
+    """Returns a processor with a tokenizer, `words`; what it has for images and videos has the class's own values."""
+    parts = {name: part() for name, part in processor_classes(cls).items()}
+    return cls(tokenizer=words, chat_template=words.chat_template, **parts)
 
 
 def processor_classes(cls: Any) -> dict[str, Any]:
-    """Returns the classes of what a processor has for images and videos, by its name there."""
+    """Returns the classes of what a processor has for images and videos, by its name there: `image_processor`."""
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
@@ -323,13 +308,13 @@ def processor_classes(cls: Any) -> dict[str, Any]:
     kind, backend = _model_type(cls), "torchvision" if is_torchvision_available() else "pil"
     kinds = {"image_processor": IMAGE_PROCESSOR_MAPPING_NAMES, "video_processor": VIDEO_PROCESSOR_MAPPING_NAMES}
     parts = {name: kinds[name][kind].get(backend) for name in cls.get_attributes() if name != "tokenizer"}
-    return {name: getattr(transformers, each) for name, each in parts.items() if each is not None}
+    return {name: getattr(transformers, part) for name, part in parts.items() if part is not None}
 
 
 def _marks(processor: Any) -> list[str]:
-    """Returns the tokens by which a processor marks images and videos in a text."""
-    found = {name: value for name, value in vars(processor).items() if name.endswith("_token")}
-    return list(dict.fromkeys(str(value) for value in found.values() if value))
+    """Returns the tokens by which a processor marks images and videos in a text, such as its `image_token`."""
+    tokens = [value for name, value in vars(processor).items() if name.endswith("_token")]
+    return list(dict.fromkeys(str(token) for token in tokens if token))
 
 
 def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
@@ -337,7 +322,7 @@ def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
     first tokens, a prompt template of fixed length; this one's template is filled up to that length, or it would count
     as prompt.
     """
-    if tokenizer_class(cls) is not cls:
+    if is_processor(cls):
         plain = tokenizer_class(cls)
         marks = _marks(processor(cls, plain()))
         spec = spec.model_copy(update={"special_tokens": [*spec.special_tokens, *marks]})

@@ -20,6 +20,7 @@ import torch
 from torchport.config.card import StageName
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, NotFiniteError
 from torchport.files import atomic
+from torchport.load.checkpoint import CODES
 from torchport.load.foreign import reading
 from torchport.progress import log
 from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
@@ -27,13 +28,11 @@ from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
-_LETTERS = {"bfloat": "BF", "float": "F", "complex": "C", "uint": "U", "int": "I", "bool": "BOOL"}
-"""Parts of the names of dtypes in PyTorch, and in safetensors."""
-
 VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
 
 
 def file_of(folder: Path, name: str) -> Path:
+    """Returns the file of an artefact: `denoise.safetensors` for `denoise`."""
     return folder / f"{name}.safetensors"
 
 
@@ -41,7 +40,11 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     """Writes an artefact. At every moment either the older one or this one is there, whole."""
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
-        _check_finite(folder, name, key, tensor)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            fact = f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite"
+            advice = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
+            raise NotFiniteError(str(file_of(folder, name)), fact, f"Nothing was written. {advice}", key=key)
     manifest = Manifest(
         schema_version=SCHEMA,
         tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
@@ -49,12 +52,12 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         **facts,
     )
 
-    def with_checksum(sha256: str) -> Manifest:
-        return manifest.model_copy(update={"sha256": sha256})
+    def text(sha256: str) -> str:
+        return text_of(manifest.model_copy(update={"sha256": sha256}))
 
     # The copy goes first: it must never describe another artefact than the one beside it.
     atomic.remove(_copy(folder, name))
-    return with_checksum(write_file(file_of(folder, name), tensors, lambda sha256: text_of(with_checksum(sha256))))
+    return manifest.model_copy(update={"sha256": write_file(file_of(folder, name), tensors, text)})
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> str:
@@ -85,8 +88,7 @@ def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        dtype = re.sub("|".join(_LETTERS), lambda part: _LETTERS[part[0]], _dtype(tensor)).upper().removesuffix("FN")
-        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": CODES[_dtype(tensor)], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
@@ -121,15 +123,6 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return sha.hexdigest()
 
 
-def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor with NaN or infinity, before an artefact is written."""
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor)).sum())
-        fact = f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite"
-        advice = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
-        raise NotFiniteError(str(file_of(folder, name)), fact, f"Nothing was written. {advice}", key=key)
-
-
 def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
     """Removes artefacts of later stages that were made from another artefact of this name."""
     changed: dict[StageName, str] = {name: sha256}
@@ -150,6 +143,7 @@ def remove(folder: Path, name: str) -> None:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
+    """Returns the name of a tensor's dtype, such as `bfloat16`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -183,21 +177,16 @@ def read(
     tensors = _load(file, made_by)
     if sha256_of(tensors) != manifest.sha256:
         raise _broken_error(file, "Its tensors are not those that were written", made_by)
-    _check_copy(folder, name, manifest)
+    copy = _copy(folder, name)
+    if copy.is_file() and _bytes(copy) != text_of(manifest).encode():  # whoever edited it expects an effect
+        fact = f"It is not the manifest that {file.name} holds, which alone counts"
+        raise ArtefactBrokenError(str(copy), fact, "Remove it: the artefact is complete without it")
     _check_identity(file, name, identity, manifest.identity, components, made_with=manifest.components)
     return tensors, manifest
 
 
 def _broken_error(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
     return ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {made_by}")
-
-
-def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
-    """Refuses JSON that differs from its artefact's manifest: whoever edited it expects an effect."""
-    copy = _copy(folder, name)
-    if copy.is_file() and _bytes(copy) != text_of(manifest).encode():
-        fact = f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts"
-        raise ArtefactBrokenError(str(copy), fact, "Remove it: the artefact is complete without it")
 
 
 def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
@@ -340,8 +329,13 @@ def _read_hand_written(
             metadata = stream.metadata() or {}
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
         for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
-            if name in tensors:
-                tensors[name] = _cast(name, tensors[name], str(dtype).removeprefix("torch."))
+            tensor, word = tensors.get(name), str(dtype).removeprefix("torch.")
+            if tensor is None:
+                continue
+            is_other_kind = tensor.is_floating_point() != _DTYPES[word].is_floating_point
+            if tensor.is_complex() or (is_other_kind and "mask" not in name):  # masks may be stored as either
+                raise TypeError(f"'{name}' is {_dtype(tensor)}, and 'dtype_info' says {word}")
+            tensors[name] = tensor.to(_DTYPES[word])
         config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
         # What the file itself says counts: the configuration may be an earlier stage's.
         sizes: dict[str, tuple[str, int, Path]] = {}
@@ -353,14 +347,6 @@ def _read_hand_written(
             fact = f"'{field}' is {size}, and this run's {key} is {identity[key]}"
             raise ArtefactForeignError(str(place), fact, f"Run with --set {key}={size}", key=key)
     return tensors if embeddings is None or "latents" not in tensors else {"latents_BCTHW": tensors["latents"]}
-
-
-def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Returns a tensor in the dtype that the metadata names; only masks may change between float and integer."""
-    torch_dtype = _DTYPES[dtype]
-    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != torch_dtype.is_floating_point):
-        raise TypeError(f"'{name}' is {str(tensor.dtype)[6:]}, and 'dtype_info' says {dtype}")
-    return tensor.to(torch_dtype)
 
 
 def _check_hand_written(

@@ -79,49 +79,46 @@ class _FlagsRow(ManifestPart):
 
 
 class Manifest(ManifestPart):
-    """What made an artefact.
-
-    Attributes:
-        run: The run that made it; one that is stopped or killed keeps its name when it goes on.
-        identity: What must agree between the stages of one video: model, sizes, whether there is guidance.
-        components: Digest of each component of the checkpoint that was at hand.
-        inputs: sha256 of the artefacts that this one was made from, by stage.
-        jit: Whether networks were compiled; otherwise they ran op by op.
-        xla_flags: The named set of flags that the compiler was given.
-        patches: The ledger: every patch, what it promises, what became of it.
-        card: The fields of the card that are not at their defaults.
-        code: Hashes of the files and of the entries of patches that the stage ran with, by file and id.
-        cache: The step cache, and which steps computed all blocks.
-        upstream: The upstream, if it is a checkout and no installed package.
-        programs: One row for each program of the stage.
-        done: Of unfinished latents, and of those that are kept after a step: how many steps they have gone through.
-        sha256: Of the tensors: names, dtypes, shapes and values.
-    """
+    """What made an artefact."""
 
     schema_version: int
     stage: StageName
     run: str
+    """The run that made it; one that is stopped or killed keeps its name when it goes on."""
     created: str
     identity: dict[str, Any]
+    """What must agree between the stages of one video: model, sizes, whether there is guidance."""
     checkpoint: str
     components: dict[str, str]
+    """Digest of each component of the checkpoint that was at hand."""
     inputs: dict[StageName, str]
+    """sha256 of the artefacts that this one was made from, by stage."""
     settings: dict[str, Any]
     config: dict[str, Any]
     backend: str
     jit: bool = True
+    """Whether networks were compiled; otherwise they ran op by op."""
     xla_flags: _FlagsRow | None = None
+    """The named set of flags that the compiler was given."""
     patches: list[_PatchRow]
+    """The ledger: every patch, what it promises, what became of it."""
     card: dict[str, Any] = {}
+    """The fields of the card that are not at their defaults."""
     code: dict[str, str] = {}
+    """Hashes of the files and of the entries of patches that the stage ran with, by file and id."""
     cache: _CacheRow | None = None
+    """The step cache, and which steps computed all blocks."""
     upstream: _UpstreamRow | None = None
+    """The upstream, if it is a checkout and no installed package."""
     programs: list[_ProgramRow] = []
+    """One row for each program of the stage."""
     versions: dict[str, str]
     seconds: dict[str, float]
     done: int | None = pydantic.Field(default=None, ge=1)
+    """Of unfinished latents, and of those that are kept after a step: how many steps they have gone through."""
     tensors: dict[str, Tensor]
     sha256: str
+    """Of the tensors: names, dtypes, shapes and values."""
 
 
 def text_of(manifest: Manifest) -> str:

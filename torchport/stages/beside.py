@@ -34,38 +34,31 @@ class _Fields(dict[str, Any]):
         return self[name]
 
 
-class CalledBefore(ComponentStandIn):
+class RecordedComponent(ComponentStandIn):
     """Takes a component's place in a pipeline, calls it, and keeps what it returned. On meta only shapes are right."""
 
     def __init__(self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str) -> None:
-        super().__init__(component, dtype, None, None)
+        super().__init__(component, dtype)
         self.name = name
         self.place = place
         self.returned: list[Any] = []
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        component = vars(self)["component"]
-        if any(weight.is_meta for weight in component.parameters()):
-            args, kwargs = outputs.moved((args, kwargs), lambda tensor: tensor.to("meta"))
-        returned = component(*args, **kwargs)
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if any(weight.is_meta for weight in self.component.parameters()):
+            args, kwargs = outputs.map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
+        returned = self.component(*args, **kwargs)
         if isinstance(returned, Mapping):  # an object of transformers or diffusers, with fields
             returned = {name: value for name, value in returned.items() if value is not None}
         if not tree.is_packable(returned):
             fact = f"'{self.name}' returns a {type(returned).__name__} before the first step, and no tuple of tensors"
             raise BadValueError(self.place, fact, OTHER_LOOP)
         # A copy for whoever reads it: the pipeline may write to what it got.
-        returned = outputs.moved(returned, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
-        self.returned.append(outputs.moved(returned, torch.clone))
+        returned = outputs.map_tensors(returned, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
+        self.returned.append(outputs.map_tensors(returned, torch.clone))
         return _Fields(returned) if isinstance(returned, dict) else returned
 
 
-def kept(components: Mapping[str, CalledBefore]) -> dict[str, torch.Tensor]:
-    """Returns what components returned, as tensors of an artefact."""
-    tensors = tree.packed({name: component.returned for name, component in components.items()}) if components else {}
-    return {f"{KEPT}.{name}": tensor for name, tensor in tensors.items()}
-
-
-class GivenBack(ComponentStandIn):
+class ReplayedComponent(ComponentStandIn):
     """Takes a component's place in a pipeline, and returns what `encode` kept of its calls.
 
     Args:
@@ -75,21 +68,21 @@ class GivenBack(ComponentStandIn):
     def __init__(
         self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        super().__init__(component, dtype, None, None)
+        super().__init__(component, dtype)
         self.name = name
         self.place = place
-        names = {key.removeprefix(f"{KEPT}."): tensor for key, tensor in tensors.items()}
-        if tree.STRUCTURE not in names:
+        packed = {key.removeprefix(f"{KEPT}."): tensor for key, tensor in tensors.items()}
+        if tree.STRUCTURE not in packed:
             remedy = "Run --stage encode with this model"
             raise ArtefactForeignError("encode.safetensors", f"It lacks what '{name}' returns", remedy, name=name)
-        self.returned = iter(tree.unpacked(names)[name])
+        self.returned = iter(tree.unpacked(packed)[name])
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         returned = next(self.returned, None)
         if returned is None:
             fact = f"'{self.name}' is called in the loop, too, and the card has it under 'before'"
             raise BadValueError(self.place, fact, OTHER_LOOP)
-        returned = outputs.moved(returned, torch.clone)
+        returned = outputs.map_tensors(returned, torch.clone)
         return _Fields(returned) if isinstance(returned, dict) else returned
 
 
@@ -119,21 +112,21 @@ class EncodePrompt:
             with tokenizing("encode_prompt"):
                 values = self.function(*args, **kwargs)
             # Copies: the pipeline may write to what it gets.
-            self.returned.append(outputs.moved(values if isinstance(values, tuple) else (values,), torch.clone))
+            self.returned.append(outputs.map_tensors(values if isinstance(values, tuple) else (values,), torch.clone))
             return values
         if len(self.returned) == len(self.known):
             fact = f"It calls 'encode_prompt' more than {len(self.known)} times"
             raise BadValueError(self.place, fact, OTHER_LOOP)
-        values = outputs.moved(self.known[len(self.returned)], torch.clone)
+        values = outputs.map_tensors(self.known[len(self.returned)], torch.clone)
         self.returned.append(values)
         return values if len(values) > 1 else values[0]
 
 
-class Silent(VaeStandIn):
+class SilentComponent(VaeStandIn):
     """Takes the place of a component that makes sound, where no sound is made: it is here for its configuration."""
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         return (torch.zeros(1, 1, 1),)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         return torch.zeros(1, 1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from torchport.errors import BadValueError, nearest
 from torchport.stages import outputs
 
-APART = "Remove 'conditions' from the card: each call is then computed by itself"
+WITHOUT_BATCH = "Remove 'conditions' from the card: each call is then computed by itself"
 
 
 class Conditions:
@@ -18,6 +18,7 @@ class Conditions:
 
     Args:
         embeddings: By input of the network, what it is in the first call and in the second.
+        network: Its name in the card, for errors.
     """
 
     def __init__(self, embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]], network: str, place: str) -> None:
@@ -31,69 +32,68 @@ class Conditions:
         self.first: Mapping[str, Any] | None = None
         self.second = torch.empty(0)
 
-    def inputs(self, inputs: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-        """Returns one batch of both conditions; None at a step's second call, as the batch has its half already.
+    def output(
+        self, inputs: Mapping[str, Any], step: int, computed: Callable[[Mapping[str, Any]], torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns the network's output of a call.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
+            computed: Returns the network's output for the inputs of a batch.
         """
-        is_second = self.first is not None and self.step == step
-        for name, values in self.embeddings.items():
-            self._check_embedding(name, values[is_second], inputs, is_second=is_second)
-        if not is_second:
+        first = self.first if self.step == step else None
+        self._check_embeddings(inputs, is_second=first is not None)
+        if first is None:
             self.first, self.step = inputs, step
-            return self._of_both(inputs)
-        assert self.first is not None
-        for name in (self.first.keys() | inputs.keys()) - self.embeddings.keys():
-            if not _are_equal(self.first.get(name), inputs.get(name)):
+            half, self.second = computed(self._batch(inputs)).chunk(2)
+            return half
+        for name in (first.keys() | inputs.keys()) - self.embeddings.keys():
+            if not _are_equal(first.get(name), inputs.get(name)):
                 fact = f"The loop calls '{self.network}' for the second condition with another '{name}' than before"
-                raise BadValueError(self.place, fact, APART, name=name)
+                raise BadValueError(self.place, fact, WITHOUT_BATCH, name=name)
         self.first = None
-        return None
+        return self.second
 
-    def halves(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns the first condition's half of a network's output, and keeps the other."""
-        first, self.second = output.chunk(2)
-        return first
-
-    def _check_embedding(self, name: str, value: torch.Tensor, inputs: Mapping[str, Any], is_second: bool) -> None:
+    def _check_embeddings(self, inputs: Mapping[str, Any], is_second: bool) -> None:
         """Refuses a call of the network without an input, or with another embedding than the card says."""
-        if name not in inputs:
-            fact = f"The loop calls '{self.network}' without '{name}'"
-            raise BadValueError(self.place, fact, nearest(name, inputs), name=name)
-        if not _are_equal(inputs[name], value.to(inputs[name].dtype)):
-            which = "second" if is_second else "first"
-            fact = (
-                f"In its {which} call of '{self.network}' in a step, the loop has another '{name}' than the card says"
-            )
-            raise BadValueError(self.place, fact, f"Name the embeddings in the order of the calls. {APART}", name=name)
+        for name, values in self.embeddings.items():
+            if name not in inputs:
+                fact = f"The loop calls '{self.network}' without '{name}'"
+                raise BadValueError(self.place, fact, nearest(name, inputs), name=name)
+            if not _are_equal(inputs[name], values[is_second].to(inputs[name].dtype)):
+                call = f"{'second' if is_second else 'first'} call of '{self.network}' in a step"
+                fact = f"In its {call}, the loop has another '{name}' than the card says"
+                remedy = f"Name the embeddings in the order of the calls. {WITHOUT_BATCH}"
+                raise BadValueError(self.place, fact, remedy, name=name)
 
-    def _of_both(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one batch of both conditions, tensors with the same first dim repeated; raises if shapes differ."""
         for name, (first, second) in self.embeddings.items():
             if first.shape != second.shape:
                 fact = f"'{name}' is {list(first.shape)} for one condition and {list(second.shape)} for the other"
-                raise BadValueError(self.place, fact, f"One batch needs equal shapes. {APART}", name=name)
+                raise BadValueError(self.place, fact, f"One batch needs equal shapes. {WITHOUT_BATCH}", name=name)
             if name not in self.joined:
                 self.joined[name] = torch.cat([first, second]).to(inputs[name].dtype)
-        batch = {first.shape[0] for first, _ in self.embeddings.values()}
+        sizes = {first.shape[0] for first, _ in self.embeddings.values()}
+        batch = {**inputs, **self.joined}
+        for name in inputs.keys() - self.joined.keys():
+            value = inputs[name]
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] in sizes:
+                batch[name] = torch.cat([value, value])
+        return batch
 
-        def repeated(value: Any) -> Any:
-            has_batch = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] in batch
-            return torch.cat([value, value]) if has_batch else value
 
-        return {name: self.joined[name] if name in self.joined else repeated(inputs[name]) for name in inputs}
-
-
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(value: Any, other: Any) -> bool:
     """Returns whether two inputs are the same: tensors, trees of them, or anything else."""
-    if one is other:
-        return True
-    first, second = outputs.leaves({"": one}), outputs.leaves({"": other})
-    return first.keys() == second.keys() and all(_is_same(first[path], second[path]) for path in first)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one is other or (one.dtype == other.dtype and torch.equal(one, other))
-    return bool(one == other)
+    leaves, other_leaves = outputs.leaves({"": value}), outputs.leaves({"": other})
+    if leaves.keys() != other_leaves.keys():
+        return False
+    for path, first in leaves.items():
+        second = other_leaves[path]
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            is_same = first is second or (first.dtype == second.dtype and torch.equal(first, second))
+        else:
+            is_same = first is second or bool(first == second)
+        if not is_same:
+            return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ RANDOM = {
     *(torch.Tensor.random_, torch.Tensor.bernoulli_, torch.Tensor.exponential_),
 }
 """Functions that draw numbers. What is drawn while a network is traced is the same in every call of its program."""
+
+WRITES = re.compile(r"(.*[^_])?_|__set(item)?__|__i.*")
+"""Names of functions of PyTorch that change their first argument: `copy_`, `__setitem__`, `__iadd__`."""
 
 LIBRARIES = ("torch", "torchax", "jax", "torchport")
 """Packages whose frames are not where a constant is made."""
@@ -53,18 +57,15 @@ class Constants(TorchFunctionMode):
             raise HostTensorError(place(), fact, "Enter torch.autocast('cuda'), which has its dtypes here, too")
         if any(map(is_host, tensors)) and any(map(self.is_networks, tensors)):
             name = getattr(function, "__name__", "")
-            if is_host(kwargs.get("out")) or (_writes(name) and is_host(args[0])):
+            if is_host(kwargs.get("out")) or (WRITES.fullmatch(name) and is_host(args[0])):
                 fact = f"'{name}' writes values of the network into a tensor that is made on the host"
                 remedy = "Make that tensor with `device=x.device`, x a tensor of the network"
                 raise HostTensorError(place(), fact, remedy, tensor=kwargs.get("out", args[0] if args else None))
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
+            args, kwargs = converted((args, kwargs), lambda x: self.convert(x) if x.ndim else x)
         if function in RANDOM:
             fact = f"'{function.__name__}' draws numbers while the network is traced, the same for every call"
             raise HostTensorError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
         return function(*args, **kwargs)
-
-    def _constant(self, tensor: torch.Tensor) -> Any:
-        return self.convert(tensor) if is_host(tensor) and tensor.ndim else tensor
 
 
 def converted(tree: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
@@ -75,13 +76,6 @@ def converted(tree: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
 def is_host(value: Any) -> bool:
     """Returns whether a value is a tensor with values in the host's memory."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of PyTorch changes its first argument, by its name: `copy_`, `__setitem__`, `__iadd__`."""
-    return (
-        (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or name.startswith("__i")
-    )
 
 
 def place() -> str:

@@ -15,8 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport.errors import BadValueError
-from torchport.stages.image import Encoded
-from torchport.stages.replay import Loop
+from torchport.stages.image import EncodedVae
 
 ON_HOST = "Decode on the host: add 'host: [vae]' to the card's 'call'"
 """What to do with a pipeline whose video cannot come from the devices."""
@@ -36,13 +35,6 @@ class _Pending(torch.Tensor):
     picked: str  #: The dim and the position that upstream picked, `2:0`; "" for the whole tensor.
 
     @classmethod
-    def of(cls, refusal: Callable[[str], BadValueError], picked: str = "") -> _Pending:
-        """Returns one with the function that makes its errors."""
-        pending = torch.empty(0).as_subclass(cls)
-        pending.refusal, pending.picked = refusal, picked
-        return pending
-
-    @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -51,9 +43,16 @@ class _Pending(torch.Tensor):
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
             return _Shape(pending.refusal)
         if function is torch.Tensor.__getitem__ and not pending.picked and _picked(args[1]):
-            return _Pending.of(pending.refusal, _picked(args[1]))
+            return _pending(pending.refusal, _picked(args[1]))
         name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
         raise pending.refusal(name.removesuffix(".__get__"))
+
+
+def _pending(refusal: Callable[[str], BadValueError], picked: str = "") -> _Pending:
+    """Returns a placeholder for a video, with its fields."""
+    pending = torch.empty(0).as_subclass(_Pending)
+    pending.refusal, pending.picked = refusal, picked
+    return pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,29 +81,24 @@ def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:
     return video.select(int(dim), int(position))
 
 
-class Decoding(Encoded):
+class PostponedVae(EncodedVae):
     """Takes the VAE's place in a pipeline after the loop, and notes what its `decode` is called with.
 
     Args:
         tensors: What `denoise` kept of an image.
+        pipeline: The name of the pipeline's class, for errors.
     """
 
     def __init__(
-        self,
-        vae: torch.nn.Module,
-        dtype: torch.dtype,
-        loop: Loop,
-        tensors: Mapping[str, torch.Tensor],
-        name: str,
-        place: str,
+        self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], pipeline: str, place: str
     ) -> None:
-        super().__init__(vae, dtype, loop, tensors, "denoise")
-        self.name = name
+        super().__init__(vae, dtype, tensors, "denoise")
+        self.pipeline = pipeline
         self.place = place
         #: What `decode` is called with, by its own names; None before.
         self.inputs: dict[str, Any] | None = None
-        self.video = _Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
-        self.frames = _Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
+        self.video = _pending(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
+        self.frames = _pending(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
         raise self._refusal(f"reads the VAE's weight '{name}'")
@@ -115,18 +109,15 @@ class Decoding(Encoded):
 
         if self.inputs is not None:
             raise self._refusal("calls its VAE's 'decode' more than once")
-        signature = inspect.signature(vars(self)["component"].decode)
-        arguments = signature.bind(*args, **kwargs)
+        arguments = inspect.signature(self.component.decode).bind(*args, **kwargs)
         arguments.apply_defaults()
         inputs = dict(arguments.arguments)
         as_object = inputs.pop("return_dict")
         first = next(iter(inputs))
         inputs[first] = inputs[first].to(self.dtype)
         for name, value in inputs.items():
-            if name == "generator" and isinstance(
-                value, torch.Generator
-            ):  # a VAE that draws from it is refused when it is traced
-                inputs[name] = None
+            if name == "generator" and isinstance(value, torch.Generator):
+                inputs[name] = None  # a VAE that draws from it is refused when it is traced
             elif not isinstance(value, CARRIED):
                 raise self._refusal(f"calls its VAE's 'decode' with a {type(value).__name__} as '{name}'")
         self.inputs = inputs
@@ -159,4 +150,4 @@ class Decoding(Encoded):
         return self.inputs
 
     def _refusal(self, fact: str) -> BadValueError:
-        return BadValueError(self.place, f"'{self.name}' {fact}", ON_HOST)
+        return BadValueError(self.place, f"'{self.pipeline}' {fact}", ON_HOST)

@@ -22,12 +22,13 @@ import torch
 
 from torchport.config.card import TOKENS, Card, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
-from torchport.stages import frames, guiding, picture
-from torchport.stages.beside import KEPT, kept
-from torchport.stages.decoding import Decoding, part_of
+from torchport.save import tree
+from torchport.stages import frames, picture
+from torchport.stages.beside import KEPT
+from torchport.stages.decoding import PostponedVae, part_of, processor_of
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
-from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
-from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay, all_latents
+from torchport.stages.image import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
+from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, LoopLeft, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 
@@ -65,17 +66,22 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline = _Stages(card.pipeline, card.call, place, card.text_encoders if card.call.answers else ())
     encoding = _encoding(pipeline)
-    return *encoding, *_denoising(pipeline, tuple(stage.name for stage in encoding)), _decoding(pipeline)
+    parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)
+    decode = Stage("decode", pipeline.decode, uses, needs=("denoise",), parts=parts)
+    if "vae" in card.call.host:
+        decode = dataclasses.replace(decode, parts=(*parts, "vae"))
+    else:
+        compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
+        decode = dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
+    denoising = _denoising(pipeline, tuple(stage.name for stage in encoding))
+    return *encoding, *denoising, _in_pipeline(decode, pipeline)
 
 
-def _asking(stage: Stage, pipeline: _Stages) -> Stage:
-    """Returns a stage in which the pipeline's loop begins, with what else it asks for configurations."""
-    card, here = pipeline.card, (*stage.parts, stage.network)
-    names = (*card.networks, "vae", *pipeline.called_before, *pipeline.sound_parts)
-    names += pipeline.text_encoders if card.answers else ()
-    guider = ("guider",) if card.guider else ()
-    meta = tuple(name for name in names if name not in here)
-    return dataclasses.replace(stage, parts=(*stage.parts, *card.processors, *guider), meta=meta)
+def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
+    """Returns a stage in which the pipeline's loop begins, with all components that the pipeline needs for that."""
+    names = (*pipeline.card.networks, "vae", *pipeline.called_before, *pipeline.sound_parts, *pipeline.text_encoders)
+    meta = tuple(name for name in names if name not in (*stage.parts, stage.network))
+    return dataclasses.replace(stage, parts=(*stage.parts, *pipeline.processors), meta=meta)
 
 
 def _encoding(pipeline: _Stages) -> list[Stage]:
@@ -88,13 +94,13 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
     uses = (*(BEFORE_USES if before else ()), *(image_uses if image or (before and card.image is not None) else ()))
     parts, uses = (*card.encoders, *parts, *(["vae"] if image else [])), tuple(dict.fromkeys((*ENCODE_USES, *uses)))
     encode = Stage("encode", pipeline.encode, uses, parts=parts)
-    encode = _asking(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
+    encode = _in_pipeline(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
     if not card.encodes_video or on_host:
         return [encode]
     compiled: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
     uses = (*image_uses, "dtypes")
     like: dict[str, Any] = {"like": lambda parts, settings: {}, "parts": ("scheduler",)}
-    return [encode, _asking(Stage("encode_image", pipeline.encode_image, uses, **compiled, **like), pipeline)]
+    return [encode, _in_pipeline(Stage("encode_image", pipeline.encode_image, uses, **compiled, **like), pipeline)]
 
 
 def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage]:
@@ -112,41 +118,16 @@ def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage
     uses = (*DENOISE_USES, *pipeline.frame_rate, *(("guider",) if card.guider else ()))
     denoise = Stage("denoise", pipeline.denoise, uses, needs=encoders, network=networks[-1], **same)
     if len(networks) == 1:
-        return [_asking(denoise, pipeline)]
+        return [_in_pipeline(denoise, pipeline)]
     first = Stage("denoise_first", pipeline.denoise_first, uses, needs=encoders, network=networks[0], **same)
     # The noise and the seed's generator are among what the first one leaves. The image is drawn from anew.
     uses = tuple(name for name in uses if name != "seed" or card.encodes_video)
     denoise = dataclasses.replace(denoise, uses=uses, needs=(*encoders, first.name))
-    return [_asking(first, pipeline), _asking(denoise, pipeline)]
-
-
-def _decoding(pipeline: _Stages) -> Stage:
-    parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)
-    decode = Stage("decode", pipeline.decode, uses, needs=("denoise",), parts=parts)
-    if "vae" in pipeline.card.host:
-        return _asking(dataclasses.replace(decode, parts=(*parts, "vae")), pipeline)
-    compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
-    decode = dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
-    return _asking(decode, pipeline)
+    return [_in_pipeline(first, pipeline), _in_pipeline(denoise, pipeline)]
 
 
 class _Stages(UpstreamPipeline):
     """The functions of the stages."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether encoding asks for configurations. The blocks of a modular pipeline may."""
-        return self.has_blocks or self.card.asks
-
-    @property
-    def frame_rate(self) -> tuple[str, ...]:
-        """The setting of the frames a second, if the pipeline takes them."""
-        return ("frame_rate",) if "frame_rate" in self.card.settings.values() else ()
-
-    @property
-    def network(self) -> str:
-        """The network whose configuration and dtype the pipeline reads: the first."""
-        return self.card.networks[0]
 
     def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
@@ -154,8 +135,10 @@ class _Stages(UpstreamPipeline):
         And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
-        encoders |= self._asked(parts, settings) if self.asks else {}
-        encoders |= {"guider": guiding.guider(parts["guider"], settings)} if self.card.guider else {}
+        if self.asks:  # for configurations and dtypes
+            names = (*self.card.networks, "vae")
+            encoders |= {name: ComponentStandIn(parts[name], settings.dtypes[name]) for name in names}
+        encoders |= self.without_weights(parts, settings)
         if self.card.answers:
             calls = self._encoded_in_call(parts, encoders, settings)
         else:
@@ -168,26 +151,28 @@ class _Stages(UpstreamPipeline):
         if wrong is not None:
             fact = f"'{self.name}.encode_prompt' returns {wrong} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
-        wanted = self._embeddings(settings)
         values = [value for call in calls for value in call]
-        values += [None] * (len(self.card.shapes) - len(values))
-        outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
-        outputs = {name: value[0] if name in self.card.lists else value for name, value in outputs.items()}
-        outputs |= {name: self._ones(name, outputs, settings) for name, value in outputs.items() if value is None}
-        for name, value in outputs.items():
+        by_name = dict(zip(self.card.shapes, values, strict=False))  # with no guidance there are fewer values
+        embeddings: dict[str, Any] = {name: by_name.get(name) for name in self._embedding_names(settings)}
+        embeddings = {name: value[0] if name in self.card.lists else value for name, value in embeddings.items()}
+        absent = [name for name, value in embeddings.items() if value is None]
+        embeddings |= {name: self._ones(name, embeddings, settings) for name in absent}
+        for name, value in embeddings.items():
             self._check_dtype(name, value.dtype, settings)
-        if self._image_stage == "encode":
-            outputs |= self._moments(parts, settings, outputs, is_read=True)
-        return outputs | self._before(parts, settings, outputs, is_read=True)
+        outputs = dict(embeddings)
+        if self.card.encodes_video and self.image_stage == "encode":
+            outputs |= self._moments(parts, settings, embeddings, image=self._image(settings))
+        if self.called_before:
+            outputs |= self._before(parts, settings, embeddings, image=self._image(settings))
+        return outputs
 
-    def _ones(self, name: str, outputs: Mapping[str, Any], settings: Settings) -> torch.Tensor:
+    def _ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
         """Returns a mask of ones, which `encode_prompt` left out as it masks nothing; refuses None in another place."""
-        shapes, sign = self.card.shapes, name.startswith("negative_")
-        alike = [other for other, value in outputs.items() if value is not None and TOKENS in (shapes[other] or ())]
+        shapes, is_negative = self.card.shapes, name.startswith("negative_")
         counts = [
-            outputs[other].shape[list(shapes[other] or ()).index(TOKENS)]
-            for other in alike
-            if other.startswith("negative_") == sign
+            value.shape[list(shapes[other] or ()).index(TOKENS)]
+            for other, value in embeddings.items()
+            if value is not None and TOKENS in (shapes[other] or ()) and other.startswith("negative_") == is_negative
         ]
         sizes = [counts[0] if size == TOKENS and counts else size for size in shapes[name] or ()]
         numbers = [size for size in sizes if isinstance(size, int)]
@@ -200,15 +185,15 @@ class _Stages(UpstreamPipeline):
         self, parts: Mapping[str, Any], encoders: Mapping[str, Any], settings: Settings
     ) -> list[tuple[Any, ...]]:
         """Returns what each call of `encode_prompt` returns to the pipeline's own call, before its first step."""
-        loop, encoded = First(copy.deepcopy(parts["scheduler"]), self.latents), list[tuple[Any, ...]]()
-        vae = Encoding(parts["vae"], settings.dtypes["vae"], loop, self.place)
+        encoded: list[tuple[Any, ...]] = []
+        vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
-        self._samples_of_first_step(parts, settings, {}, loop, vae, others, encoded=encoded, **image)
+        self._first_latents(parts, settings, {}, vae, others, encoded=encoded, **image)
         expected = 2 if self.card.negative_apart and self.is_guided(settings) else 1
         if len(encoded) != expected:
             fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
             raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
-        wanted = self._embeddings(settings)
+        wanted = self._embedding_names(settings)
         for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
             is_unlike = name in wanted if value is None else self.card.embeddings[name] is None
             if is_unlike:
@@ -221,30 +206,15 @@ class _Stages(UpstreamPipeline):
         parts: Mapping[str, Any],
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
-        *,
-        is_read: bool = False,
+        image: Mapping[str, Any],
     ) -> dict[str, torch.Tensor]:
-        """Returns what the card's `before` return; on meta zeros. See `_moments` for `is_read`."""
-        if not self.called_before:
-            return {}
+        """Returns what the card's `before` return, as tensors of an artefact; on meta zeros. See `_moments`."""
         others = self.others(parts, settings)
-        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
-        vae = Encoding(parts["vae"], settings.dtypes["vae"], loop, self.place)
+        vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         encoders = {name: parts[name] for name in self.card.encoders if name in parts}
-        image = self._image(settings) if is_read else {}
-        self._samples_of_first_step(parts, settings, embeddings, loop, vae, {**encoders, **others}, **image)
-        return kept({name: others[name] for name in self.called_before})
-
-    def _asked(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, ComponentStandIn]:
-        """Returns networks and VAE without weights, for code that asks for configuration and dtype."""
-        names = (*self.card.networks, "vae")
-        return {name: ComponentStandIn(parts[name], settings.dtypes[name], None, None) for name in names}
-
-    @property
-    def _image_stage(self) -> StageName | None:
-        if not self.card.encodes_video:
-            return None
-        return "encode" if "vae" in self.card.host else "encode_image"
+        self._first_latents(parts, settings, embeddings, vae, {**encoders, **others}, **image)
+        tensors = tree.packed({name: others[name].returned for name in self.called_before})
+        return {f"{KEPT}.{name}": tensor for name, tensor in tensors.items()}
 
     def encode_image(
         self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps
@@ -256,7 +226,7 @@ class _Stages(UpstreamPipeline):
             call: The VAE, called as `image_encoded`.
         """
         embeddings = self.embeddings_like(parts, settings)  # no image depends on them
-        return self._moments(parts, settings, embeddings, call, is_read=settings.image is not None)
+        return self._moments(parts, settings, embeddings, self._image(settings), call)
 
     def image_encoded(self, vae: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
         """Returns the moments of what the VAE encodes: `call` of the stage."""
@@ -267,25 +237,22 @@ class _Stages(UpstreamPipeline):
         parts: Mapping[str, Any],
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
+        image: Mapping[str, Any],
         call: Call | None = None,
-        *,
-        is_read: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Returns what the VAE's `encode` returns to upstream's code before its first step, by `image.MOMENTS`.
 
         Args:
             embeddings: Of the prompts, or like them.
+            image: The pipeline's argument with the image; where it is not here, nothing: the pipeline gets a blank one.
             call: The VAE as a network; None: it encodes on the host.
-            is_read: Whether the image, if there is one, is the one that was named; otherwise it is blank.
         """
         dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
-        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
-        image = self._image(settings) if is_read else {}
-        vae = Encoding(parts["vae"], dtype, loop, self.place, call)
+        vae = EncodingVae(parts["vae"], dtype, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
-        self._samples_of_first_step(parts, settings, embeddings, loop, vae, self.others(parts, settings), **image)
+        self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings), **image)
         if not vae.moments:
             fact = f"'{self.name}' does not call its VAE's 'encode' before its first step"
             raise BadValueError(self.place, fact, OTHER_LOOP)
@@ -304,49 +271,47 @@ class _Stages(UpstreamPipeline):
             raise BadValueError(f"--image {file}", fact, remedy)
         return {name: image}
 
-    def _embeddings(self, settings: Settings) -> list[str]:
-        guided = self.is_guided(settings)
+    def _embedding_names(self, settings: Settings) -> list[str]:
+        is_guided = self.is_guided(settings)
         taken = [name for name, shape in self.card.shapes.items() if shape is not None]
-        return [name for name in taken if guided or not name.startswith("negative_")]
+        return [name for name in taken if is_guided or not name.startswith("negative_")]
 
     def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
-        """Returns tensors of the shapes that `encode` returns."""
+        """Returns tensors of the shapes that `encode` and `encode_image` return."""
         embeddings = self.embeddings_like(parts, settings)
-        image = self._moments(parts, settings, embeddings) if self.card.encodes_video else {}
-        return embeddings | image | self._before(parts, settings, embeddings)
+        moments = self._moments(parts, settings, embeddings, image={}) if self.card.encodes_video else {}
+        before = self._before(parts, settings, embeddings, image={}) if self.called_before else {}
+        return embeddings | moments | before
 
     def embeddings_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
         """Returns embeddings of the shapes and dtypes that `encode` returns."""
-        sizes = {
-            name: [self._size(size, parts) for size in self.card.shapes[name] or ()]
-            for name in self._embeddings(settings)
-        }
-        result = {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
-        for name, value in result.items():
-            if value.ndim == 1 and not value.is_floating_point():  # where each prompt ends among all tokens
-                result[name] = torch.linspace(0, self.card.tokens, len(value)).to(value.dtype)
+        result = {}
+        for name in self._embedding_names(settings):
+            sizes = [self._size(size, parts) for size in self.card.shapes[name] or ()]
+            result[name] = torch.zeros(sizes, dtype=self._dtype(name, settings))
         return result
 
     def _dtype(self, name: str, settings: Settings) -> torch.dtype:
         """Returns the dtype of one of the embeddings, by the card: the network's where that says nothing."""
-        by_name = self.card.dtypes.get(name, self.card.dtypes.get(name.removeprefix("negative_"), ""))
-        own: torch.dtype | None = getattr(torch, by_name, None)
-        return own or settings.dtypes[self.network]
+        by_card = self.card.dtypes.get(name, self.card.dtypes.get(name.removeprefix("negative_"), ""))
+        dtype: torch.dtype = getattr(torch, by_card, settings.dtypes[self.network])
+        return dtype
 
     def _size(self, size: int | str, parts: Mapping[str, Any]) -> int:
+        """Returns a size in the card's shapes as a number: `tokens`, or a product of numbers in configurations."""
         if isinstance(size, int):
             return size
         if size == TOKENS:
             return self.card.tokens
-        return math.prod(self._number(*name.rpartition("."), parts) for name in size.split("*"))
-
-    def _number(self, component: str, _: str, key: str, parts: Mapping[str, Any]) -> int:
-        component = component or self.network
-        config = getattr(parts.get(component), "config", {})
-        if not isinstance(config.get(key), int):
-            fact = f"'{key}' is no number in the configuration of '{component}'"
-            raise BadValueError(self.place, fact, nearest(key, config), name=key)
-        return int(config[key])
+        numbers = []
+        for path in size.split("*"):
+            component, _, key = path.rpartition(".")
+            config = getattr(parts.get(component or self.network), "config", {})
+            if not isinstance(config.get(key), int):
+                fact = f"'{key}' is no number in the configuration of '{component or self.network}'"
+                raise BadValueError(self.place, fact, nearest(key, config), name=key)
+            numbers.append(int(config[key]))
+        return math.prod(numbers)
 
     def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
         """Refuses whole numbers where the card names floating-point ones, and the other way round."""
@@ -355,9 +320,8 @@ class _Stages(UpstreamPipeline):
             return
         returned, named = (str(each).removeprefix("torch.") for each in (dtype, by_card))
         fact = f"'{self.name}.encode_prompt' returns '{name}' in {returned}, and the card says {named}"
-        remedy = (
-            f"Remove '{name}' from 'dtypes'" if dtype.is_floating_point else f"Write 'dtypes: {{{name}: {returned}}}'"
-        )
+        remove, write = f"Remove '{name}' from 'dtypes'", f"Write 'dtypes: {{{name}: {returned}}}'"
+        remedy = remove if dtype.is_floating_point else write
         raise BadValueError(self.place, fact, remedy, name=name)
 
     def denoise(
@@ -375,7 +339,7 @@ class _Stages(UpstreamPipeline):
             sound; `generator`, the state of the seed's generator after them; and what it drew of
             the image.
         """
-        replay = self._replay(parts, settings, steps)
+        replay = Replay(parts["scheduler"], settings, steps, self.name, self.latents)
         return self._denoised(parts, {self.card.networks[-1]: call}, settings, replay, **inputs)
 
     def denoise_first(
@@ -387,19 +351,15 @@ class _Stages(UpstreamPipeline):
             The state after the last step of the first network, and `done`, how many steps there were.
         """
         first, second = self.card.networks
-        replay = self._replay(parts, settings, steps, leaves=True)
+        replay = Replay(parts["scheduler"], settings, steps, self.name, self.latents, leaves=True)
         try:
             self._denoised(parts, {first: call}, settings, replay, **inputs)
-        except OtherNetwork:
+        except LoopLeft:
             replay.finish()
             if replay.number:
                 return {**replay.state, "done": torch.tensor(replay.number)}
         fact = f"{settings.steps} steps of '{self.name}' leave none to '{first if not replay.number else second}'"
         raise BadValueError("'steps'", fact, f"Take more, so that both '{first}' and '{second}' have some")
-
-    def _replay(self, parts: Mapping[str, Any], settings: Settings, steps: Steps, leaves: bool = False) -> Replay:
-        generator = torch.Generator().manual_seed(settings.seed)
-        return Replay(parts["scheduler"], generator, steps, self.name, settings.steps, leaves, self.latents)
 
     def _denoised(
         self,
@@ -415,19 +375,19 @@ class _Stages(UpstreamPipeline):
         before = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(f"{KEPT}.")}
         # They may have been encoded for another dtype of the network's. Masks stay what they are.
         embeddings = {n: v.to(self._dtype(n, settings)) if v.is_floating_point() else v for n, v in inputs.items()}
-        missing = [name for name in self._embeddings(settings) if name not in inputs]
+        missing = [name for name in self._embedding_names(settings) if name not in inputs]
         if missing:
             fact = f"It lacks '{missing[0]}', and the guidance scale is {settings.guidance_scale}"
             remedy = "Run --stage encode with this model and guidance scale"
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
-        given: dict[str, Any] = {} if noise is None else {"latents": noise}
+        arguments: dict[str, Any] = {}
         if noise is not None:
-            [drawn, *_], _ = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
+            [drawn, *_], _ = self._drawn(parts, settings, embeddings, moments, self.image_stage)
             check_noise(noise, tuple(drawn.shape[1:]))
-            given = {"latents": noise.to(drawn.dtype)}
-        vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, str(self._image_stage))
+            arguments = {"latents": noise.to(drawn.dtype)}
+        vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, self.image_stage)
         others = self.others(parts, settings, before)
-        self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, **given)
+        self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, **arguments)
         # Not what it returns: the pipeline may change them after its loop, and does so again when they are decoded.
         latents = dict(zip(("latents", SOUND_LATENTS), all_latents(replay.state), strict=False))
         return {**latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
@@ -440,27 +400,30 @@ class _Stages(UpstreamPipeline):
         image: Mapping[str, torch.Tensor],
         stage: str,
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`."""
-        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
-        vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, image, stage)
-        others = self.others(parts, settings)
-        return self._samples_of_first_step(parts, settings, embeddings, loop, vae, others), vae.drawn
+        """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`.
 
-    def _samples_of_first_step(
+        Args:
+            image: What `stage` kept of the image.
+        """
+        vae = EncodedVae(parts["vae"], settings.dtypes["vae"], image, stage)
+        latents = self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings))
+        return latents, vae.drawn
+
+    def _first_latents(
         self,
         parts: Mapping[str, Any],
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
-        loop: First,
         vae: ComponentStandIn,
         others: Mapping[str, Any],
         **arguments: Any,
     ) -> list[torch.Tensor]:
         """Returns the latents in upstream's loop at its first step, where it is left."""
+        loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         try:
             self.called(parts, settings, embeddings, loop, {}, vae, others, is_latent=True, **arguments)
-        except FirstStep as reached:
-            return reached.samples
+        except LoopLeft:
+            return loop.samples
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
 
     def latents_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
@@ -469,8 +432,8 @@ class _Stages(UpstreamPipeline):
         if self.card.encodes_video:
             with torch.device("meta"):  # `decode` has no encoder
                 whole = type(parts["vae"]).from_config(parts["vae"].config).to(settings.dtypes["vae"])
-            moments = self._moments({**parts, "vae": whole}, settings, embeddings)
-        drawn, image = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
+            moments = self._moments({**parts, "vae": whole}, settings, embeddings, image={})
+        drawn, image = self._drawn(parts, settings, embeddings, moments, self.image_stage)
         latents = dict(zip(("latents", SOUND_LATENTS), drawn, strict=False))
         return {**latents, GENERATOR: torch.Generator().get_state(), **image}
 
@@ -496,43 +459,42 @@ class _Stages(UpstreamPipeline):
         if latents is None:
             [drawn, *_], _ = self._drawn(parts, settings, embeddings, image, "denoise")
             latents = self._of_hand_written(inputs["latents_BCTHW"], drawn.shape).to(drawn.dtype)
-        sound = {} if self.card.sound is None else {SOUND_LATENTS: self._sound_latents(inputs)}
-        replay = Finished(parts["scheduler"], {"latents": latents, **sound}, inputs.get(GENERATOR))
+        finished = {"latents": latents}
+        if self.card.sound is not None:
+            if SOUND_LATENTS not in inputs:
+                fact, remedy = f"It lacks '{SOUND_LATENTS}'", "Run --stage denoise with this model"
+                raise ArtefactForeignError("denoise.safetensors", fact, remedy, name=SOUND_LATENTS)
+            finished[SOUND_LATENTS] = inputs[SOUND_LATENTS]
+        replay = Finished(parts["scheduler"], finished, inputs.get(GENERATOR))
         others = self.others(parts, settings)
-        # Where they have no values, as in a plan, there is silence.
-        others |= {name: parts[name] for name in self.sound_parts if not _has_no_values(parts[name])}
+        for name in self.sound_parts:  # where they have no values, as in a plan, there is silence
+            if not any(weight.is_meta for weight in parts[name].parameters()):
+                others[name] = parts[name]
         dtype = settings.dtypes["vae"]
         progress = iter(steps.track(range(1), done=0, total=1))
         if call is None:
             next(progress, None)
-            vae = Encoded(parts["vae"], dtype, replay, image, "denoise")
-            video, *made = self.called(parts, settings, embeddings, replay, {}, vae, others, is_latent=False)
+            vae = EncodedVae(parts["vae"], dtype, image, "denoise")
+            video, *sound = self.called(parts, settings, embeddings, replay, {}, vae, others, is_latent=False)
             pixels = frames.pixels(self.checked_frames(video, settings))
         else:
-            noted = Decoding(parts["vae"], dtype, replay, image, self.name, self.place)
-            result, *made = self.called(parts, settings, embeddings, replay, {}, noted, others, is_latent=False)
+            noted = PostponedVae(parts["vae"], dtype, image, self.name, self.place)
+            result, *sound = self.called(parts, settings, embeddings, replay, {}, noted, others, is_latent=False)
             next(progress, None)
             pixels = call(**noted.inputs_of(result))
         next(progress, None)
-        return {"frames": frames.checked(*pixels), **self._sound(parts, made)}
+        return {"frames": frames.checked(*pixels), **self._sound(parts, sound)}
 
-    def _sound_latents(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if SOUND_LATENTS not in inputs:
-            fact, remedy = f"It lacks '{SOUND_LATENTS}'", "Run --stage denoise with this model"
-            raise ArtefactForeignError("denoise.safetensors", fact, remedy, name=SOUND_LATENTS)
-        return inputs[SOUND_LATENTS]
-
-    def _sound(self, parts: Mapping[str, Any], made: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the sound that a pipeline made, and its rate by the card."""
+    def _sound(self, parts: Mapping[str, Any], sounds: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the sound that a pipeline made, and its rate by the card; nothing of a pipeline that makes none."""
         if self.card.sound is None:
             return {}
-        [sound], (name, _, key) = made, self.card.sound.rate.partition(".")
+        [sound], (name, _, key) = sounds, self.card.sound.rate.partition(".")
         rate = getattr(parts.get(name), "config", {}).get(key)
         if not isinstance(rate, int):
             fact = f"'{self.card.sound.rate}' is no number in a configuration"
-            raise BadValueError(
-                self.place, fact, "Write 'sound: {rate: COMPONENT.KEY}' with a component of its 'parts'"
-            )
+            remedy = "Write 'sound: {rate: COMPONENT.KEY}' with a component of its 'parts'"
+            raise BadValueError(self.place, fact, remedy)
         if sound.ndim != 3 or sound.shape[0] != 1 or sound.shape[1] not in (1, 2):
             fact = f"'{self.name}' returns sound {list(sound.shape)}, and not [1, channels, samples] of 1 or 2 channels"
             raise BadValueError(self.place, fact, OTHER_LOOP)
@@ -548,7 +510,9 @@ class _Stages(UpstreamPipeline):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `frames.pixels` makes of the video that upstream's VAE decodes: `call` of the stage."""
         video = part_of(vae.decode(**inputs, return_dict=False)[0], picked)  # type: ignore[operator]
-        return frames.pixels(self.post_processed(vae, video, settings))
+        processor = processor_of(self.built({"vae": vae}))
+        postprocess = processor.postprocess_video if video.ndim == 5 else processor.postprocess
+        return frames.pixels(self.checked_frames(postprocess(video, output_type="pt"), settings))
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the latents of a hand-written port as the pipeline has them."""
@@ -563,7 +527,3 @@ class _Stages(UpstreamPipeline):
             first = latents.narrow(time, 0, 1)
             latents = torch.cat([*[torch.zeros_like(first)] * missing, latents], dim=time)
         return latents
-
-
-def _has_no_values(module: torch.nn.Module) -> bool:
-    return any(weight.is_meta for weight in module.parameters())

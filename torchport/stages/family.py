@@ -45,45 +45,42 @@ class Call(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to make: the fields of the config, and the flags of the command line.
-
-    Attributes:
-        prompt: What the video shows.
-        negative_prompt: What the video does not show.
-        seed: The seed of the noise.
-        height: The video's height in pixels.
-        width: The video's width in pixels.
-        frames: The video's number of frames.
-        steps: The number of denoising steps.
-        guidance_scale: The scale of classifier-free guidance; 1.0 is off.
-        dtypes: The dtype of each component that has weights, by name.
-        vae_tiling: Whether the VAE decodes in overlapping tiles; None: as upstream does.
-        variant: Which of several networks in the checkpoint is used.
-        image: A file with the first frame, or the video to edit.
-        text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
-        call: Arguments of the pipeline that the config sets.
-        guider: The class of the guider that the config sets, under `class`, and its arguments; None: the checkpoint's.
-        scheduler: The same of the scheduler.
-        frame_rate: The video's frames a second.
-    """
+    """What to make: the fields of the config, and the flags of the command line."""
 
     prompt: str
+    """What the video shows."""
     negative_prompt: str
+    """What the video does not show."""
     seed: int
+    """The seed of the noise."""
     height: int
+    """The video's height in pixels."""
     width: int
+    """The video's width in pixels."""
     frames: int
+    """The video's number of frames."""
     steps: int
+    """The number of denoising steps."""
     guidance_scale: float
+    """The scale of classifier-free guidance; 1.0 is off."""
     dtypes: Mapping[str, torch.dtype]
+    """The dtype of each component that has weights, by name."""
     vae_tiling: bool | None
+    """Whether the VAE decodes in overlapping tiles; None: as upstream does."""
     variant: str | None = None
+    """Which of several networks in the checkpoint is used."""
     image: Path | None = None
+    """A file with the first frame, or the video to edit."""
     text_bucket: int | None = None
+    """Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut."""
     call: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of the pipeline that the config sets."""
     guider: Mapping[str, Any] | None = None
+    """The class of the guider that the config sets, under `class`, and its arguments; None: the checkpoint's."""
     scheduler: Mapping[str, Any] | None = None
+    """The same of the scheduler."""
     frame_rate: int = 24
+    """The video's frames a second."""
 
     def traced(self) -> Settings:
         """Returns the settings that a network is called with while it is traced: those its program may depend on. The
@@ -121,8 +118,8 @@ def fit_text(
     """
     fitted = [list(value) for value in values]
     for n in range(0, len(fitted) if bucket else 0, 2):
-        longest = max(int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1])
-        length = -(-longest // (bucket or 1)) * (bucket or 1)
+        ends = [int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1]]
+        length = -(-max(ends) // (bucket or 1)) * (bucket or 1)
         fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
     if others is not None:
         more = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
@@ -135,91 +132,70 @@ Kept = Callable[[], Mapping[str, torch.Tensor]]
 """Returns what is saved beside a loop's state, on the host."""
 
 
-class AfterStep(Protocol):
-    """What a loop calls after each step; see `Steps`."""
-
-    def __call__(
-        self,
-        number: int,
-        state: Mapping[str, torch.Tensor],
-        timestep: Any = None,
-        kept: Kept | None = None,
-    ) -> None:
-        """Saves the state if it is time, and stops the run if that is requested. If it saves, it also saves what `kept`
-        returns: tensors from the devices, which the loop does not know.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The loop's progress bar, its callback after each step, and the state from which it resumes.
-
-    Attributes:
-        track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
-        finished: To be called after each step, `finished(number, state, timestep)`: its number, from 1; all tensors
-            that the loop needs to continue after it, by names of the family's own, a scheduler's history among them;
-            and its timestep, for errors, which may be left out. NaN or infinity in the state is refused.
-        resume: The number of finished steps and the state that a stopped run passed to `finished` after them; None for
-            a loop that starts at its beginning.
-    """
+    """The loop's progress bar, its callback after each step, and the state from which it resumes."""
 
     track: Callable[..., Iterable[Any]] = lambda items, done, total: items
-    finished: AfterStep = lambda number, state, timestep=None, kept=None: None
+    """Iterates the remaining steps under a progress bar: `track(items, done=, total=)`."""
+    finished: Callable[..., None] = lambda number, state, timestep=None, kept=None: None
+    """To be called after each step, `finished(number, state, timestep=None, kept=None)`: its number, from 1; all
+    tensors that the loop needs to continue after it, by names of the family's own, a scheduler's history among them;
+    its timestep, for errors; and a function of further tensors to save, which the loop does not know. It saves the
+    state if it is time, and stops the run if that is requested. NaN or infinity in the state is refused."""
     resume: tuple[int, Mapping[str, torch.Tensor]] | None = None
+    """The number of finished steps and the state that a stopped run passed to `finished` after them; None for a loop
+    that starts at its beginning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a family.
-
-    Attributes:
-        name: encode, encode_image, denoise_first, denoise or decode. A family has encode_image only if an image goes
-            through a network that is compiled, and denoise_first only if two networks take turns.
-        run: The stage's function: `run(parts, call, settings, steps, **inputs)` returns its outputs, tensors by name.
-        uses: The names of the settings that change its outputs. A stage is made again if one of these differs.
-        needs: The stages whose outputs are its inputs.
-        parts: The components that it uses whole, on the host.
-        network: The component that is compiled; None for a stage that runs in PyTorch on the host.
-        submodule: The part of the network that is compiled, such as `decoder`; "" for all of it. The other parts have
-            their weights on the host.
-        without: Modules of the network that this stage never calls, such as `encoder`: they are removed before its
-            weights are placed, and their tensors in the checkpoint are not read. Names that it lacks are skipped.
-        meta: The components of which it needs only the configuration. They are built without weights.
-        prepare: Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`:
-            constants that depend on the settings become buffers here. The network serves several videos: prompts, the
-            seed and the image's name are blank.
-        like: Returns tensors with the shapes and dtypes of its inputs, `like(parts, settings)`; the checks before a
-            run, `shard show` and `plan` call the stage with them.
-        open_dims: By input, the dims that may have another size than there: the number of a prompt's tokens.
-        load: Returns the parts that upstream loads with functions of its own: `load(folder of the checkpoint,
-            settings)`, with the settings of `prepare`.
-        loads: Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first.
-        call: How the network is called, `call(module, settings=..., **inputs)`; by default with the inputs as keywords.
-            It is traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the
-            network's.
-        outputs: Names of what the network returns, in the order of a tuple or list, or else its keys or attributes:
-            `("frames", "cache")`. With them a call returns a tuple of all; without them the first output alone.
-        keeps: Those of `outputs` that stay on the devices: caches, which are inputs of the same name in a later call.
-            The card's rules for inputs say where each of their tensors lies, by its path: `cache.0`.
-    """
+    """One stage of a family."""
 
     name: StageName
+    """encode, encode_image, denoise_first, denoise or decode. A family has encode_image only if an image goes through a
+    network that is compiled, and denoise_first only if two networks take turns."""
     run: Callable[..., dict[str, torch.Tensor]]
+    """The stage's function: `run(parts, call, settings, steps, **inputs)` returns its outputs, tensors by name."""
     uses: tuple[str, ...]
+    """The names of the settings that change its outputs. A stage is made again if one of these differs."""
     needs: tuple[StageName, ...] = ()
+    """The stages whose outputs are its inputs."""
     parts: tuple[str, ...] = ()
+    """The components that it uses whole, on the host."""
     network: str | None = None
+    """The component that is compiled; None for a stage that runs in PyTorch on the host."""
     submodule: str = ""
+    """The part of the network that is compiled, such as `decoder`; "" for all of it. The other parts have their weights
+    on the host."""
     without: tuple[str, ...] = ()
+    """Modules of the network that this stage never calls, such as `encoder`: they are removed before its weights are
+    placed, and their tensors in the checkpoint are not read. Names that it lacks are skipped."""
     meta: tuple[str, ...] = ()
+    """The components of which it needs only the configuration. They are built without weights."""
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
+    """Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`: constants
+    that depend on the settings become buffers here. The network serves several videos: prompts, the seed and the
+    image's name are blank."""
     like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None
+    """Returns tensors with the shapes and dtypes of its inputs, `like(parts, settings)`; the checks before a run,
+    `shard show` and `plan` call the stage with them."""
     open_dims: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    """By input, the dims that may have another size than there: the number of a prompt's tokens."""
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
+    """Returns the parts that upstream loads with functions of its own: `load(folder of the checkpoint, settings)`, with
+    the settings of `prepare`."""
     loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+    """Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first."""
     call: Callable[..., Any] | None = None
+    """How the network is called, `call(module, settings=..., **inputs)`; by default with the inputs as keywords. It is
+    traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the network's."""
     outputs: tuple[str, ...] = ()
+    """Names of what the network returns, in the order of a tuple or list, or else its keys or attributes: `("frames",
+    "cache")`. With them a call returns a tuple of all; without them the first output alone."""
     keeps: tuple[str, ...] = ()
+    """Those of `outputs` that stay on the devices: caches, which are inputs of the same name in a later call. The
+    card's rules for inputs say where each of their tensors lies, by its path: `cache.0`."""
 
     def __post_init__(self) -> None:
         """Refuses a name in `keeps` that no output has."""
@@ -236,38 +212,34 @@ def with_image(stages: Iterable[Stage]) -> list[str]:
 
 def check_outputs(stage: Stage, outputs: Any) -> None:
     """Raises if a stage returned no dict of tensors, a tensor on meta, or as `denoise_first` no step count `done`."""
-    is_dict = isinstance(outputs, dict) and all(_has_values(value) for value in outputs.values())
-    has_count = stage.name != "denoise_first" or (is_dict and "done" in outputs)
-    if is_dict and has_count:
-        return
+    remedy = "Return the stage's outputs as a dict of tensors by name"
+    if not isinstance(outputs, dict):
+        fact = f"a {type(outputs).__name__}"
+    else:
+        wrong = [name for name, x in outputs.items() if not isinstance(x, torch.Tensor) or x.is_meta]
+        if wrong and isinstance(outputs[wrong[0]], torch.Tensor):
+            fact = f"'{wrong[0]}' without values: it was computed with weights on meta"
+            remedy = "Add what computes it to the stage's `parts`"
+        elif wrong:
+            fact = f"a {type(outputs[wrong[0]]).__name__} as '{wrong[0]}'"
+        elif stage.name == "denoise_first" and "done" not in outputs:
+            fact = "no 'done', the number of steps that it took"
+        else:
+            return
     code = inspect.unwrap(stage.run).__code__
     place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
-    if is_dict:
-        fact = f"'{code.co_name}' returns no 'done', the number of steps that it took"
-    elif not isinstance(outputs, dict):
-        fact = f"'{code.co_name}' returns a {type(outputs).__name__}"
-    else:
-        name = next(name for name, value in outputs.items() if not _has_values(value))
-        if isinstance(outputs[name], torch.Tensor):
-            fact = f"'{code.co_name}' returns '{name}' without values: it was computed with weights on meta"
-            raise ReplacementError(place, fact, "Add what computes it to the stage's `parts`")
-        fact = f"'{code.co_name}' returns a {type(outputs[name]).__name__} as '{name}'"
-    raise ReplacementError(place, fact, "Return the stage's outputs as a dict of tensors by name")
-
-
-def _has_values(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_meta
+    raise ReplacementError(place, f"'{code.co_name}' returns {fact}", remedy)
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
-    """Refuses inputs that do not have the shapes of these settings: the network would not run."""
+    """Refuses inputs, which earlier stages returned, of other shapes than these settings have."""
     for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
         if name not in inputs:
             continue
-        sizes = zip(inputs[name].shape, like.shape, strict=False)
-        others = stage.open_dims.get(name.partition(".")[0], ())
-        differing = [dim for dim, (size, other) in enumerate(sizes) if size != other]
-        if inputs[name].ndim != like.ndim or set(differing) - set(stage.open_dims.get(name, others)):
+        open_dims = stage.open_dims.get(name, stage.open_dims.get(name.partition(".")[0], ()))
+        sizes = enumerate(zip(inputs[name].shape, like.shape, strict=False))
+        differing = {dim for dim, (size, expected) in sizes if size != expected}
+        if inputs[name].ndim != like.ndim or differing - set(open_dims):
             fact = f"'{name}' has shape {list(inputs[name].shape)}, and this run takes {list(like.shape)}"
             remedy = f"Run --stage {stage.needs[0]} with this model, checkpoint and size"
             raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)
@@ -326,7 +298,7 @@ def note_tiles(latents: torch.Tensor, count: int) -> None:
 
 
 class CallModule(torch.nn.Module):
-    """Replaces a module of upstream that has one input, and passes that input on to a call.
+    """Takes the place of a module with one input in upstream's code, and passes the input on to a call.
 
     Args:
         call: What computes in its place.

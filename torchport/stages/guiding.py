@@ -25,16 +25,36 @@ MOMENTUM = "momentum"
 """The name, among what a loop saves, of the running average that some guiders keep."""
 
 
-def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
-    """Returns the guider of a run, with the job's scale: the job's own, or else `checkpoints`, the checkpoint's."""
+def guider(from_checkpoint: Any, settings: Settings, place: str = "guider") -> Any:
+    """Returns the guider of a run, with the job's scale: the class that the job names, or else the checkpoint's object.
+    Refuses a class that does more than to combine two predictions.
+    """
     if settings.guider is None:
-        return checkpoints.new(**{SCALE: settings.guidance_scale})
-    cls = _class_of(str(settings.guider["class"]), place)
-    return made(cls, settings.guider, place, **{SCALE: settings.guidance_scale})
+        return from_checkpoint.new(**{SCALE: settings.guidance_scale})
+    from diffusers import guiders
+    from diffusers.guiders.guider_utils import BaseGuidance
+
+    classes = {
+        key: value
+        for key, value in vars(guiders).items()
+        if isinstance(value, type) and issubclass(value, BaseGuidance) and value is not BaseGuidance
+    }
+    name, reasons = str(settings.guider["class"]), {key: _reason(cls, BaseGuidance) for key, cls in classes.items()}
+    usable = sorted(key for key, reason in reasons.items() if reason is None)
+    if name not in classes:
+        raise UnknownNameError(place, f"diffusers has no guider '{name}'", nearest(name, usable), name=name)
+    if reasons[name] is not None:
+        raise BadValueError(place, f"'{name}' {reasons[name]}", f"Take one of {', '.join(usable)}", name=name)
+    return instance(classes[name], settings.guider, place, **{SCALE: settings.guidance_scale})
 
 
-def made(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
-    """Returns an object of a class from `given` and the arguments in `chosen` beside `class`; refuses wrong ones."""
+def instance(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
+    """Returns an object of a guider's or scheduler's class that a job chooses; refuses wrong arguments.
+
+    Args:
+        chosen: The job's entry: arguments of the constructor, and `class` beside them.
+        given: Further arguments, which a job cannot choose.
+    """
     name, arguments = cls.__name__, {key: value for key, value in chosen.items() if key != "class"}
     known = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "enabled", *given)]
     for key in arguments:
@@ -44,25 +64,6 @@ def made(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
         raise BadValueError(place, f"'{key}' is {value!r}", f"It must be like its default, {default!r}", key=key)
     with reading(BadValueError, place, f"'{name}' cannot be made of its arguments", "Mend them"):
         return cls(**arguments, **given)
-
-
-def _class_of(name: str, place: str) -> Any:
-    """Returns the guider of diffusers with this name; refuses one that does more than combine two predictions."""
-    from diffusers import guiders
-    from diffusers.guiders.guider_utils import BaseGuidance
-
-    classes = {
-        key: value
-        for key, value in vars(guiders).items()
-        if isinstance(value, type) and issubclass(value, BaseGuidance) and value is not BaseGuidance
-    }
-    reasons = {key: _reason(cls, BaseGuidance) for key, cls in classes.items()}
-    taken = [key for key, reason in reasons.items() if reason is None]
-    if name not in classes:
-        raise UnknownNameError(place, f"diffusers has no guider '{name}'", nearest(name, taken), name=name)
-    if reasons[name] is not None:
-        raise BadValueError(place, f"'{name}' {reasons[name]}", f"Take one of {', '.join(sorted(taken))}", name=name)
-    return classes[name]
 
 
 def _reason(cls: Any, base: Any) -> str | None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages.family import Call
-from torchport.stages.replay import OTHER_LOOP, Loop
+from torchport.stages.replay import OTHER_LOOP
 from torchport.stages.stand_in import ComponentStandIn
 
 MOMENTS = "image_moments_"
@@ -26,16 +27,18 @@ LATENTS = "image_latents_"
 
 
 class VaeStandIn(ComponentStandIn):
-    """Takes the VAE's place in a pipeline. The VAE's buffers may have no values."""
+    """Takes the VAE's place in a pipeline, which may read buffers, such as the mean of the latents. They have no values
+    in a rehearsal.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the VAE. In place of a buffer without values, also in its modules, it has ones."""
+        """Returns an attribute of the VAE: ones in place of a buffer without values, also in its modules."""
         return self._readable(super().__getattr__(name), name)
 
     def _readable(self, value: Any, name: str) -> Any:
         """Returns an attribute's value: ones for a buffer on meta; for a module with such buffers, a wrapper."""
         if isinstance(value, torch.nn.Module) and any(buffer.is_meta for buffer in value.buffers(recurse=False)):
-            return _Buffers(lambda key: self._readable(getattr(value, key), f"{name}.{key}"))
+            return _Attributes(lambda key: self._readable(getattr(value, key), f"{name}.{key}"))
         if not isinstance(value, torch.Tensor) or not value.is_meta:
             return value
         if isinstance(value, torch.nn.Parameter):
@@ -43,11 +46,21 @@ class VaeStandIn(ComponentStandIn):
         return torch.ones(value.shape, dtype=value.dtype)
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Returns a weight without values as it is. `Decoding` refuses it instead."""
+        """Returns a weight without values as it is. `PostponedVae` refuses it instead."""
         return weight
 
 
-class Encoding(VaeStandIn):
+class _Attributes:
+    """An object whose attributes a function returns by their names."""
+
+    def __init__(self, attribute: Callable[[str], Any]) -> None:
+        self._attribute = attribute
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attribute(name)
+
+
+class EncodingVae(VaeStandIn):
     """Takes the VAE's place in a pipeline, encodes with it, and keeps what it returned.
 
     Args:
@@ -55,10 +68,8 @@ class Encoding(VaeStandIn):
         call: The VAE as the stage's network, which returns what `moments_of` does; None: `vae` itself encodes.
     """
 
-    def __init__(
-        self, vae: torch.nn.Module, dtype: torch.dtype, loop: Loop, place: str, call: Call | None = None
-    ) -> None:
-        super().__init__(vae, dtype, loop, None)
+    def __init__(self, vae: torch.nn.Module, dtype: torch.dtype, place: str, call: Call | None = None) -> None:
+        super().__init__(vae, dtype)
         self.place = place
         self.call = call
         self.moments: dict[str, torch.Tensor] = {}
@@ -66,8 +77,9 @@ class Encoding(VaeStandIn):
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
         """Returns a latent distribution, as the VAE's `encode` does, and keeps its moments."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        vae = vars(self)["component"]
+        vae = self.component
         name = next(iter(inspect.signature(vae.encode).parameters))
         kwargs.pop("return_dict", None)
         if self.call is None:
@@ -76,7 +88,7 @@ class Encoding(VaeStandIn):
             moments = self.call(**{name: pixels.to(self.dtype)}, **kwargs)
         moments = torch.zeros(moments.shape, dtype=moments.dtype) if moments.is_meta else moments
         self.moments[f"{MOMENTS}{len(self.moments)}"] = moments
-        return _output(DiagonalGaussianDistribution(moments))
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))
 
 
 def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
@@ -96,76 +108,54 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     return moments
 
 
-class Encoded(VaeStandIn):
+class EncodedVae(VaeStandIn):
     """Takes the VAE's place in a pipeline, and returns what an earlier stage kept of the image; all else is the VAE's.
 
     Args:
         vae: The VAE; without storage if it is not to decode.
-        tensors: What `encode` kept, or what `denoise` kept, by name.
+        tensors: What the stage kept, by name.
+        stage: `encode` or `encode_image`, which kept moments; or `denoise`, which kept what the loop drew of them.
     """
 
     def __init__(
-        self, vae: torch.nn.Module, dtype: torch.dtype, loop: Loop, tensors: Mapping[str, torch.Tensor], stage: str
+        self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], stage: str
     ) -> None:
-        super().__init__(vae, dtype, loop, None)
+        super().__init__(vae, dtype)
         self.tensors = tensors
         self.stage = stage
         self.number = 0
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns a latent distribution, as a VAE does, from the mean and variance that `encode` kept; after the loop,
+        """Returns a latent distribution, as a VAE does, from the mean and variance that the stage kept; after the loop,
         one whose samples are the latents that the loop drew.
         """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        if self.stage == "denoise":
-            return _output(_Distribution(lambda method, *args: self._draw(self._kept(LATENTS, len(self.drawn)))))
-        real = DiagonalGaussianDistribution(self._kept(MOMENTS, self.number))
-        self.number += 1
-        return _output(_Distribution(lambda method, *args: self._draw(getattr(real, method)(*args))))
+        real: Any = None
+        if self.stage != "denoise":
+            real = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
+            self.number += 1
+
+        def drawn(method: str, *arguments: Any) -> torch.Tensor:
+            name = f"{LATENTS}{len(self.drawn)}"
+            self.drawn[name] = self._kept(name) if real is None else getattr(real, method)(*arguments)
+            return self.drawn[name]
+
+        distribution = SimpleNamespace(
+            sample=lambda generator=None: drawn("sample", generator), mode=lambda: drawn("mode")
+        )
+        return AutoencoderKLOutput(latent_dist=distribution)
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns what the VAE's `decode` returns for these latents, cast to the VAE's dtype."""
-        return vars(self)["component"].decode(latents.to(self.dtype), *args, **kwargs)
+        return self.component.decode(latents.to(self.dtype), *args, **kwargs)
 
-    def _draw(self, latents: torch.Tensor) -> torch.Tensor:
-        self.drawn[f"{LATENTS}{len(self.drawn)}"] = latents
-        return latents
-
-    def _kept(self, kind: str, number: int) -> torch.Tensor:
+    def _kept(self, name: str) -> torch.Tensor:
         """Returns a tensor that an earlier stage kept; refuses that stage's artefact if it lacks the tensor."""
-        name = f"{kind}{number}"
         if name not in self.tensors:
-            remedy = f"Run --stage {self.stage} with this model" + (" and --image FILE" if kind == MOMENTS else "")
+            image = " and --image FILE" if name.startswith(MOMENTS) else ""
+            remedy = f"Run --stage {self.stage} with this model{image}"
             raise ArtefactForeignError(f"{self.stage}.safetensors", f"It lacks '{name}'", remedy, name=name)
         return self.tensors[name]
-
-
-class _Buffers:
-    """Takes the place of a module of the VAE whose buffers have no values; `attribute` returns a value by its name."""
-
-    def __init__(self, attribute: Callable[[str], Any]) -> None:
-        self._attribute = attribute
-
-    def __getattr__(self, name: str) -> Any:
-        return self._attribute(name)
-
-
-class _Distribution:
-    """A latent distribution that a function draws from: `draw(name of the method, *arguments)`."""
-
-    def __init__(self, draw: Callable[..., torch.Tensor]) -> None:
-        self.draw = draw
-
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        return self.draw("sample", generator)
-
-    def mode(self) -> torch.Tensor:
-        return self.draw("mode")
-
-
-def _output(distribution: Any) -> Any:
-    from diffusers.models.modeling_outputs import AutoencoderKLOutput
-
-    return AutoencoderKLOutput(latent_dist=distribution)

@@ -15,7 +15,7 @@ TENSORS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct)
 """What may be a leaf of a tree; the last are shapes alone, for programs that are only compiled."""
 
 
-def of_call(output: Any, names: Sequence[str], network: str) -> Any:
+def stage_outputs(output: Any, names: Sequence[str], network: str) -> Any:
     """Returns the outputs of a stage's network that the stage asks for, from all that the network returns.
 
     Args:
@@ -23,73 +23,63 @@ def of_call(output: Any, names: Sequence[str], network: str) -> Any:
         names: Of the outputs, `Stage.outputs`; none for the first output alone.
 
     Returns:
-        Without names the first output, a tensor. With names a tuple, one tree of tensors for each name.
+        Without names the first output, a tensor. With names a tuple, one tree of tensors for each name: by the position
+        in a tuple or list, else by the name.
     """
-    if names:
-        return tuple(
-            plain(name, value, network) for name, value in zip(names, _by_names(output, names, network), strict=True)
-        )
-    values: Any = list(output.values()) if isinstance(output, Mapping) else output
-    value = values[0] if isinstance(values, tuple | list) and values else values
-    if not isinstance(value, torch.Tensor):
-        fact = f"The first of its outputs is no tensor, but of the type {type(value).__name__}"
-        raise BadValueError(network, fact, "Return a tensor first, or name all outputs in `Stage.outputs`")
-    return value
-
-
-def _by_names(output: Any, names: Sequence[str], network: str) -> Sequence[Any]:
-    """Returns the outputs in the order of `names`: by position of a tuple or list, else by name; or raises."""
-    if isinstance(output, torch.Tensor):
-        output = (output,)
-    if isinstance(output, tuple | list):
-        if len(output) != len(names):
-            fact = f"It returns {len(output)} output(s), and `Stage.outputs` names {len(names)}: {', '.join(names)}"
+    if not names:
+        values: Any = list(output.values()) if isinstance(output, Mapping) else output
+        value = values[0] if isinstance(values, tuple | list) and values else values
+        if not isinstance(value, torch.Tensor):
+            fact = f"The first of its outputs is no tensor, but of the type {type(value).__name__}"
+            raise BadValueError(network, fact, "Return a tensor first, or name all outputs in `Stage.outputs`")
+        return value
+    if isinstance(output, torch.Tensor | tuple | list):
+        values = (output,) if isinstance(output, torch.Tensor) else output
+        if len(values) != len(names):
+            fact = f"It returns {len(values)} output(s), and `Stage.outputs` names {len(names)}: {', '.join(names)}"
             raise BadValueError(network, fact, "Give each output a name, in their order")
-        return output
-    values = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
-    missing = [name for name in names if name not in values]
-    if missing:
-        fact = f"What it returns, of the type {type(output).__name__}, has no '{missing[0]}'"
-        raise BadValueError(network, fact, nearest(missing[0], map(str, values)), name=missing[0])
-    return [values[name] for name in names]
+    else:
+        fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        missing = [name for name in names if name not in fields]
+        if missing:
+            fact = f"What it returns, of the type {type(output).__name__}, has no '{missing[0]}'"
+            raise BadValueError(network, fact, nearest(missing[0], map(str, fields)), name=missing[0])
+        values = [fields[name] for name in names]
+    return tuple(plain(name, value, network) for name, value in zip(names, values, strict=True))
 
 
 def plain(name: str, value: Any, network: str) -> Any:
     """Returns a tree of tensors with plain tuples, lists and dicts; refuses a leaf that is no tensor. None stays."""
-
-    def checked(path: str, leaf: Any) -> Any:
-        """Returns a leaf; refuses one that is no tensor."""
+    for path, leaf in leaves({name: value}).items():
         if not isinstance(leaf, TENSORS):
             fact = f"'{path}' is no tensor, but of the type {type(leaf).__name__}"
             remedy = "It must be tensors in tuples, lists and dicts: the function of `Stage.call` may arrange them"
             raise BadValueError(network, fact, remedy, name=path)
-        return leaf
-
-    return each(checked, name, value)
+    return map_leaves(lambda _, leaf: leaf, name, value)
 
 
-def each(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+def map_leaves(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
     """Returns a tree with `function(name, leaf)` in place of each leaf; the name is its path, `cache.0.keys`."""
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return {str(key): each(function, f"{name}.{key}", item) for key, item in value.items()}
+        return {str(key): map_leaves(function, f"{name}.{key}", item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [each(function, f"{name}.{number}", item) for number, item in enumerate(value)]
+        items = [map_leaves(function, f"{name}.{number}", item) for number, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return function(name, value)
 
 
-def moved(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Returns a tree of anything with `function(tensor)` in place of each tensor."""
     return pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all leaves of named trees, by their paths."""
+    """Returns all leaves of named trees by their paths: `{"cache": [x, y]}` -> `{"cache.0": x, "cache.1": y}`."""
     by_path: dict[str, Any] = {}
     for name, tree in trees.items():
-        each(by_path.__setitem__, name, tree)
+        map_leaves(by_path.__setitem__, name, tree)
     return by_path
 
 

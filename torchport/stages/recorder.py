@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,14 +90,21 @@ class Recorder:
 
         names, network = self.stage.outputs, str(self.stage.network)
         inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
-        counter, tensors = FlopCounterMode(display=False), dict[int, torch.Tensor]()
+        counter = FlopCounterMode(display=False)
+        tensors: dict[int, torch.Tensor] = {}  # by id; a tensor that is kept keeps its id for itself
+
+        def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            leaves = pytree.tree_leaves((args, kwargs, output))
+            tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
+
         with contextlib.ExitStack() as stack:
             if self.count:
                 stack.enter_context(counter)
-                stack.enter_context(_at_borders(self.module, tensors))
+                for path in ["", *unit_paths(self.module)]:
+                    stack.enter_context(self.module.get_submodule(path).register_forward_hook(note, with_kwargs=True))
             on_meta = Constants(lambda x: isinstance(x, torch.Tensor) and x.is_meta, lambda tensor: tensor.to("meta"))
             with torch.no_grad(), on_meta:
-                output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
+                output = outputs.stage_outputs(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
         borders = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()) if self.count else None
         kept = {name: output[names.index(name)] for name in self.stage.keeps}
@@ -116,23 +122,9 @@ def unit_paths(network: torch.nn.Module) -> list[str]:
     return paths
 
 
-@contextlib.contextmanager
-def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Notes by id the tensors that a network and its units get and return; keeping them keeps their ids unique."""
-
-    def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-        leaves = pytree.tree_leaves((args, kwargs, output))
-        tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
-
-    with contextlib.ExitStack() as hooks:
-        for path in ["", *unit_paths(network)]:
-            hooks.enter_context(network.get_submodule(path).register_forward_hook(note, with_kwargs=True))
-        yield
-
-
 def _like(tree: Any, device: str) -> Any:
     """Returns a tree of tensors of the same shapes and dtypes, without values."""
-    return outputs.each(lambda _, leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=device), "", tree)
+    return outputs.map_leaves(lambda _, leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=device), "", tree)
 
 
 def network_calls(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.save import tree
-from torchport.stages.family import Steps
+from torchport.stages.family import Settings, Steps
 
 RETURNED = "returned"
 """The name of what `step` returned, in what is saved after a step."""
@@ -23,7 +24,11 @@ OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
 class _Step:
-    """What upstream's loop calls as the `step` of a scheduler. A copy of the scheduler has one of its own."""
+    """A scheduler's `step` as upstream's loop finds it: it calls `Loop.stepped`.
+
+    A pipeline that makes sound steps its second latents with a deep copy of the scheduler. The copy's `step` must know
+    the copy.
+    """
 
     def __init__(self, loop: Loop, scheduler: Any) -> None:
         self.loop = loop
@@ -42,18 +47,21 @@ class Loop:
     """Takes over the steps of a pipeline's loop: `returned` is called in place of its scheduler's `step`.
 
     Args:
+        scheduler: It is changed: upstream asks for its class, so it remains itself.
+        generator: The seed's.
+        done: How many steps have results that are known.
         latents: How many latents go through the loop. With sound they are two, and a copy of the scheduler has the
             second: that is called after the scheduler in each step.
     """
 
     def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0, latents: int = 1) -> None:
-        #: It is changed: upstream asks for its class, so it remains itself.
         self.scheduler = scheduler
-        self.generator = generator  #: Of the seed.
-        self.done = done  #: The steps whose results are known.
+        self.generator = generator
+        self.done = done
         self.number = 0  #: The steps that are over.
         self.count = latents
         self.tracks: list[_Step] = []  #: Of each latents, in the order of a step's calls.
+        self.shapes: list[torch.Size] = []  #: Of each latents, where results of steps are known.
         self.real = type(scheduler).step.__get__(scheduler)
         scheduler.step = _Step(self, scheduler)
 
@@ -67,45 +75,39 @@ class Loop:
                 fact = "The pipeline's loop steps with a copy of its scheduler before the scheduler itself"
                 raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
             self.tracks.append(step)
-        track, takes = self.tracks.index(step), inspect.signature(step.real).parameters
+        track, parameters = self.tracks.index(step), inspect.signature(step.real).parameters
         if self.number == 0:
-            self._check_timesteps()
-            count = self.sample(args, kwargs).shape[0]
-            if count != 1:  # nothing after the loop takes several
-                fact = f"The pipeline makes {count} videos at once"
-                raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
+            self._check_first_step(self.argument("sample", args, kwargs))
         self.number += 1 if track == 0 else 0
-        if "generator" in takes:
+        if "generator" in parameters:
             kwargs.setdefault("generator", self.generator)  # most pipelines pass none, and no seed would decide
-        if kwargs.get("return_dict") is False or "return_dict" not in takes:
+        if kwargs.get("return_dict") is False or "return_dict" not in parameters:
             return self.returned(track, args, kwargs)
         from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
         return SchedulerOutput(self.returned(track, args, {**kwargs, "return_dict": False})[0])
 
-    def _check_timesteps(self) -> None:
-        """Refuses timesteps of NaN or infinity, from a division by zero: `step` would never find its own among them."""
+    def _check_first_step(self, latents: torch.Tensor) -> None:
+        """Refuses timesteps of NaN or infinity, and latents of several videos, which nothing after the loop takes."""
         timesteps = torch.as_tensor(self.scheduler.timesteps)
-        if not timesteps.isfinite().all():
+        if not timesteps.isfinite().all():  # from a division by zero: `step` would never find its own among them
             name = type(self.scheduler).__name__
             fact = f"It is {len(timesteps)}, and '{name}' makes timesteps of NaN or infinity of it"
             raise BadValueError("'steps'", fact, "Take more")
+        if latents.shape[0] != 1:
+            fact = f"The pipeline makes {latents.shape[0]} videos at once"
+            raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
 
     @property
     def is_done(self) -> bool:
         """Whether the result of the step that has begun is known."""
         return self.number < self.done
 
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """The shape of each latents, where results of steps are known."""
-        return []
+    def before_network(self) -> None:
+        """Is called before each call of the loop's network, for a subclass to show progress."""
 
-    def begin(self) -> None:
-        """Is called before the loop's network is."""
-
-    def begin_other(self) -> None:
-        """Is called in place of a network that is not this stage's."""
+    def before_other_network(self) -> None:
+        """Is called before zeros are returned in place of a network that another stage has."""
 
     def finish(self) -> None:
         """Is called after the loop."""
@@ -114,13 +116,8 @@ class Loop:
         """Returns what `step` returns, for the latents with the number `track`."""
         raise NotImplementedError
 
-    def sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Returns the latents that `step` is called with."""
-        sample: torch.Tensor = self._argument("sample", args, kwargs)
-        return sample
-
-    def _argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns an argument that `step` is called with; None where it has none of this name."""
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns an argument that `step` is called with, such as `sample`, the latents; None where it has none."""
         return inspect.signature(self.real).bind(*args, **kwargs).arguments.get(name)
 
 
@@ -139,8 +136,23 @@ def all_latents(state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     return [each for each in known if each is not None]
 
 
-class OtherNetwork(BaseException):
-    """Leaves a pipeline's loop where it calls a network that another stage has."""
+class LoopLeft(BaseException):
+    """Leaves a pipeline's loop where nothing more of it is needed. Upstream's `except Exception` does not catch it."""
+
+
+class First(Loop):
+    """A loop that is left at its first step, with the latents there as `samples`."""
+
+    def __init__(self, scheduler: Any, latents: int = 1) -> None:
+        super().__init__(scheduler, torch.Generator(), done=1, latents=latents)
+        self.samples: list[torch.Tensor] = []
+
+    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Leaves the loop, once the last of its latents are there."""
+        self.samples.append(self.argument("sample", args, kwargs))
+        if len(self.samples) == self.count:
+            raise LoopLeft
+        return (self.samples[-1],)
 
 
 class Replay(Loop):
@@ -151,52 +163,42 @@ class Replay(Loop):
 
     Args:
         steps: Progress, saving, and where to go on.
+        pipeline: The name of its class, for errors.
         leaves: Whether the loop is left where it calls another stage's network. Otherwise a stage before this one took
             those steps; where none did, as in a rehearsal, that network returns zeros.
     """
 
     def __init__(
-        self,
-        scheduler: Any,
-        generator: torch.Generator,
-        steps: Steps,
-        name: str,
-        total: int,
-        leaves: bool = False,
-        latents: int = 1,
+        self, scheduler: Any, settings: Settings, steps: Steps, pipeline: str, latents: int = 1, leaves: bool = False
     ) -> None:
-        #: The state is what was saved after the last step.
-        done, self.state = steps.resume or (0, {})
-        super().__init__(scheduler, generator, done, latents)
+        done, self.state = steps.resume or (0, {})  #: The state is what was saved after the last step.
+        super().__init__(scheduler, torch.Generator().manual_seed(settings.seed), done, latents)
+        self.shapes = [latents.shape for latents in all_latents(self.state)]
         self.steps = steps
-        self.name = name
-        self.total = total
+        self.pipeline = pipeline
+        self.total = settings.steps
         self.leaves = leaves
         self.saved: Any = tree.unpacked(self.state) if self.state else None
-        self.progress = iter(steps.track(range(done, total), done=done, total=total))
-        self.begun = done
-        self.before: list[dict[str, Any]] = []  # of each latents' scheduler
-        self.taken: list[dict[str, Any]] = []
+        self.progress = iter(steps.track(range(done, self.total), done=done, total=self.total))
+        self.advanced = done  #: The steps that the progress bar has shown.
+        self.fields: list[dict[str, Any]] = []  #: Of each latents' scheduler before the first step.
+        self.results: list[dict[str, Any]] = []  #: Of a step, for each latents.
         self.is_others = False
 
-    def begin(self) -> None:
+    def before_network(self) -> None:
         """Advances the progress bar, once a step: guidance may call the network twice."""
-        if self.begun <= self.number:
+        if self.advanced <= self.number:
             next(self.progress, None)
-            self.begun = self.number + 1
+            self.advanced = self.number + 1
 
-    def begin_other(self) -> None:
+    def before_other_network(self) -> None:
         """Leaves the loop, or notes that the next step is taken with zeros and not saved; raises if it came before."""
         if self.leaves:
-            raise OtherNetwork
-        if self.begun:
+            raise LoopLeft
+        if self.advanced:
             fact = f"Step {self.number + 1} of {self.total} goes back from its second network to the first"
-            raise BadValueError(self.name, fact, OTHER_LOOP)
+            raise BadValueError(self.pipeline, fact, OTHER_LOOP)
         self.is_others = True
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        return [latents.shape for latents in all_latents(self.state)]
 
     def finish(self) -> None:
         """Ends the progress bar."""
@@ -205,10 +207,10 @@ class Replay(Loop):
             self.progress.close()  # a loop that is left has items that no step took
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the saved result for a step that is done; takes any other. The state goes to `finished` at last."""
+        """Returns the saved result for a step that is done; takes any other, and passes the state to `finished`."""
         step, is_last = self.tracks[track], track == self.count - 1
         if self.number == 1:
-            self.before.append(dict(vars(step.scheduler)))
+            self.fields.append(dict(vars(step.scheduler)))
         if self.number <= self.done:
             saved = self.saved[SOUND] if track else self.saved
             if self.number == self.done:
@@ -220,27 +222,28 @@ class Replay(Loop):
         if self.is_others:
             self.is_others = not is_last
             return returned
-        self.taken = [*self.taken, self._kept(track, returned)] if track else [self._kept(track, returned)]
+        result = {RETURNED: returned, "scheduler": self._scheduler_state(track, returned)}
+        self.results = [*self.results, result] if track else [result]
         if is_last:
-            first, *others = self.taken
+            first, *others = self.results
             sound = {SOUND: others[0]} if others else {}
             self.state = tree.packed({**first, GENERATOR: self.generator.get_state(), **sound})
-            self.steps.finished(self.number, self.state, self._argument("timestep", args, kwargs))
+            self.steps.finished(self.number, self.state, self.argument("timestep", args, kwargs))
         return returned
 
-    def _kept(self, track: int, returned: Any) -> dict[str, Any]:
-        """Returns what a step returned and its scheduler's state; raises if the scheduler keeps what is no tensor."""
+    def _scheduler_state(self, track: int, returned: Any) -> dict[str, Any]:
+        """Returns a scheduler's fields after a step; raises if a field, or what the step returned, cannot be saved."""
+        name = type(self.scheduler).__name__
         if not isinstance(returned, tuple) or not tree.is_packable(returned):
-            fact = f"Its 'step' returns a {type(returned).__name__} to '{self.name}', and no tuple of tensors"
-            raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
-        kept = {}
-        for name, value in vars(self.tracks[track].scheduler).items():
-            if tree.is_packable(value):
-                kept[name] = value
-            elif self.before[track].get(name) is not value:
-                fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
-                raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
-        return {RETURNED: returned, "scheduler": kept}
+            fact = f"Its 'step' returns a {type(returned).__name__} to '{self.pipeline}', and no tuple of tensors"
+            raise BadValueError(name, fact, OTHER_LOOP)
+        fields = vars(self.tracks[track].scheduler)
+        state = {key: value for key, value in fields.items() if tree.is_packable(value)}
+        for key, value in fields.items():
+            if key not in state and self.fields[track].get(key) is not value:
+                fact = f"It keeps '{key}', of the type {type(value).__name__}, from step to step of '{self.pipeline}'"
+                raise BadValueError(name, fact, f"That cannot be saved. {OTHER_LOOP}")
+        return state
 
 
 class Finished(Loop):
@@ -254,23 +257,16 @@ class Finished(Loop):
     """
 
     def __init__(self, scheduler: Any, latents: Mapping[str, torch.Tensor], state: torch.Tensor | None) -> None:
-        super().__init__(scheduler, torch.Generator(), latents=len(latents))
+        super().__init__(scheduler, torch.Generator(), done=sys.maxsize, latents=len(latents))
+        self.shapes = [tensor.shape for tensor in latents.values()]
         self.latents = list(latents.items())
         self.state = state
-        self.after: torch.Tensor | None = None
-        self.rest: list[tuple[Any, ...]] = []
-
-    @property
-    def is_done(self) -> bool:
-        return True
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        return [latents.shape for _, latents in self.latents]
+        self.after: torch.Tensor | None = None  #: The generator's state when the last step returned.
+        self.rest: list[tuple[Any, ...]] = []  #: What else `step` returns, for each latents.
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the latents, and what else `step` returns: that is called once, for its other results."""
-        (name, latents), shape = self.latents[track], self.sample(args, kwargs).shape
+        (name, latents), shape = self.latents[track], self.argument("sample", args, kwargs).shape
         if shape != latents.shape:
             fact = f"'{name}' has shape {list(latents.shape)}, and this job takes {list(shape)}"
             raise ArtefactForeignError("denoise.safetensors", fact, "Run --stage denoise with this model and size")
@@ -287,26 +283,3 @@ class Finished(Loop):
             fact = f"It lacks '{GENERATOR}', the state of the seed's generator, and the pipeline draws after its loop"
             remedy = "Run --stage denoise with this model"
             raise ArtefactForeignError("denoise.safetensors", fact, remedy, name=GENERATOR)
-
-
-class FirstStep(BaseException):
-    """Leaves a pipeline's loop at its first step."""
-
-    def __init__(self, samples: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.samples = samples
-
-
-class First(Loop):
-    """A loop that is left at its first step."""
-
-    def __init__(self, scheduler: Any, latents: int = 1) -> None:
-        super().__init__(scheduler, torch.Generator(), done=1, latents=latents)
-        self.samples: list[torch.Tensor] = []
-
-    def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Leaves the loop, once the last of its latents are there."""
-        self.samples.append(self.sample(args, kwargs))
-        if len(self.samples) == self.count:
-            raise FirstStep(self.samples)
-        return (self.samples[-1],)

@@ -1,10 +1,10 @@
-"""What stands in a pipeline of upstream where its network stood."""
+"""What stands in a pipeline of upstream where a component stood: it answers for it, and computes elsewhere or not."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,34 +16,21 @@ from torchport.stages.replay import Loop
 
 
 class ComponentStandIn(torch.nn.Module):
-    """Stands in a pipeline where a component stood: `call` computes, all else that is asked for is the component's.
+    """Takes a component's place in a pipeline that asks for its class, dtype or configuration, and never calls it.
 
     Args:
-        component: Without storage.
-        loop: Says which steps are done; None for a component that is asked and not called.
-        call: The network; None if it is never needed, or another stage's.
-        conditions: Makes one batch of two calls; None: each is computed by itself. So does a call that takes no batch.
+        component: May be without storage.
     """
 
+    component: Any
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        component: torch.nn.Module,
-        dtype: torch.dtype,
-        loop: Loop | None,
-        call: Call | None,
-        conditions: Conditions | None = None,
-    ) -> None:
+    def __init__(self, component: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         vars(self)["component"] = component  # no submodule: nobody is to look for its weights here
         self.dtype = dtype
-        self.loop = loop
-        self.call = call
-        self.conditions = conditions if call is not None and call.batches else None
-        self.constants = PlacedInputs(call)
-        # Upstream may ask which inputs the network takes, and leave out the others.
-        forward: Any = functools.partial(self._forward)
+        # Upstream may ask which inputs the component takes, and leave out the others.
+        forward: Any = functools.partial(self._called)
         forward.__signature__ = inspect.signature(component.forward)
         vars(self)["forward"] = forward
 
@@ -63,60 +50,82 @@ class ComponentStandIn(torch.nn.Module):
         """Yields one without elements: upstream asks the first for its dtype and device."""
         yield torch.nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `_outputs` does; as an object with `sample` unless upstream asks its network for a tuple."""
-        outputs = self._outputs(*args, **kwargs)
-        takes = inspect.signature(vars(self)["component"].forward).parameters
-        if len(outputs) > 1 or not kwargs.get("return_dict", "return_dict" in takes):
-            return outputs
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Is called in place of the component's `forward`."""
+        raise AssertionError(f"A {type(self.component).__name__} is called that is here for its configuration")
+
+
+class NetworkStandIn(ComponentStandIn):
+    """Takes the place of a network that a pipeline's loop calls.
+
+    Args:
+        loop: Says which steps are done: for these the network returns zeros, and is not called.
+        call: Computes what the network does; None if all steps are done, or if another stage has the network.
+        conditions: Makes one batch of two calls; None: each is computed by itself. So does a call that takes no batch.
+    """
+
+    def __init__(
+        self,
+        component: torch.nn.Module,
+        dtype: torch.dtype,
+        loop: Loop,
+        call: Call | None = None,
+        conditions: Conditions | None = None,
+    ) -> None:
+        super().__init__(component, dtype)
+        self.loop = loop
+        self.call = call
+        self.conditions = conditions if call is not None and call.batches else None
+        self.placed_inputs = PlacedInputs(call)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a tuple of the network's output, or of its outputs for video and sound; or an object with `sample`,
+        unless upstream asks its network for a tuple. An output is a list if the network's first input is.
+        """
+        signature = inspect.signature(self.component.forward)
+        inputs = {name: static(value) for name, value in (signature.bind_partial(*args).arguments | kwargs).items()}
+        first = next(iter(inputs.values()))
+        is_list = isinstance(first, list) and outputs.has_tensor(first)  # of a tensor for each video
+        if not self.loop.is_done and self.call is not None:
+            self.loop.before_network()
+            output: Any = (
+                self._computed(inputs)
+                if self.conditions is None
+                else self.conditions.output(inputs, self.loop.number, self._computed)
+            )
+            results = output if isinstance(output, tuple) else (list(output) if is_list else output,)
+        else:
+            if not self.loop.is_done:
+                self.loop.before_other_network()
+            results = ([torch.zeros_like(each) for each in first],) if is_list else self._zeros(inputs)
+        if len(results) > 1 or not kwargs.get("return_dict", "return_dict" in signature.parameters):
+            return results
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-        return Transformer2DModelOutput(sample=outputs[0])
+        return Transformer2DModelOutput(sample=results[0])
 
-    def _outputs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Returns a tuple of the network's output, or of its list of outputs, or of the outputs for video and sound;
-        zeros for a step that is done already. Zeros have the shape of the latents if that is known, or else of the
-        input, with the network's output channels.
+    def _computed(self, inputs: Mapping[str, Any]) -> Any:
+        """Returns what the call returns, of inputs that are placed."""
+        assert self.call is not None
+        return self.call(**{name: self.placed_inputs.placed(name, value) for name, value in inputs.items()})
+
+    def _zeros(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Returns zeros in place of an output for each of the loop's latents. They have the shape of the latents if
+        that is known, or else of the input, with the network's output channels; 1 for all dims if neither says it.
         """
-        loop = self.loop
-        assert loop is not None
-        inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
-        inputs = {name: static(value) for name, value in inputs.items()}
-        if not loop.is_done and self.call is not None:
-            loop.begin()
-            output = self._computed(self.call, inputs, loop.number)
-            if isinstance(output, tuple):  # of the video, and of its sound
-                return output
-            return (list(output) if _takes_list(inputs) else output,)
-        if not loop.is_done:
-            loop.begin_other()
-        if _takes_list(inputs):
-            return ([torch.zeros_like(each) for each in next(iter(inputs.values()))],)
-        samples = [value for value in inputs.values() if isinstance(value, torch.Tensor)][: loop.count]
-        return tuple(self._zeros(sample, *loop.shapes[number : number + 1]) for number, sample in enumerate(samples))
-
-    def _zeros(self, sample: torch.Tensor, known: torch.Size | None = None) -> torch.Tensor:
-        """Returns zeros in place of an output, by an input of the network and the shape of the loop's latents."""
-        shape = known if known and len(known) == sample.ndim else sample.shape
-        return torch.zeros(sample.shape[0], *self._without_batch(shape), dtype=sample.dtype)
-
-    def _without_batch(self, shape: torch.Size) -> list[int]:
-        """Returns the shape of an output, by that of latents or of an input; 1 for all dims if that does not say it."""
-        config = getattr(vars(self)["component"], "config", {})
+        config = getattr(self.component, "config", {})
         taken, returned = config.get("in_channels"), config.get("out_channels")
-        returned = 2 * taken if taken and returned is None and config.get("learn_sigma") else returned
-        if len(shape) < 2 or returned in (None, taken, shape[1]):
-            return list(shape[1:])
-        return [returned, *shape[2:]] if shape[1] == taken else [1] * (len(shape) - 1)
-
-    def _computed(self, call: Call, inputs: dict[str, Any], number: int) -> Any:
-        """Returns the network's output, which may have been computed with the call before."""
-        batch = inputs if self.conditions is None else self.conditions.inputs(inputs, number)
-        if self.conditions is not None and batch is None:
-            return self.conditions.second
-        assert batch is not None
-        output: Any = call(**{name: self.constants.placed(name, value) for name, value in batch.items()})
-        return output if self.conditions is None else self.conditions.halves(output)
+        if taken and returned is None and config.get("learn_sigma"):
+            returned = 2 * taken
+        samples = [value for value in inputs.values() if isinstance(value, torch.Tensor)][: self.loop.count]
+        zeros = []
+        for number, sample in enumerate(samples):
+            known = [shape for shape in self.loop.shapes[number : number + 1] if len(shape) == sample.ndim]
+            sizes = list(known[0] if known else sample.shape)[1:]
+            if sizes and returned not in (None, taken, sizes[0]):
+                sizes = [returned, *sizes[1:]] if sizes[0] == taken else [1] * len(sizes)
+            zeros.append(torch.zeros(sample.shape[0], *sizes, dtype=sample.dtype))
+        return tuple(zeros)
 
 
 class StaticOptions(dict[str, Any]):
@@ -131,12 +140,6 @@ class StaticList(list[Any]):
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))
-
-
-def _takes_list(inputs: dict[str, Any]) -> bool:
-    """Whether a network's first input is a list of a tensor for each video. Its output is one, too."""
-    first = next(iter(inputs.values()))
-    return isinstance(first, list) and outputs.has_tensor(first)
 
 
 def static(value: Any) -> Any:
@@ -154,6 +157,7 @@ class PlacedInputs:
 
     def __init__(self, call: Call | None) -> None:
         self.call = call
+        #: By the input's name: its recent values, the versions of their tensors, and what `place` returned or None.
         self.recent: dict[str, list[tuple[Any, list[int], Any]]] = {}
 
     def placed(self, name: str, value: Any) -> Any:
@@ -162,10 +166,10 @@ class PlacedInputs:
             return value
         versions = [leaf._version for leaf in outputs.leaves({name: value}).values()]  # it may have been written to
         entries = self.recent.get(name, [])
-        same = [entry for entry in entries if entry[0] is value and entry[1] == versions]
+        results = [result for known, at, result in entries if known is value and at == versions]
         result = None
-        if same:
-            result = same[0][2] if same[0][2] is not None else self.call.place(**{name: value})[name]
+        if results:
+            result = results[0] if results[0] is not None else self.call.place(**{name: value})[name]
         others = [entry for entry in entries if entry[0] is not value]
         self.recent[name] = [*others, (value, versions, result)][-self.RECENT :]
         return value if result is None else result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -10,60 +9,55 @@ from typing import Any
 
 import torch
 
-from torchport.config.card import PipelineCall
+from torchport.config.card import PipelineCall, StageName
 from torchport.errors import BadValueError, nearest
 from torchport.load.foreign import tokenizing
 from torchport.load.module import class_of
 from torchport.stages import guiding
-from torchport.stages.beside import CalledBefore, EncodePrompt, GivenBack, Silent
+from torchport.stages.beside import EncodePrompt, RecordedComponent, ReplayedComponent, SilentComponent
 from torchport.stages.conditions import Conditions
-from torchport.stages.decoding import Decoding, processor_of
+from torchport.stages.decoding import PostponedVae
 from torchport.stages.family import Call, Settings
 from torchport.stages.replay import OTHER_LOOP, Loop
-from torchport.stages.stand_in import ComponentStandIn
+from torchport.stages.stand_in import ComponentStandIn, NetworkStandIn
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 """What an argument takes, by the type of its default."""
 
 
-@dataclasses.dataclass(frozen=True)
 class UpstreamPipeline:
-    """A pipeline of diffusers."""
+    """A pipeline of diffusers as a card describes it.
 
-    class_path: str
-    card: PipelineCall
-    place: str
-    text_encoders: tuple[str, ...] = ()  #: Those of the card's encoders that have weights.
+    Args:
+        class_path: Its class, `package.module:Class`.
+        place: Where the card has its call, for errors.
+        text_encoders: Those of the card's encoders that have weights.
+    """
 
-    @property
-    def name(self) -> str:
-        """The class's name."""
-        return self.class_path.partition(":")[2]
-
-    @property
-    def latents(self) -> int:
-        """How many latents go through its loop: two, if it makes sound."""
-        return 1 if self.card.sound is None else 2
-
-    @property
-    def called_before(self) -> list[str]:
-        """The components that are called before the loop, without the VAE, which has stand-ins of its own."""
-        return [name for name in self.card.before if name != "vae"]
-
-    @property
-    def sound_parts(self) -> list[str]:
-        """The components that make sound."""
-        return [] if self.card.sound is None else self.card.sound.parts
-
-    @property
-    def takes_size(self) -> bool:
-        """Whether the job says the size. Otherwise the pipeline computes one of the image's shape and its network."""
-        return "height" in self.card.settings.values()
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it is a modular pipeline, by its name: upstream may not be imported yet."""
-        return self.class_path.endswith("ModularPipeline")
+    def __init__(self, class_path: str, card: PipelineCall, place: str, text_encoders: tuple[str, ...] = ()) -> None:
+        self.class_path = class_path
+        self.card = card
+        self.place = place
+        self.text_encoders = text_encoders
+        self.name = class_path.partition(":")[2]
+        #: The network whose configuration and dtype the pipeline reads: the first.
+        self.network = card.networks[0]
+        #: Whether encoding asks for configurations. The blocks of a modular pipeline may; it is known by its name, as
+        #: upstream may not be imported yet.
+        self.asks = card.asks or class_path.endswith("ModularPipeline")
+        #: The setting of the frames a second, if the pipeline takes them.
+        self.frame_rate = ("frame_rate",) if "frame_rate" in card.settings.values() else ()
+        #: The latents that go through its loop: two, if it makes sound.
+        self.latents = 1 if card.sound is None else 2
+        self.sound_parts = [] if card.sound is None else card.sound.parts
+        #: The components that are called before the loop, without the VAE, which has stand-ins of its own.
+        self.called_before = [name for name in card.before if name != "vae"]
+        #: The components without weights that stand in the pipeline in all stages.
+        self.processors = [*card.processors, *(["guider"] if card.guider else [])]
+        #: Whether the job says the size. Otherwise the pipeline computes one of the image's shape and its network.
+        self.takes_size = "height" in card.settings.values()
+        #: The stage in which the VAE encodes the image, if there is one.
+        self.image_stage: StageName = "encode" if "vae" in card.host else "encode_image"
 
     def is_guided(self, settings: Settings) -> bool:
         """Returns whether there are negative embeddings. Sound may be guided where the video is not."""
@@ -75,20 +69,18 @@ class UpstreamPipeline:
         It gets the arguments of torchport's among these that it takes: `prompt`, `negative_prompt`,
         `do_classifier_free_guidance`, `device` and `dtype`; and all of the card's.
         """
-        pipe = self._built(encoders)
+        pipe = self.built(encoders)
         self._check_call(pipe, settings)
         arguments = {
             "prompt": settings.prompt,
             "negative_prompt": settings.negative_prompt,
             "do_classifier_free_guidance": self.is_guided(settings),
             "device": torch.device("cpu"),
-            "dtype": settings.dtypes[self.card.networks[0]],
+            "dtype": settings.dtypes[self.network],
         }
-        known = inspect.signature(pipe.encode_prompt).parameters
-        arguments = {name: value for name, value in arguments.items() if name in known or name == "prompt"}
-        required = [
-            name for name, each in known.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD
-        ]
+        takes = inspect.signature(pipe.encode_prompt).parameters
+        arguments = {name: value for name, value in arguments.items() if name in takes or name == "prompt"}
+        required = [x.name for x in takes.values() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
         arguments = {**dict.fromkeys(required), **arguments, **self.card.encode}  # prompts of further encoders
         self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
         with torch.no_grad(), tokenizing(self.name):
@@ -122,33 +114,34 @@ class UpstreamPipeline:
                 these values, and is what `encode_prompt` returns.
             **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
         """
-        names = self.card.networks
-        stand_ins = {
-            name: ComponentStandIn(
+        networks = {
+            name: NetworkStandIn(
                 parts[name],
                 settings.dtypes[name],
                 replay,
                 calls.get(name),
                 self._conditions(name, settings, embeddings),
             )
-            for name in names
+            for name in self.card.networks
         }
-        pipe = self._built({**others, "vae": vae, **stand_ins, "scheduler": replay.scheduler})
+        pipe = self.built({**others, "vae": vae, **networks, "scheduler": replay.scheduler})
         pipe.set_progress_bar_config(disable=True)
-        if isinstance(vae, Decoding):
+        if isinstance(vae, PostponedVae):
             vae.take_over(pipe)
         if self.card.answers:
-            known = self._answers(settings, embeddings) if encoded is None else None
+            prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
+            returned = [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
+            known = returned if encoded is None else None
             pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, encoded)
             prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
             arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
             embeddings = {}
-        every = self._arguments(pipe, settings, embeddings, is_latent, replay.generator, arguments)
-        made = pipe(**every, return_dict=False)
+        arguments = self._arguments(pipe, settings, embeddings, is_latent, arguments)
+        made = pipe(**{**arguments, "generator": replay.generator}, return_dict=False)
         results = list(made.values() if isinstance(made, Mapping) else made)[: self.latents]  # some return an object
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
-            raise self._unlike("latent", results[0], "a tensor")
+            raise self._wrong_result("latent", results[0], "a tensor")
         replay.finish()
         return results
 
@@ -158,36 +151,28 @@ class UpstreamPipeline:
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
         is_latent: bool,
-        generator: torch.Generator,
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Returns the arguments of a pipeline's call. `arguments` come last, but for prompts that it does not take; see
-        `called` for the others.
+        """Returns the arguments of a pipeline's call but the generator: the job's, the card's, the embeddings, and then
+        `arguments`, which replace them. A prompt is None, as embeddings are passed, unless `arguments` have it.
         """
+        self._check_call(pipe, settings)
+        prompts, takes = ("prompt", "negative_prompt"), inspect.signature(pipe.__call__).parameters
+        result = {name: arguments.get(name) for name in prompts if name in takes}  # some have "" by default
         fields = {**vars(settings), "area": settings.height * settings.width}
-        values = {name: fields[setting] for name, setting in self.card.settings.items()}
+        result |= {name: fields[setting] for name, setting in self.card.settings.items()}
         if self.card.image is not None:
             from PIL import Image
 
             blank = Image.new("RGB", (settings.width, settings.height))  # the image is not here
-            values[self.card.image] = [blank] * settings.frames if self.card.edits else blank
-        self._check_call(pipe, settings)
-        constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
-        takes = inspect.signature(pipe.__call__).parameters
-        prompts = ("prompt", "negative_prompt")
-        texts = {name: arguments.get(name) for name in prompts if name in takes}  # some have "" by default
-        others = {name: value for name, value in arguments.items() if name not in prompts}
-        given = {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
-        every = {**texts, **values, **constants, **given, "generator": generator, **others}
+            result[self.card.image] = [blank] * settings.frames if self.card.edits else blank
+        result |= {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
+        result |= {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
+        result |= {name: value for name, value in arguments.items() if name not in prompts}
         steps = [name for name, setting in self.card.settings.items() if setting == "steps"]
-        every |= dict.fromkeys(steps, asked_steps(type(pipe), settings.steps, every))
-        self._check_takes("__call__", pipe.__call__, every)
-        return every
-
-    def _answers(self, settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """Returns the values of each call of `encode_prompt`."""
-        prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
-        return [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
+        result |= dict.fromkeys(steps, asked_steps(type(pipe), settings.steps, result))
+        self._check_takes("__call__", pipe.__call__, [*result, "generator"])
+        return result
 
     def _check_loop(self, replay: Loop, settings: Settings) -> None:
         """Refuses a loop with another number of steps than the job's, or of latents than the card's."""
@@ -206,24 +191,23 @@ class UpstreamPipeline:
         Args:
             tensors: What `encode` kept; None: the components of `before` are called, and keep what they return.
         """
-        dtypes, others = settings.dtypes, {name: parts[name] for name in self.card.processors}
+        dtypes, others = settings.dtypes, self.without_weights(parts, settings)
         for name in self.called_before:
             others[name] = (
-                CalledBefore(parts[name], dtypes[name], name, self.place)
+                RecordedComponent(parts[name], dtypes[name], name, self.place)
                 if tensors is None
-                else GivenBack(parts[name], dtypes[name], name, self.place, tensors)
+                else ReplayedComponent(parts[name], dtypes[name], name, self.place, tensors)
             )
-        if self.card.guider:
-            others["guider"] = guiding.guider(parts["guider"], settings)
         if self.card.answers:  # it asks them for their dtype
-            others |= {name: ComponentStandIn(parts[name], dtypes[name], None, None) for name in self.text_encoders}
-        return others | {name: Silent(parts[name], dtypes[name], None, None) for name in self.sound_parts}
+            others |= {name: ComponentStandIn(parts[name], dtypes[name]) for name in self.text_encoders}
+        return others | {name: SilentComponent(parts[name], dtypes[name]) for name in self.sound_parts}
 
-    def post_processed(self, vae: torch.nn.Module, video: torch.Tensor, settings: Settings) -> torch.Tensor:
-        """Returns what the pipeline makes of a decoded video, around its VAE."""
-        processor = processor_of(self._built({"vae": vae}))
-        function = processor.postprocess_video if video.ndim == 5 else processor.postprocess
-        return self.checked_frames(function(video, output_type="pt"), settings)
+    def without_weights(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+        """Returns those of `processors` that are among the parts: as they are, but the guider with the job's scale."""
+        processors = {name: parts[name] for name in self.processors if name in parts}
+        if "guider" in processors:
+            processors["guider"] = guiding.guider(parts["guider"], settings)
+        return processors
 
     def _conditions(
         self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
@@ -231,8 +215,9 @@ class UpstreamPipeline:
         """Returns what makes one batch of a network's two calls; None where it is called once."""
         if not self.card.conditions or not embeddings or not self.is_guided(settings):
             return None
-        by_input = {name: (embeddings[one], embeddings[other]) for name, (one, other) in self.card.conditions.items()}
-        return Conditions(by_input, network, self.place)
+        names = self.card.conditions.items()
+        pairs = {name: (embeddings[first], embeddings[second]) for name, (first, second) in names}
+        return Conditions(pairs, network, self.place)
 
     def checked_frames(self, frames: Any, settings: Settings) -> torch.Tensor:
         """Returns a post-processed video."""
@@ -244,21 +229,22 @@ class UpstreamPipeline:
         if isinstance(frames, torch.Tensor) and list(frames.shape[:3]) == size[:3] and not self.takes_size:
             fact = f"'{self.name}' makes {frames.shape[-2]} x {frames.shape[-1]} of an image of that shape"
             raise BadValueError("'height' and 'width'", f"They are {size[-2]} x {size[-1]}, and {fact}", "Set these")
-        raise self._unlike("pt", frames, f"numbers from 0 to 1, {size}")
+        raise self._wrong_result("pt", frames, f"numbers from 0 to 1, {size}")
 
-    def _unlike(self, output_type: str, value: Any, needed: str) -> BadValueError:
-        what = f"a {type(value).__name__}"
+    def _wrong_result(self, output_type: str, value: Any, needed: str) -> BadValueError:
+        """Returns the error for a pipeline that returns a `value` in place of what is `needed`."""
+        kind = f"a {type(value).__name__}"
         if isinstance(value, torch.Tensor):
-            what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        fact = f"'{self.name}' with output_type '{output_type}' returns {what}, and not {needed}"
+            kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        fact = f"'{self.name}' with output_type '{output_type}' returns {kind}, and not {needed}"
         return BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
 
-    def _built(self, parts: Mapping[str, Any]) -> Any:
+    def built(self, parts: Mapping[str, Any]) -> Any:
         """Returns upstream's pipeline object around some parts; components that are not among them are None."""
         cls = class_of(self.class_path)
         self._check_takes("__init__", cls.__init__, self.card.init)
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        names = [each.name for each in parameters if each.name in parts or each.default is each.empty]
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without `self`
+        names = [x.name for x in parameters if x.name in parts or x.default is x.empty]
         return cls(**{name: parts.get(name) for name in names} | self.card.init)
 
     def _check_call(self, pipe: Any, settings: Settings) -> None:
@@ -277,14 +263,15 @@ class UpstreamPipeline:
                 raise BadValueError(place, fact, f"Write it as {example!r} is written", name=name)
 
     def _check_takes(
-        self, what: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
+        self, method: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
     ) -> None:
+        """Refuses names that are no arguments of a method of the pipeline's, unless it takes any."""
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
         for name in names:
             if name not in parameters:
-                fact = f"'{self.name}.{what}' takes no argument '{name}'"
+                fact = f"'{self.name}.{method}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
 
 
@@ -301,9 +288,9 @@ def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
         return asked
     values = {"num_inference_steps": asked, "strength": arguments.get(strength, takes[strength].default)}
     values |= {"device": None, "timesteps": [], "sigmas": []}
-    scheduler = types.SimpleNamespace(timesteps=[], order=1)
     known = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
-    return int(cls.get_timesteps(types.SimpleNamespace(scheduler=scheduler), **known)[-1])
+    pipe = types.SimpleNamespace(scheduler=types.SimpleNamespace(timesteps=[], order=1))  # all that it reads of one
+    return int(cls.get_timesteps(pipe, **known)[-1])
 
 
 def asked_steps(cls: Any, taken: int, arguments: Mapping[str, Any]) -> int:

@@ -32,7 +32,7 @@ from torchport.load.foreign import brief
 from torchport.progress import log
 from torchport.run.path import checkpoint_of
 from torchport.stages.family import Stage, Steps
-from torchport.stages.outputs import moved
+from torchport.stages.outputs import map_tensors
 from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.stages.replay import all_latents
 from torchport.task import Request, Task, accept
@@ -339,7 +339,7 @@ class _RecordedNetwork:
             step=step,
             number=number,
             inputs=kept,
-            output=moved(output, _copied),
+            output=map_tensors(output, _copied),
             wide_output=wide_output,
             values=values,
             outer=wide_outer,

@@ -21,7 +21,7 @@ from torchport.load import checkpoint
 from torchport.progress import log, size_text
 from torchport.save import tree
 from torchport.save.manifest import versions
-from torchport.stages.outputs import moved
+from torchport.stages.outputs import map_tensors
 from torchport.task import Request, Task, accept
 from torchport.verify import recording
 from torchport.verify.borders import Border, Values
@@ -164,7 +164,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add({name: moved(each, lambda x: x[:1].clone()) for name, each in original.likes.items()}),
+        "likes": table.add({name: map_tensors(each, lambda x: x[:1].clone()) for name, each in original.likes.items()}),
         "seams": {
             "moments": table.add(original.seams.moments),
             "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},

@@ -25,9 +25,9 @@ from torchport.save import tree
 from torchport.stages import guiding, outputs
 from torchport.stages.beside import KEPT
 from torchport.stages.family import Stage, Steps
-from torchport.stages.image import MOMENTS, Encoded
+from torchport.stages.image import MOMENTS, EncodedVae
 from torchport.stages.replay import Loop
-from torchport.stages.stand_in import ComponentStandIn
+from torchport.stages.stand_in import NetworkStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 from torchport.task import Task
 from torchport.verify import encoders
@@ -85,7 +85,7 @@ class LoopRecord:
                 return None
             return leaf.detach().clone()
 
-        return outputs.each(copied, "", value)
+        return outputs.map_leaves(copied, "", value)
 
     def add(self, call: ConditionCall) -> None:
         """Adds a call of a network to the current step, without tensors that are too large to keep."""
@@ -189,7 +189,7 @@ class _MadeUpNetwork:
             rows = [torch.randn(template.shape[1:], generator=generator) for generator in generators]
             return torch.stack(rows).to(template.dtype)
 
-        return outputs.moved(self.template, drawn)
+        return outputs.map_tensors(self.template, drawn)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns `negative_` if the row's embeddings are nearer to those of the negative prompt, else ""."""
@@ -241,8 +241,7 @@ def _run_upstream(
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
     before = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
     embeddings = {name: value for name, value in inputs.items() if name not in (*moments, *before, "noise")}
-    stage = "encode" if "vae" in upstream.card.host else "encode_image"
-    vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, moments, stage)
+    vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, upstream.image_stage)
     noise = {"latents": inputs["noise"]} if "noise" in inputs else {}
     others = upstream.others(parts, settings, before)
     upstream.called(parts, settings, embeddings, loop, calls, vae, others, is_latent=True, **noise)
@@ -257,7 +256,7 @@ def _run_pipeline(
 ) -> None:
     """Calls a pipeline of diffusers whose arguments have the usual names, with the outputs of the stages before."""
     settings, cls = task.settings, load.class_of(str(task.card.pipeline))
-    stand_ins = {name: ComponentStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
+    stand_ins = {name: NetworkStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
     components = {**parts, **stand_ins}
     if "guider" in parts:
         components["guider"] = guiding.guider(parts["guider"], settings)

@@ -323,10 +323,9 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
     Args:
         is_long: Whether long instructions come before the prompts. Letter by letter they would leave no room for these.
     """
-    plain = tiny.tokenizer_class(cls)
     try:
-        blank = plain()
-        if plain is not cls:
+        blank = tiny.tokenizer_class(cls)()
+        if tiny.is_processor(cls):
             tiny.processor(cls, blank)
     except refusals() as error:
         at = f" ({line})" if (line := line_of(error)) else ""
@@ -361,7 +360,7 @@ class Configurations:
         #: Arguments that a trial has set, by component: those that agree with another component.
         self.mended: dict[str, list[str]] = {}
         tokenizers = [part for part in parts if part.kind == "tokenizer"]
-        is_long = any(tiny.tokenizer_class(part.cls) is not part.cls for part in tokenizers)  # it has a processor
+        is_long = any(tiny.is_processor(part.cls) for part in tokenizers)
         self.tokenizers = {part.name: _tokenizer_of(part.cls, is_long=is_long) for part in tokenizers}
         self._take_marks()
 

@@ -653,7 +653,7 @@ def embedding_names(cls: Any) -> list[str]:
     These are the names in its `return`, or those that the call gives the values. One value alone may have any name.
     """
     if is_modular(cls):
-        return list(cls.row.embeddings)
+        return list(cls.prompt_blocks.embeddings)
     takes = inspect.signature(cls.__call__).parameters
     returns = [node.value for node in _nodes(cls.encode_prompt) if isinstance(node, ast.Return) and node.value]
     assigned = [
