@@ -1,4 +1,4 @@
-"""The findings of one function, before anybody asks what leads to it.
+"""The findings of one function, whatever leads to it.
 
 Each detector looks at one event. A context is the function, with what its names mean and which of them are tensors, as
 far as its source shows it. What is not known is no tensor: a finding that is wrong costs more than one that a trace
@@ -32,8 +32,10 @@ _LONGEST = 90
 
 @dataclasses.dataclass(frozen=True)
 class Site:
+    """A finding in a function, with the conditions that it stands under."""
+
     unit: CodeUnit
-    kind: str
+    kind: str  #: Of `RULES`, such as `branch`.
     line: int
     text: str
     conditions: Conditions
@@ -44,6 +46,7 @@ class Site:
 
 
 def text_of(node: ast.AST) -> str:
+    """Returns a node's source in one line of at most 90 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -57,17 +60,19 @@ class FunctionContext:
         self.heads = unit.heads
         self.at_import = unit.name == MODULE
         self.builds = unit.name.rpartition(".")[2] in _BUILDERS
-        self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.meant(unit, chain_of(node)))
+        self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.resolve(unit, chain_of(node)))
         self.tensors = Tensors(self, body)
         self._body = body
 
-    def full(self, node: ast.AST) -> str:
-        """Returns the name in full of a chain of names; empty for none. Local names hide those of the module."""
+    def full_name(self, node: ast.AST) -> str:
+        """Returns the full name of a chain of names, such as `torch.nn.Linear` for `nn.Linear`; empty where nothing
+        that is known binds it. Local names hide those of the module.
+        """
         head = head_of(node)
         if not head or head not in self.heads:
             return ""
         hidden = not self.at_import and head in self.tensors.kinds and head not in self.unit.imports
-        return "" if hidden else self.codebase.meant(self.unit, chain_of(node))
+        return "" if hidden else self.codebase.resolve(self.unit, chain_of(node))
 
     def returned(self, name: str) -> ast.expr | None:
         """Returns the annotation of what a function of the codebase returns."""
@@ -75,17 +80,19 @@ class FunctionContext:
         return known.returns if isinstance(known, CodeUnit) else None
 
     @functools.cached_property
-    def asks_for_autocast(self) -> set[ast.AST]:
+    def arguments_of_autocast(self) -> set[ast.AST]:
+        """The arguments of all calls of autocast and the like, such as the "cuda" of `autocast("cuda")`."""
         calls: list[Any] = [event.node for event in self._body.by_act[Act.CALL]]
-        asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in _ASKING]
+        asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in _AUTOCASTS]
         return {node for call in asking for node in (*call.args, *(keyword.value for keyword in call.keywords))}
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
+        """Returns a finding at an event of this function."""
         line, conditions = getattr(event.node, "lineno", 1), self.terms.conditions(event.guards)
         return Site(self.unit, kind, line, text_of(event.node), conditions, uses, if_none, sure)
 
 
-_ASKING = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
+_AUTOCASTS = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
 KERNELS = {
     "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention",
     "sageattn", "sageattn3", "triton", "apex", "bitsandbytes", "natten", "flex_block_attn", "spas_sage_attn",
@@ -163,6 +170,7 @@ def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
 
 
 def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields imports of packages of GPU kernels."""
     node = event.node
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -177,6 +185,7 @@ def is_autocast(name: str) -> bool:
 
 
 def is_kernel(name: str) -> bool:
+    """Returns whether a full name is of a package of GPU kernels, or of torch's flex attention."""
     return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 
@@ -190,7 +199,8 @@ def _kind_of_name(context: FunctionContext, name: str) -> str:
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
-    name = context.full(event.node)
+    """Yields names that are read and not called, such as `torch.float64`."""
+    name = context.full_name(event.node)
     kind = _kind_of_name(context, name)
     if kind:
         yield context.site(kind, event, name)
@@ -200,7 +210,7 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields calls that will not port: by their full name, of a method, and `int(x)` or the like of a tensor."""
     if not isinstance(event.node, ast.Call):
         return
-    node, name = event.node, context.full(event.node.func)
+    node, name = event.node, context.full_name(event.node.func)
     if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
         kind = _kind_of_call(context, node, name)
         if kind:
@@ -248,22 +258,22 @@ def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
     """Yields calls of methods that will not port, such as `.item()`, `.cuda()`, `.nonzero()`, `.add_()` in a loop."""
     method = func.attr
-    plain = context.full(func).startswith(("numpy.", "math."))
+    plain = context.full_name(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
         yield context.site("item", event, sure=context.tensors.kind(func.value) in ON_DEVICE)
     elif method == "numpy" and not node.args:
         if context.tensors.kind(func.value) in ON_DEVICE:
             yield context.site("item", event)
-    elif method == "cuda" and not context.full(func):
+    elif method == "cuda" and not context.full_name(func):
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
-    elif method == "double" and not node.args and not context.full(func):
+    elif method == "double" and not node.args and not context.full_name(func):
         yield context.site("float64", event)
-    elif method in _BY_VALUES_METHODS and not context.full(func):
+    elif method in _BY_VALUES_METHODS and not context.full_name(func):
         yield context.site("mask-index", event)
     elif (method == "unique" or f"torch.{method}" in DIFFERING) and context.tensors.kind(func.value) in ON_DEVICE:
         yield context.site("mask-index" if method == "unique" else "operator", event)
     in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
-    if event.loop and in_place and not context.builds and not context.full(func):
+    if event.loop and in_place and not context.builds and not context.full_name(func):
         yield context.site("inplace-loop", event)
 
 
@@ -308,7 +318,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a `with` or decorator of autocast, of the kernels of attention, of a compiler, or of a kernel package."""
-    name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
+    name = context.full_name(event.node.func if isinstance(event.node, ast.Call) else event.node)
     if is_autocast(name):
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
@@ -321,7 +331,7 @@ def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a string such as "cuda:0", unless it is an argument of autocast."""
-    if event.node in context.asks_for_autocast:
+    if event.node in context.arguments_of_autocast:
         return
     text = ast.unparse(event.node).strip("'\"f")
     if text == "cuda" or text.startswith("cuda:"):
@@ -337,15 +347,18 @@ def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
     elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
         pair = node.left, node.comparators[0]
     elif isinstance(node, ast.Call):
-        last = context.full(node.func).rpartition(".")[2]
+        last = context.full_name(node.func).rpartition(".")[2]
         if not last and isinstance(node.func, ast.Attribute):
             last = node.func.attr
         if last in ("logical_and", "logical_or") and len(node.args) == 2:
             pair = node.args[0], node.args[1]
         elif last in _MADE and _is_square(node, last):
             yield context.site("square-mask", event)
-    if pair is not None and _are_all_pairs(context, *pair):
-        yield context.site("square-mask", event)
+    if pair is not None:
+        # Two sides that are one tensor with a new dim each, at another place: all pairs are combined.
+        (tensor, place), (other_tensor, other_place) = (_added_dim(context, side) for side in pair)
+        if place != other_place and tensor == other_tensor != "":
+            yield context.site("square-mask", event)
 
 
 def _is_square(node: ast.Call, name: str) -> bool:
@@ -360,13 +373,8 @@ def _is_square(node: ast.Call, name: str) -> bool:
 
 
 def _is_small(node: ast.expr) -> bool:
+    """Returns whether a size is a number, and so no count of positions."""
     return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
-
-
-def _are_all_pairs(context: FunctionContext, left: ast.expr, right: ast.expr) -> bool:
-    """Returns whether two sides are one tensor with a new dim each, at another place: all pairs are combined."""
-    first, other = _added_dim(context, left), _added_dim(context, right)
-    return first[1] != other[1] and first[0] == other[0] and bool(first[0])
 
 
 def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
@@ -387,7 +395,7 @@ def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tupl
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr in ("unsqueeze", "transpose"):
             return ast.unparse(func.value), ast.unparse(node)
-        if context.full(func) == "einops.rearrange" and len(node.args) > 1:
+        if context.full_name(func) == "einops.rearrange" and len(node.args) > 1:
             inside = _added_dim(context, node.args[0], depth + 1)
             return (inside[0] or ast.unparse(node.args[0])), ast.unparse(node.args[1])
     return "", ""
@@ -409,6 +417,8 @@ _WITHOUT_TORCH: dict[Act, tuple[Detector, ...]] = {Act.IMPORT: (_imports,), Act.
 
 
 class Kind(enum.Enum):
+    """What the value of an expression is."""
+
     UNKNOWN = enum.auto()
     TENSOR = enum.auto()
     MASK = enum.auto()  #: A tensor of booleans.
@@ -497,6 +507,7 @@ class Tensors:
             self.kinds[parameter.name] = kind
 
     def follow(self, event: Event) -> None:
+        """Notes what an assignment or the parameters of a nested function make tensors."""
         if event.act is Act.ENTER and isinstance(event.node, Function):
             self._enter(event.node, False)
         elif event.act is Act.ASSIGN and event.value is not None:
@@ -518,8 +529,12 @@ class Tensors:
     def _unpack(self, targets: list[ast.expr], value: ast.expr, loops_over: bool) -> None:
         """Notes the kind of value that each target of `a, b = ...` or `for a, b in ...` gets."""
         called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-        parts = self._parts_returned(value) if not loops_over else []
         values: list[ast.expr] = [value] * len(targets)
+        annotations: list[ast.expr] = []  # of the parts of a tuple that a function of the codebase returns
+        if not loops_over and isinstance(value, ast.Call):
+            returned = self._context.returned(self._context.full_name(value.func))
+            if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
+                annotations = returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
         if not loops_over and isinstance(value, (ast.Tuple, ast.List)):
             values[: len(value.elts)] = value.elts[: len(targets)]
         elif loops_over and isinstance(value, ast.Call) and called == "zip":
@@ -527,16 +542,10 @@ class Tensors:
         elif loops_over and isinstance(value, ast.Call) and called == "enumerate" and value.args:
             values = [ast.Constant(0), *[value.args[0]] * (len(targets) - 1)]
         for number, target in enumerate(targets):
-            if len(parts) == len(targets) and isinstance(target, ast.Name):
-                self.kinds[target.id] = Kind.TENSOR if _names_tensor(parts[number]) else Kind.PLAIN
+            if len(annotations) == len(targets) and isinstance(target, ast.Name):
+                self.kinds[target.id] = Kind.TENSOR if _names_tensor(annotations[number]) else Kind.PLAIN
             else:
                 self._bind(target, values[number], loops_over)
-
-    def _parts_returned(self, value: ast.expr) -> list[ast.expr]:
-        returned = self._context.returned(self._context.full(value.func)) if isinstance(value, ast.Call) else None
-        if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
-            return returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
-        return []
 
     def is_tensor(self, node: ast.expr) -> bool:
         """Returns whether an expression is a tensor of the device, and no list or dictionary of tensors."""
@@ -559,10 +568,6 @@ class Tensors:
             return self._comparison(node)
         if isinstance(node, ast.UnaryOp):
             return Kind.PLAIN if isinstance(node.op, ast.Not) else self.kind(node.operand)
-        return self._compound(node)
-
-    def _compound(self, node: ast.expr) -> Kind:
-        """Returns the kind of an operator's, tuple's, list's, choice's or comprehension's value, by its parts."""
         if isinstance(node, ast.BinOp):
             kind = _joint_kind([self.kind(node.left), self.kind(node.right)])
             bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
@@ -578,6 +583,7 @@ class Tensors:
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
     def _attribute(self, node: ast.Attribute) -> Kind:
+        """Returns the kind of an attribute: a size is plain, `x.T` is as `x`, a buffer of `self` is a tensor."""
         if node.attr in _PLAIN_ATTRIBUTES:
             return Kind.PLAIN
         if node.attr in _TENSOR_ATTRIBUTES:
@@ -599,7 +605,7 @@ class Tensors:
 
     def _call(self, node: ast.Call) -> Kind:
         """Returns the kind of value that a call returns, by its full name, its annotation or its first argument."""
-        name = self._context.full(node.func)
+        name = self._context.full_name(node.func)
         if name.startswith("torch."):
             return _kind_of_torch_call(name, node, self)
         returned = self._context.returned(name)
@@ -625,9 +631,7 @@ class Tensors:
             return Kind.MASK if stays or method in (*_MASKS, "bool") else Kind.TENSOR
         given = [self.kind(argument) for argument in node.args]
         on_self = isinstance(func.value, ast.Name) and func.value.id == self._self
-        if on_self and any(name in ON_DEVICE for name in given):  # a submodule over a tensor
-            return Kind.TENSOR
-        return Kind.UNKNOWN
+        return Kind.TENSOR if on_self and any(kind in ON_DEVICE for kind in given) else Kind.UNKNOWN
 
 
 def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
@@ -647,6 +651,7 @@ def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
 
 
 def _joint_kind(kinds: list[Kind]) -> Kind:
+    """Returns the kind of a value that is made of several: a tensor if one is a tensor, plain if all are plain."""
     for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
         if kind in kinds and (kind is not Kind.PLAIN or all(kind is Kind.PLAIN for kind in kinds)):
             return kind
