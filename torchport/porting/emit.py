@@ -11,13 +11,14 @@ from pathlib import Path
 from torchport.config.checkout import on_path
 from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
-from torchport.files.folder import as_named, has_file
+from torchport.files.folder import as_named
 from torchport.patch import Entry, read, upstreams
 from torchport.porting import draft
 from torchport.porting.draft import PatchDraftRequest, home
 from torchport.porting.draft.home import Home
 from torchport.porting.draft.target_source import folder_of
 from torchport.porting.scan import ScanFinding, ScanReport
+from torchport.porting.scan.scanning import import_root
 from torchport.porting.scan.syntax import MODULE
 
 AT_IMPORT = "it runs while its module is imported, where no patch of a function reaches it"
@@ -61,11 +62,8 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
             starts[file.parents[len(names) - 1]] += 1
     if starts:
         return starts.most_common(1)[0][0]
-    current = Path(os.path.realpath(path))
-    current = current.parent if has_file(current) else current
-    while has_file(current / "__init__.py"):
-        current = current.parent
-    return current
+    folder, _ = import_root(Path(os.path.realpath(path)))
+    return folder
 
 
 def _wishes(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Wish]:

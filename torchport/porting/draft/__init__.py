@@ -69,7 +69,7 @@ class PatchDraftRequest:
 
     @property
     def names(self) -> str:
-        """Its files below `patches/`, without their endings: `hyvideo/attention`."""
+        """Its files below `patches/`, without their endings: `up/attention`."""
         return f"{self.package}/{self.files}"
 
 
@@ -79,28 +79,8 @@ class Draft:
 
     fields: Mapping[str, Any]  #: The entry's; those that every entry has may be missing.
     python: str  #: Its function's text.
-    test: str  #: Its test's text.
-    trial: Trial
+    test: Piece  #: It fails until the patch and the test's arguments are filled in.
     left: Sequence[str]  #: What to fill in.
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The test of a patch: it compares upstream's result with the patch and without it. It fails until the patch and
-    the test's arguments are filled in, and has a file of its own.
-    """
-
-    id: str  #: The patch's.
-    names: str  #: The patch's files, as `PatchDraftRequest.names`.
-    name: str
-
-    @property
-    def file(self) -> str:
-        return f"tests/test_{self.names.partition('/')[0]}_{self.name}.py"
-
-    def text(self, title: str, **values: object) -> str:
-        """Returns the test, by `test.jinja`: it calls an `operator`, imports without a `package`, or compares."""
-        return page.rendered(TEMPLATE, trial=self, title=title, **values)
 
 
 def draft(request: PatchDraftRequest) -> Draft:
@@ -118,19 +98,16 @@ def draft(request: PatchDraftRequest) -> Draft:
     return makers.get(request.kind, _draft_replacement)(request)
 
 
-def _entry_id(request: PatchDraftRequest, path: str) -> str:
-    """Returns the entry's id; with the name of its file where a pack beneath has that id, as for functions of torch."""
+def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
+    """Returns the fields of an entry of any kind. Its id is made of `path`, and has the name of its file, too, where a
+    pack beneath has that id, as for functions of torch.
+    """
     key = f"{proposal.slug(request.package)}.{proposal.slug(path)}"
     folders = find_pack(()).folders
     known = patch.read(folders, [request.package]) if request.package in patch.upstreams(folders) else []
     is_taken = request.in_full or key in {entry.id for entry in known}
-    return f"{key}-{proposal.slug(request.files)}" if is_taken else key
-
-
-def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
-    """Returns the fields of an entry of any kind."""
     fields: dict[str, Any] = {
-        "id": _entry_id(request, path),
+        "id": f"{key}-{proposal.slug(request.files)}" if is_taken else key,
         "target": request.target,
         "why": request.why,
         "equivalence": proposal.PROMISE,
@@ -142,11 +119,20 @@ def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
     return fields
 
 
-def _left_to_fill_in(request: PatchDraftRequest, name: str, test: str, *more: str) -> list[str]:
+def _left_to_fill_in(request: PatchDraftRequest, name: str, test: Piece, *more: str) -> list[str]:
     """Returns a line for each thing to fill in: the function, the test's arguments, `more`, the entry's fields."""
     why = "why, " if request.why == WHY else ""
     entry = f"In the entry: {why}equivalence, and must_be_called with the stages that must call it"
-    return [f"{name} in patches/{request.names}.py", f"The arguments in {test}", *more, entry]
+    return [f"{name} in patches/{request.names}.py", f"The arguments in {test.file}", *more, entry]
+
+
+def _test(request: PatchDraftRequest, name: str, id: str, title: str, **values: object) -> Piece:
+    """Returns the test of the patch with an id, by `test.jinja`, in a file of its own: it calls an `operator`, imports
+    without a `package`, or compares upstream's result with the patch and without it.
+    """
+    file = f"tests/test_{request.package}_{name}.py"
+    trial = {"file": file, "name": name, "id": id, "names": request.names}
+    return Piece(file, page.rendered(TEMPLATE, trial=trial, title=title, **values), mode="new")
 
 
 def _draft_replacement(request: PatchDraftRequest) -> Draft:
@@ -161,13 +147,13 @@ def _draft_replacement(request: PatchDraftRequest) -> Draft:
         name = target.path[-1] if target.kind == "class" else short
         is_class = isinstance(target.node, ast.ClassDef)
         text = _class_text(target, name) if is_class else _function_text(target, name, request.kind == "wrap")
-        trial = Trial(_entry_id(request, path), request.names, f"{request.files}_{short}" if request.in_full else short)
         fields = {**_common_fields(request, path), request.kind: f"{request.files}.py:{name}"}
+        test_name = f"{request.files}_{short}" if request.in_full else short
+        test = _agreement_test(request, test_name, fields["id"], target)
         more = [f"The decorators of {path}: {', '.join(target.decorators)}"] if target.decorators else []
         if target.kind == "class":
             more.append("The bases of the class, and whatever tests isinstance with it")
-        left = _left_to_fill_in(request, name, trial.file, *more)
-        return Draft(fields, text, _agreement_test(trial, target), trial, left)
+        return Draft(fields, text, test, _left_to_fill_in(request, name, test, *more))
 
 
 def _check_callable(request: PatchDraftRequest, target: Target) -> None:
@@ -204,13 +190,12 @@ def _draft_rewrite(request: PatchDraftRequest) -> Draft:
         remedy = "Name an outer statement, or write --kind replace"
         raise TargetError(request.place, fact, remedy, target=request.target)
     name = statement.fields["rewrite"]["put"].partition(":")[2]
-    trial = Trial(statement.fields["id"], request.names, f"{request.files}_{name}")
     returns = f" Returns {statement.gives}." if statement.gives else ""
     doc = f"Fill in: does what is done at {what}, line {line}.{returns}"
     text = _unfilled_function(name, ", ".join(statement.parameters), doc)
     fields = {**_common_fields(request, what), **statement.fields}
-    left = _left_to_fill_in(request, name, trial.file)
-    return Draft(fields, text, _agreement_test(trial, target), trial, left)
+    test = _agreement_test(request, f"{request.files}_{name}", fields["id"], target)
+    return Draft(fields, text, test, _left_to_fill_in(request, name, test))
 
 
 def _draft_lowering(request: PatchDraftRequest) -> Draft:
@@ -229,13 +214,12 @@ def _draft_lowering(request: PatchDraftRequest) -> Draft:
         node = source.where(tuple(path.split("."))).node if source else None
         given = parameters(node).text if isinstance(node, ast.FunctionDef) else "*args, **kwargs"
     name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
-    trial = Trial(_entry_id(request, name), request.names, name)
     fields = {**_common_fields(request, name), "op": f"{request.files}.py:{name}"}
     doc = f"Fill in: computes {request.target} of the engine's tensors, with torchport.engine.call_jax."
     operator = request.target.replace(":", ".")
-    test = trial.text(f"{operator} as '{trial.id}' lowers it, and as torch computes it.", operator=operator)
-    left = _left_to_fill_in(request, name, trial.file)
-    return Draft(fields, _unfilled_function(name, given, doc), test, trial, left)
+    title = f"{operator} as '{fields['id']}' lowers it, and as torch computes it."
+    test = _test(request, name, fields["id"], title, operator=operator)
+    return Draft(fields, _unfilled_function(name, given, doc), test, _left_to_fill_in(request, name, test))
 
 
 def _parameters_of_overload(request: PatchDraftRequest) -> str:
@@ -276,7 +260,6 @@ def _draft_stub(request: PatchDraftRequest) -> Draft:
         if not is_there(module):
             remedy = below_src(module) or "Name a module of upstream; --upstream-path says where its checkout is"
             raise TargetError(f"--importer {module}", f"There is no module {module}", remedy)
-    trial = Trial(_entry_id(request, package), request.names, f"without_{package}")
     fields = {
         **_common_fields(request, package),
         "stub": {"package": package, "importers": list(request.importers)},
@@ -286,17 +269,18 @@ def _draft_stub(request: PatchDraftRequest) -> Draft:
     left = ["Nothing in Python: a stub raises when it is called"]
     left += ["In the entry: why"] if request.why == WHY else []
     module = request.importers[0]
-    test = trial.text(f"{module} is imported where {package} is not installed.", module=module, package=package)
-    return Draft(fields, "", test, trial, left)
+    title = f"{module} is imported where {package} is not installed."
+    test = _test(request, f"without_{package}", fields["id"], title, module=module, package=package)
+    return Draft(fields, "", test, left)
 
 
-def _agreement_test(trial: Trial, target: Target) -> str:
-    """Returns the text of a test that compares the target's results with the patch and without it."""
+def _agreement_test(request: PatchDraftRequest, name: str, id: str, target: Target) -> Piece:
+    """Returns a test that compares the target's results with the patch and without it."""
     path = ".".join(target.path)
-    title = f"{path} with the patch '{trial.id}' and without it."
+    title = f"{path} with the patch '{id}' and without it."
     if isinstance(target.node, ast.ClassDef) or target.path[-1] in ("__init__", "__new__"):
         made = path.removesuffix(".__init__").removesuffix(".__new__")
-        return trial.text(title, module=target.module, path=made)
+        return _test(request, name, id, title, module=target.module, path=made)
     if target.kind == "property":
         call, takes = f"args[0].{target.path[-1]}", "By position there is the object alone."
     else:
@@ -307,7 +291,8 @@ def _agreement_test(trial: Trial, target: Target) -> str:
             call = f"asyncio.run({call})"
         elif target.is_generator:
             call = f"list({call})"
-    return trial.text(title, module=target.module, is_async=target.is_async, takes=takes, call=call)
+    values = {"module": target.module, "is_async": target.is_async, "takes": takes, "call": call}
+    return _test(request, name, id, title, **values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,12 +318,12 @@ def write_draft(request: PatchDraftRequest, home: Home) -> DraftedPatch:
     if drafted.python:
         head = f'"""Functions of the patches in {request.names}.yaml."""\n\nfrom __future__ import annotations\n\n\n'
         pieces.append(Piece(f"patches/{request.package}/{reference.partition(':')[0]}", drafted.python, head))
-    pieces.append(Piece(drafted.trial.file, drafted.test, mode="new"))
+    pieces.append(drafted.test)
     lock = drift.with_row(entry, drafted_entries(home, request.package))
     pieces += [Piece(f"patches/{request.package}/{LOCK}", lock, mode="whole")] if lock else []
     lines = home.write(pieces)
     locked = [] if lock or not entry.edits else ["Its target has no row of its own in the lock: it was there"]
-    return DraftedPatch(entry.id, request.names, reference, drafted.trial.file, lines, [*drafted.left, *locked])
+    return DraftedPatch(entry.id, request.names, reference, drafted.test.file, lines, [*drafted.left, *locked])
 
 
 def drafted_entries(home: Home, package: str) -> list[Entry]:

@@ -94,24 +94,19 @@ def parts(request: ModelDraftRequest) -> list[Part]:
         name = name or ("network" if number == 0 else name_of(target.path))
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {part.name for part in result}:
             raise BadValueError(place, f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS")
-        result.append(_part(name, target, place))
-        if number == 0 and isinstance(target.node, ast.ClassDef) and _is_no_module(target.source, target.node):
+        if not isinstance(target.node, ast.ClassDef):
+            fact = f"{target.name} ({target.place}) is a {target.kind}"
+            remedy = "Name a class, and a function that builds it under 'build'"
+            raise TargetError(place, fact, remedy, target=target.name)
+        with parsing.nesting(target.source.shown, target.node.lineno):
+            arguments = configuration(target.source, target.node) or []
+        small, lacking = tiny_arguments([argument for argument in arguments if argument.plain])
+        objects = [argument.name for argument in arguments if argument.required and not argument.plain]
+        result.append(Part(name, target, small, lacking, objects))
+        if number == 0 and _is_no_module(target.source, target.node):
             fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
             raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
     return result
-
-
-def _part(name: str, target: Target, place: str) -> Part:
-    """Returns one component with the arguments of its class; refuses a target that is no class."""
-    if not isinstance(target.node, ast.ClassDef):
-        fact = f"{target.name} ({target.place}) is a {target.kind}"
-        raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
-    with parsing.nesting(target.source.shown, target.node.lineno):
-        arguments = configuration(target.source, target.node) or []
-    plain = [argument for argument in arguments if argument.plain]
-    small, lacking = tiny_arguments(plain)
-    objects = [argument.name for argument in arguments if argument.required and not argument.plain]
-    return Part(name, target, small, lacking, objects)
 
 
 def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[str]]:

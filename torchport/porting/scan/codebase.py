@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
-from torchport.porting.scan import BY_KIND
+from torchport.porting.scan import BY_KIND, ScanFinding
 from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
@@ -159,7 +159,8 @@ class Codebase:
         self._unyielded: list[Module] = []
         self.tops = {name.partition(".")[0] for name in self._files}
         self.modules: dict[str, Module] = {}
-        self.unread: list[Unread] = []
+        #: Files that could not be read, by their path below the folder.
+        self.unread: list[ScanFinding] = []
         self.files = self.lines = 0
 
     def read(self) -> Iterator[Module]:
@@ -198,7 +199,7 @@ class Codebase:
                 text = parsing.text_of(source.file, source.path)
                 tree = parsing.tree(text, source.path)
         except UnreadableError as error:
-            self.unread.append(Unread(source.path, error.line, BY_KIND[error.kind], error.fact))
+            self.unread.append(ScanFinding(BY_KIND[error.kind], source.path, error.line, "", error.fact))
             return None
         self.files += 1
         self.lines += text.count("\n") + 1
@@ -464,22 +465,14 @@ class Source:
     path: str  #: Its path below the folder, with forward slashes.
 
 
-@dataclasses.dataclass(frozen=True)
-class Unread:
-    path: str
-    line: int  #: The line of a mistake in it; 0 for none.
-    rule: str
-    why: str  #: What is wrong with it, without a full stop.
-
-
-def find_sources(root: Path) -> tuple[list[Source], list[Unread]]:
+def find_sources(root: Path) -> tuple[list[Source], list[ScanFinding]]:
     """Returns the Python files of a folder, or a file alone, and what of it cannot be entered or opened. A linked
-    folder is entered once; a loop of links is unread.
+    folder is entered once; a loop of links is a finding.
     """
     if root.is_file():
         return [Source(root, root.name)], []
     sources: list[Source] = []
-    unread: list[Unread] = []
+    unread: list[ScanFinding] = []
     entered = {os.path.realpath(root)}
     pending = [root]
     while pending:
@@ -488,18 +481,18 @@ def find_sources(root: Path) -> tuple[list[Source], list[Unread]]:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
             below = folder.relative_to(root).as_posix()
-            unread.append(Unread(below, 0, "PS906", f"It cannot be opened: {error.strerror}"))
+            unread.append(ScanFinding("PS906", below, 0, "", f"It cannot be opened: {error.strerror}"))
             continue
         for entry in entries:
             path, below = Path(entry.path), Path(entry.path).relative_to(root).as_posix()
             if _is_loop(path):
-                unread.append(Unread(below, 0, "PS905", "It is a link that leads back to itself"))
+                unread.append(ScanFinding("PS905", below, 0, "", "It is a link that leads back to itself"))
             elif entry.is_dir() and not entry.name.startswith(".") and entry.name not in _NOT_ENTERED:
                 real, top = os.path.realpath(path), Path(os.path.realpath(root))
                 if entry.is_symlink() and top.is_relative_to(real):
-                    unread.append(Unread(below, 0, "PS905", "It is a link to a folder that it lies in"))
+                    unread.append(ScanFinding("PS905", below, 0, "", "It is a link to a folder that it lies in"))
                 elif entry.is_symlink() and not Path(real).is_relative_to(top):
-                    unread.append(Unread(below, 0, "PS905", "It is a link out of the folder"))
+                    unread.append(ScanFinding("PS905", below, 0, "", "It is a link out of the folder"))
                 elif real not in entered:
                     entered.add(real)
                     pending.append(path)

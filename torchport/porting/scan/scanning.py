@@ -53,7 +53,8 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     sources, unread = find_sources(path)
     if not sources and not unread:
         raise BadValueError(f"torchport scan {path}", "There is no Python file in it", "Name the codebase's folder")
-    codebase = Codebase(sources, _package_of(path))
+    _, package = import_root(path.resolve())
+    codebase = Codebase(sources, package)
     codebase.unread += unread
     was_enabled = gc.isenabled()
     gc.disable()  # to walk all syntax trees again and again takes a third of the time
@@ -66,19 +67,20 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     finally:
         if was_enabled:
             gc.enable()
-    left = [ScanFinding(file.rule, _named(path, file.path), file.line, "", file.why) for file in codebase.unread]
+    left = [dataclasses.replace(finding, file=_named(path, finding.file)) for finding in codebase.unread]
     return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left], key=_PLACE)))
 
 
-def _package_of(path: Path) -> str:
-    """Returns the dotted name of the package that a folder is, or that a file lies in; empty outside of packages."""
+def import_root(path: Path) -> tuple[Path, str]:
+    """Returns the folder that a folder or file is imported from, and the package that it is or lies in, such as
+    `pkg.models`; empty outside of packages.
+    """
     names: list[str] = []
-    current = path.resolve()
-    current = current.parent if current.is_file() else current
+    current = path if folder.has_folder(path) else path.parent
     while folder.has_file(current / "__init__.py"):
         names.insert(0, current.name)
         current = current.parent
-    return ".".join(names)
+    return current, ".".join(names)
 
 
 def _named(root: Path, below: str) -> str:
@@ -143,10 +145,10 @@ def _start(path: Path, codebase: Codebase, entry: str) -> tuple[list[CodeUnit], 
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
     names = module_name.replace(".", "/")
-    for file in codebase.unread:
-        if f"/{file.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
-            fact = f"Its file {_named(path, file.path)}:{file.line} could not be read. {file.why}"
-            raise BadValueError(place, fact, f"Mend the file: torchport explain {file.rule}")
+    for unread in codebase.unread:
+        if f"/{unread.file}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
+            fact = f"Its file {_named(path, unread.file)}:{unread.line} could not be read. {unread.text}"
+            raise BadValueError(place, fact, f"Mend the file: torchport explain {unread.rule}")
     if not colon or not name:
         raise BadValueError(place, "It is no name of a class or function", "Write it as package.module:Class")
     module = codebase.modules.get(module_name)

@@ -219,6 +219,11 @@ class _Walk:
         elif kind is ast.Constant:
             if names_cuda(node):
                 self._note(Act.TEXT, node)
+        elif kind is ast.Subscript:
+            self.expression(node.value)
+            self.expression(node.slice)
+            if isinstance(node.ctx, ast.Load):
+                self._note(Act.INDEX, node)
         elif node is not None:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
@@ -244,12 +249,6 @@ class _Walk:
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
                 self.expression(part.value)
-
-    def _subscript(self, node: ast.Subscript) -> None:
-        self.expression(node.value)
-        self.expression(node.slice)
-        if isinstance(node.ctx, ast.Load):
-            self._note(Act.INDEX, node)
 
     def _if_else(self, node: ast.If | ast.IfExp) -> None:
         self.test(node.test)
@@ -335,8 +334,8 @@ class _WalkAtImport(_Walk):
 
 
 _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
-    ast.Call: _Walk._call, ast.Subscript: _Walk._subscript, ast.IfExp: _Walk._if_else, ast.JoinedStr: _Walk._f_string,
-    ast.BoolOp: _Walk._and_or, ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator,
+    ast.Call: _Walk._call, ast.IfExp: _Walk._if_else, ast.JoinedStr: _Walk._f_string, ast.BoolOp: _Walk._and_or,
+    ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator,
     ast.ListComp: _Walk._comprehension, ast.SetComp: _Walk._comprehension, ast.GeneratorExp: _Walk._comprehension,
     ast.DictComp: _Walk._comprehension,
 }  # fmt: skip

@@ -62,17 +62,12 @@ class GoingOn(TorchFunctionMode):
             output = function(*args, **kwargs)
         if raised.error is not None:
             return self._result_after(raised.error, function, args, kwargs)
-        self._remember(function, output, args, kwargs)
+        if isinstance(output, torch.Tensor):
+            if constants.is_host(output) and output.ndim and output not in self.made:
+                self.made[output] = constants.place()
+            if output.dtype == torch.bool and not output.ndim:
+                self.by[output] = getattr(function, "__name__", "")
         return output
-
-    def _remember(self, function: Callable[..., Any], output: Any, args: Any, kwargs: Any) -> None:
-        """Notes the line that made a tensor of the host, and which function made a truth value."""
-        if not isinstance(output, torch.Tensor):
-            return
-        if constants.is_host(output) and output.ndim and output not in self.made:
-            self.made[output] = constants.place()
-        if output.dtype == torch.bool and not output.ndim:
-            self.by[output] = getattr(function, "__name__", "")
 
     def _note_constants(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Notes tensors of the host that a function takes beside the network's: the program has them as constants."""
@@ -91,7 +86,7 @@ class GoingOn(TorchFunctionMode):
             return self._result_without_host(error, function, args, kwargs)
         if is_cuda(error):
             self.notes.record(error, "the tensor stays where it is")
-            args, kwargs = pytree.tree_map(self._off_cuda, (args, kwargs))
+            args, kwargs = pytree.tree_map(_off_cuda, (args, kwargs))
             return args[0] if name == "cuda" else function(*args, **kwargs)
         if name in _SCALARS and tensors and engine.is_traced_value(error):
             return self._assumed_scalar(error, name, tensors[0])
@@ -125,17 +120,20 @@ class GoingOn(TorchFunctionMode):
         if name in ("__getitem__", "masked_select") and isinstance(args[1], torch.Tensor):
             self.notes.record(error, "the mask is true everywhere")
             return args[0].flatten(0, args[1].ndim - 1)
-        shape = _first_network(args, kwargs)
-        self.notes.record(error, f"the result is zeros like the first argument, {list(shape.shape)}")
-        return torch.zeros_like(shape)
+        first = _first_of_network(args, kwargs)
+        self.notes.record(error, f"the result is zeros like the first argument, {list(first.shape)}")
+        return torch.zeros_like(first)
 
     def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns zeros of the output's shapes, which the operator computes on the meta device."""
-        template = _first_network(args, kwargs)
-        meta = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        template = _first_of_network(args, kwargs)
+        on_meta = functools.partial(torch.empty, device="meta")
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: on_meta(tuple(leaf.shape), dtype=leaf.dtype), (args, kwargs)
+        )
         self.notes.record(error, "the result is zeros")
         with torch._C.DisableTorchFunction():
-            output = function(*meta[0], **meta[1])
+            output = function(*args, **kwargs)
         return pytree.tree_map_only(
             torch.Tensor, lambda leaf: template.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
         )
@@ -154,35 +152,28 @@ class GoingOn(TorchFunctionMode):
             self.notes.record(error, "nothing is written", made)
             return args[0]
         self.notes.record(error, "the host's tensor is zeros of the network", made)
-        args, kwargs = _replaced(args, kwargs, hosts, template)
+        narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}  # the network has no wider ones
+
+        def replaced(leaf: torch.Tensor) -> torch.Tensor:
+            if not constants.is_host(leaf):
+                return leaf
+            return template.new_zeros(tuple(leaf.shape), dtype=narrow.get(leaf.dtype, leaf.dtype))
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
         return function(*args, **kwargs)
 
-    def _off_cuda(self, value: Any) -> Any:
-        is_device = isinstance(value, torch.device) and value.type == "cuda"
-        return "cpu" if is_device or (isinstance(value, str) and re.match(r"cuda(:\d+)?$", value)) else value
+
+def _off_cuda(value: Any) -> Any:
+    """Returns "cpu" for a device of CUDA, such as "cuda:0"; any other value as it is."""
+    is_device = isinstance(value, torch.device) and value.type == "cuda"
+    return "cpu" if is_device or (isinstance(value, str) and re.match(r"cuda(:\d+)?$", value)) else value
 
 
-def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], template: torch.Tensor) -> Any:
-    """Returns arguments with zeros, made like `template`, a tensor of the network, in place of the host's tensors."""
-    ids = {id(host) for host in hosts}
-    narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-
-    def replaced(leaf: torch.Tensor) -> torch.Tensor:
-        if id(leaf) not in ids:
-            return leaf
-        return template.new_zeros(tuple(leaf.shape), dtype=narrow.get(leaf.dtype, leaf.dtype))
-
-    return pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
-
-
-def _first_network(args: Any, kwargs: Any) -> torch.Tensor:
+def _first_of_network(args: Any, kwargs: Any) -> torch.Tensor:
+    """Returns the first argument that is a tensor of the network."""
     leaves = pytree.tree_leaves((args, kwargs))
     first: torch.Tensor = next(leaf for leaf in leaves if is_networks(leaf))
     return first
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 class Anything(types.ModuleType):
@@ -231,10 +222,16 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns a spec of a stand-in where upstream cannot do without the package."""
+        """Returns a spec of a stand-in where upstream's own code imports the package, and without a `try`."""
         package = name.partition(".")[0]
         if package not in self.packages:
-            if package in sys.modules or not self._is_needed(name):
+            if package in sys.modules:
+                return None
+            ours = (PACKAGE, "torchport.patch.live", "importlib")
+            stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
+            importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
+            # An import that torch makes is torch's own to do without.
+            if importer is None or importer.owner != "upstream" or not is_needed(importer.file, importer.line):
                 return None
             self.packages.add(package)
             error = ModuleNotFoundError(f"No module named '{name}'", name=name)
@@ -246,14 +243,6 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Does nothing: there is no code."""
-
-    def _is_needed(self, name: str) -> bool:
-        """Returns whether upstream's own code makes the import that runs now, and without a `try` around it."""
-        ours = (PACKAGE, "torchport.patch.live", "importlib")
-        stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
-        importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
-        # An import that torch makes is torch's own to do without.
-        return importer is not None and importer.owner == "upstream" and is_needed(importer.file, importer.line)
 
 
 @functools.cache
