@@ -424,7 +424,9 @@ def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> 
 
 
 def _rate(trial: PipelineTrial, sound: Sequence[str]) -> str:
-    """Returns the number that says how many samples of sound a second has: the last component's, by its name."""
+    """Returns the argument that says how many samples a second of sound has, such as `vocoder.output_sampling_rate`;
+    the last component that has one decides.
+    """
     for name in reversed(sound):
         known = trial.configurations.all_values(name)
         for key in ("output_sampling_rate", "sampling_rate", "sample_rate"):

@@ -98,11 +98,6 @@ class Stop:
     module: str = ""  #: Its name in the component.
     wanted: tuple[str, int] | None = None  #: An attribute of the module, and the size that its input has.
 
-    @property
-    def line(self) -> str:
-        """The innermost line of diffusers or transformers at which the pipeline stopped, as `file:line`."""
-        return line_of(self.error)
-
 
 @dataclasses.dataclass
 class PipelineTrial:
@@ -166,12 +161,13 @@ class PipelineTrial:
 
     def _refusal(self, stop: Stop) -> BadValueError:
         """Returns the error for a pipeline that stops with tiny weights, and whose stop we could not mend."""
+        name, line = self.cls.__name__, line_of(stop.error)
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
-            fact = f"'{self.cls.__name__}' stops at {stop.line}: it needs '{stop.error.name}', which is not installed"
+            fact = f"'{name}' stops at {line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
-        where = f"tiny.components.{stop.component}" if stop.component else "its components"
-        fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {brief(stop.error)}"
-        return BadValueError(self.place, fact, f"Write a card that says {where}: docs/cards.md")
+        field = f"tiny.components.{stop.component}" if stop.component else "its components"
+        fact = f"With tiny weights '{name}' stops at {line or 'upstream'}: {brief(stop.error)}"
+        return BadValueError(self.place, fact, f"Write a card that says {field}: docs/cards.md")
 
     def _mended(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
         """Returns the next trial that came further; None if no change of numbers helps."""
@@ -267,7 +263,9 @@ class PipelineTrial:
                     yield {name: proposal}
 
     def _as_the_message_says(self, message: str, components: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yields changes of one argument from a size that an error's message has, to another or in proportion to it."""
+        """Yields changes of one argument from a size that an error's message has, to another or in proportion to it:
+        of "Expected size 16 but got size 8", `in_channels` of 16 is tried as 8, and of 8 as 16 and as 4.
+        """
         sizes = dict.fromkeys(int(size) for size in re.findall(r"\d+", message) if 1 < int(size) < 10_000)
         for component in components:
             for name, value in self.configurations.all_values(component).items():
@@ -411,6 +409,7 @@ class _LatentsAtLast(_Watched):
 
 
 def _are_close(a: Any, b: Any) -> bool:
+    """Returns whether two outputs are tensors of one shape with the same numbers, up to rounding."""
     are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     return are_tensors and a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
 
@@ -580,7 +579,10 @@ class _Chain:
     @property
     def last(self) -> int:
         """The blocks at the end that are made otherwise than the first."""
-        made = [_made(block) for block in self.blocks]
+        made = []  # the modules of each block, and the plain values among its attributes
+        for block in self.blocks:
+            plain = {name: repr(value) for name, value in vars(block).items() if isinstance(value, int | float | str)}
+            made.append((repr(block), plain))
         return next((n for n in range(len(made)) if made[-1 - n] == made[0]), 0)
 
     def watched(self) -> list[Any]:
@@ -606,12 +608,6 @@ class _Chain:
             fits = "" not in carries and same and self.carries in (None, carries)
             self.carries = carries if fits else []
         self.before = (number, inputs, outputs)
-
-
-def _made(block: torch.nn.Module) -> tuple[str, ...]:
-    """Returns how a block is made: its modules, and the plain values among its attributes."""
-    plain = [f"{name}={value}" for name, value in vars(block).items() if isinstance(value, bool | int | float | str)]
-    return repr(block), *plain
 
 
 def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:

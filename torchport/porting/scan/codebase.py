@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import traceback
-from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
@@ -92,10 +91,12 @@ class CodeUnit:
 
 @dataclasses.dataclass(eq=False)
 class Class:
+    """One class of a codebase."""
+
     module: Module
     name: str
     above: tuple[tuple[str, ...], ...]  #: Its bases, as chains of names.
-    variables: frozenset[str]
+    variables: frozenset[str]  #: The names that its body assigns.
 
     @functools.cached_property
     def dotted(self) -> str:
@@ -104,6 +105,8 @@ class Class:
 
 @dataclasses.dataclass(eq=False)
 class Module:
+    """One module of a codebase: its functions and classes, and what its names mean."""
+
     name: str
     source: Source
     units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
@@ -119,18 +122,10 @@ class Module:
     resolved: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
     def drop_syntax(self) -> None:
+        """Frees the syntax tree, when the facts of all functions are known."""
         self.in_tables.clear()
         for unit in self.units.values():
             unit.body = None
-
-    @functools.cached_property
-    def methods(self) -> dict[str, list[CodeUnit]]:
-        """The methods by their class's name."""
-        result: dict[str, list[CodeUnit]] = defaultdict(list)
-        for unit in self.units.values():
-            if unit.class_name and not unit.is_class:
-                result[unit.class_name].append(unit)
-        return result
 
     @functools.cached_property
     def heads(self) -> frozenset[str]:
@@ -318,8 +313,9 @@ class Codebase:
         """Returns all methods of a class by name, the inherited ones included."""
         result: dict[str, CodeUnit] = {}
         for above in self.lineage(kind):
-            for unit in above.module.methods.get(above.name, ()):
-                result.setdefault(unit.name.rpartition(".")[2], unit)
+            for unit in above.module.units.values():
+                if unit.class_name == above.name and not unit.is_class:
+                    result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
     def is_network(self, kind: Class) -> bool:
@@ -461,6 +457,8 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
+    """One file of a codebase."""
+
     file: Path
     path: str  #: Its path below the folder, with forward slashes.
 

@@ -153,19 +153,18 @@ Detector = Callable[[FunctionContext, Event], Iterator[Site]]
 
 def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
     """Yields the findings of a function in order, each kind once for a line."""
-    tensors = context.unit.module.uses_torch
-    detectors = _BY_ACT if tensors else _WITHOUT_TORCH
+    uses_torch = context.unit.module.uses_torch
+    detectors = _BY_ACT if uses_torch else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
-    heads = context.heads
     for event in body.events:
-        if event.act is Act.CHAIN and head_of(event.node) not in heads:
+        if event.act is Act.CHAIN and head_of(event.node) not in context.heads:  # a local name, as most are
             continue
         for detector in detectors.get(event.act, ()):
             for site in detector(context, event):
                 if (site.kind, site.line) not in seen:
                     seen.add((site.kind, site.line))
                     yield site
-        if tensors and event.act in (Act.ASSIGN, Act.ENTER):
+        if uses_torch and event.act in (Act.ASSIGN, Act.ENTER):
             context.tensors.follow(event)
 
 
@@ -181,6 +180,7 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def is_autocast(name: str) -> bool:
+    """Returns whether a full name is one of autocast's, such as `torch.autocast` or `torch.cuda.amp.autocast`."""
     return name.startswith("torch.") and name.rpartition(".")[2] in ("autocast", "custom_fwd")
 
 

@@ -51,6 +51,8 @@ _OPS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Called:
+    """A call."""
+
     line: int
     conditions: Conditions
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
@@ -75,10 +77,12 @@ class Read:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Imported:
+    """An import statement."""
+
     line: int
     conditions: Conditions
-    modules: tuple[str, ...]
-    packages: tuple[str, ...]
+    modules: tuple[str, ...]  #: The full names of the modules that it may run.
+    packages: tuple[str, ...]  #: Their top-level packages; none for a relative import.
     aliases: tuple[tuple[str, str, int], ...]  #: Of `from m import name`: the name, what it is in full, the line.
     always: bool  #: Without conditions.
 
@@ -165,7 +169,9 @@ class Terms:
         return compared
 
     def _call(self, node: ast.Call) -> Term:
-        """Returns the term of a condition for a call: a constant, or a known function; torch's are unknown."""
+        """Returns the term of a call in a condition: what `is_grad_enabled()` is in an inference, or a function of the
+        codebase, whose answer may be known later; torch's other functions are unknown.
+        """
         name = self._full_name(node.func)
         if name in _FALSE_ALONE:
             return "const", False

@@ -56,7 +56,11 @@ class Patches:
 
 class Reached:
     """What runs when some functions are called: all that they lead to, each with the constants that its calls pass.
-    `without` is what is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
+
+    Args:
+        patches: What they replace does not run.
+        trains: Whether networks are in training.
+        without: What is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Reached:
             if unit not in self._patches.by_unit:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
-    def shows(self, site: Site) -> bool:
+    def may_run(self, site: Site) -> bool:
         """Returns whether the place of a finding may run, with None for the parameter that must be None for it."""
         if site.if_none and self._values(site.unit).names.get(site.if_none, _UNKNOWN) is not None:
             return False
@@ -167,9 +171,9 @@ class Reached:
                 for open_caller, open_call in list(self._open_calls.get(name, {}).values()):
                     self._reach(unit, open_caller, open_call)
 
-    def _call_unknown(self, name: str, unit: CodeUnit, call: Called | None) -> None:
-        """Notes a call of a method of an object of unknown class: of all classes of which objects are made, now and
-        later.
+    def _call_in_any_class(self, name: str, unit: CodeUnit, call: Called | None) -> None:
+        """Follows a call of a method where the source does not show the object's class: it may be of any class of
+        which objects are made, before this call or after it.
         """
         self._open_calls[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
@@ -194,25 +198,25 @@ class Reached:
         chain = call.chain
         for name in chain[1:-1]:
             if name in self._properties:
-                self._call_unknown(name, unit, None)
+                self._call_in_any_class(name, unit, None)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.method, inherited=True)
             if method is not None:
                 self._reach(method, unit, call)
         elif not chain:
-            self._call_unknown(call.method, unit, call)
+            self._call_in_any_class(call.method, unit, call)
         elif chain[0] == unit.first and unit.owner is not None:
             if len(chain) == 1:  # `cls(...)`
                 self._create(unit.owner, unit, call)
             elif len(chain) == 2:  # `self.method(...)`
                 self._method_of(unit, unit.owner, chain[1], call)
             else:  # `self.a.method(...)`
-                self._call_unknown(chain[-1], unit, call)
+                self._call_in_any_class(chain[-1], unit, call)
         else:
             self._mention_table(unit, f"{unit.module.name}.{chain[0]}")
             known = bool(call.name) and self._call_of_name(unit, call.name, call)
             if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
-                self._call_unknown(chain[-1], unit, call)
+                self._call_in_any_class(chain[-1], unit, call)
 
     def _call_of_name(self, unit: CodeUnit, name: str, call: Called) -> bool:
         """Follows a call of a full name; returns whether the codebase defines that name."""
@@ -255,7 +259,7 @@ class Reached:
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
         for name in read.attributes:
             if name in self._properties:
-                self._call_unknown(name, unit, None)
+                self._call_in_any_class(name, unit, None)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
         """Notes that a function hands a definition on: nothing is known of the calls of it."""
@@ -472,19 +476,19 @@ def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> 
     node: Any = event.node
     chain, method, of_super = chain_of(node.func), "", False
     name = codebase.resolve(unit, chain) if chain else ""
-    if not chain:
+    if not chain:  # as in `f().method()`, or in `f()()`, which cannot be followed
         if not isinstance(node.func, ast.Attribute):
             return None
-        method, above = node.func.attr, node.func.value
-        of_super = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "super"
+        method, owner = node.func.attr, node.func.value
+        of_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
     elif chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
-        outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)
-        if outside or (len(chain) == 1 and not name):
+        is_outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)
+        if is_outside or (len(chain) == 1 and not name):
             return None
-    places = [number for number, argument in enumerate(node.args) if isinstance(argument, ast.Starred)]
-    arguments = tuple(map(terms.term, node.args[: places[0]] if places else node.args))
+    stars = [number for number, argument in enumerate(node.args) if isinstance(argument, ast.Starred)]
+    arguments = tuple(map(terms.term, node.args[: stars[0]] if stars else node.args))
     keywords = tuple((keyword.arg, terms.term(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
-    starred = bool(places) or any(keyword.arg is None for keyword in node.keywords)
+    starred = bool(stars) or any(keyword.arg is None for keyword in node.keywords)
     conditions = terms.conditions(event.guards)
     return Called(node.lineno, conditions, chain, name, method, of_super, arguments, keywords, starred=starred)
 

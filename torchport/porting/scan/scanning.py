@@ -20,7 +20,7 @@ from torchport import patch
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
 from torchport.patch import rewriting
-from torchport.porting.scan import BY_KIND, GUARDS, Absent, Only, Reach, ScanFinding, ScanReport
+from torchport.porting.scan import BY_KIND, GUARDS, Absent, Guard, Reach, ScanFinding, ScanReport
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, find_sources, recursion
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, FunctionContext, Site, is_kernel, sites, text_of
 from torchport.porting.scan.reach import Patches, Reached, facts_of, roots
@@ -110,7 +110,7 @@ def _report(
     starts = [_start(path, codebase, entry) for entry in entries]
     patches = _read_patches(codebase, folders)
     unpatched, patched = Reached(codebase), Reached(codebase, patches)
-    without = {only: Reached(codebase, without=only) for only in GUARDS}
+    without = {guard: Reached(codebase, without=guard) for guard in GUARDS}
     for reached in (unpatched, patched, *without.values()):
         for units, classes in starts:
             reached.start(units, classes)
@@ -120,9 +120,9 @@ def _report(
     (training.start if starts else training.admit)(unit for unit in codebase.units if _trains(unit))
     known: list[tuple[Site, Reach]] = []
     for site in _all_sites(codebase, found):
-        if unpatched.shows(site):
+        if unpatched.may_run(site):
             known.append((site, "path" if starts else "unknown"))
-        elif training.shows(site):
+        elif training.may_run(site):
             known.append((site, "training"))
         elif not site.if_none:
             known.append((site, "off"))
@@ -174,7 +174,7 @@ def _trains(unit: CodeUnit) -> bool:
     return any(word.lower() in _TRAINS for word in re.findall(r"[A-Z]?[a-z]+", text))
 
 
-def _guard(site: Site, reach: Reach, without: dict[Only, Reached], helpers: set[str] | None) -> Only:
+def _guard(site: Site, reach: Reach, without: dict[Guard, Reached], helpers: set[str] | None) -> Guard:
     """Returns what a finding runs under alone, `process-group` or `cuda`; empty if it runs without them.
 
     Args:
@@ -185,12 +185,12 @@ def _guard(site: Site, reach: Reach, without: dict[Only, Reached], helpers: set[
         return ""
     if site.kind == "parallel-state" and helpers is not None and site.uses not in helpers:
         return "process-group"
-    return next((only for only, reached in without.items() if not reached.shows(site)), "")
+    return next((guard for guard, reached in without.items() if not reached.may_run(site)), "")
 
 
 def _callers_without_group(sites: Iterable[Site], alone: Reached) -> set[str]:
     """Returns the full names of functions that lead to a call of torch.distributed without a process group."""
-    pending = [site.unit for site in sites if site.kind == "process-group" and alone.shows(site)]
+    pending = [site.unit for site in sites if site.kind == "process-group" and alone.may_run(site)]
     seen = set(pending)
     while pending:
         callers = {caller for caller, _ in alone.callers.get(pending.pop(), ())} - seen
@@ -367,7 +367,7 @@ class _Coverage:
         self._patched = patched
         #: The patches that together keep every process group from being made; none if one is still made.
         self._group_patches: tuple[str, ...] = ()
-        makers = [site for site in sites if site.uses.rpartition(".")[2] in MAKES_GROUP and unpatched.shows(site)]
+        makers = [site for site in sites if site.uses.rpartition(".")[2] in MAKES_GROUP and unpatched.may_run(site)]
         closing = [self._of_place(site) for site in makers]
         if all(closing):
             self._group_patches = tuple(dict.fromkeys(id for ids in closing for id in ids))
@@ -391,9 +391,9 @@ class _Coverage:
         direct = self._patches.at(site.unit, site.line)
         if direct:
             return tuple(dict.fromkeys(direct))
-        if not self._unpatched.shows(site):
+        if not self._unpatched.may_run(site):
             return ()
-        if not self._patched.shows(site):
+        if not self._patched.may_run(site):
             return tuple(dict.fromkeys(self._closing(site.unit)))
         if site.kind != "cuda-device":
             return ()
@@ -403,7 +403,9 @@ class _Coverage:
         return tuple(dict.fromkeys(id for ids in covering for id in ids)) if all(covering) else ()
 
     def _closing(self, unit: CodeUnit) -> Iterator[str]:
-        """Yields the patches on the paths of calls from the entry to a function, the nearest one of each path."""
+        """Yields the patches on the paths of calls from the entry to a function, the nearest one of each path; without
+        any, what decides a condition on the way.
+        """
         seen, pending, is_closed = {unit}, [unit], False
         while pending:
             callers = self._unpatched.callers.get(pending.pop(), ())
@@ -414,17 +416,15 @@ class _Coverage:
                 if not ids and caller not in seen:
                     seen.add(caller)
                     pending.append(caller)
-        if not is_closed:  # a flag that no method sets any more, or an argument that is given
-            yield from self._by_condition(seen)
-
-    def _by_condition(self, units: set[CodeUnit]) -> Iterator[str]:
-        """Yields what decides a condition: families that always pass its argument, patches of what sets its flag."""
-        asked = {name for unit in units for name in unit.facts.asked}
-        forwards = [unit for unit in units if unit.name.endswith(".forward")]
-        given = {name for unit in forwards for name in unit.facts.asked if name in unit.defaults}
+        if is_closed:
+            return
+        # A condition closes it: families always pass its argument, or patches replace what sets its flag.
+        asked = {name for caller in seen for name in caller.facts.asked}
+        forwards = [caller for caller in seen if caller.name.endswith(".forward")]
+        given = {name for forward in forwards for name in forward.facts.asked if name in forward.defaults}
         yield from sorted({file for name, file in self._patches.given.items() if name in given})
-        for unit, ids in self._patches.by_unit.items():
-            flags = {name for name, term in unit.facts.attributes if term is not None}
+        for setter, ids in self._patches.by_unit.items():
+            flags = {name for name, term in setter.facts.attributes if term is not None}
             yield from ids if asked & flags else ()
 
     def _of_name(self, site: Site) -> tuple[str, ...]:

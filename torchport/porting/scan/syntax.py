@@ -34,6 +34,8 @@ _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 class Act(enum.IntEnum):
+    """What an event does."""
+
     CALL = enum.auto()
     CHAIN = enum.auto()  #: A name, or names with points between them, that are read and not called.
     TEST = enum.auto()  #: A condition of `if`, `while`, `assert`, `a if b else c`, or of a comprehension.
@@ -50,9 +52,11 @@ class Act(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Event:
+    """Something that a statement or expression does."""
+
     act: Act
     node: ast.AST
-    guards: Guards
+    guards: Guards  #: The conditions that it stands under.
     loop: bool  #: Whether it is in a loop.
     value: ast.expr | None = None  #: A second node: of an assignment its value, of a loop what it runs over.
     loops_over: bool = False  #: Whether `value` is run over and not assigned.
@@ -69,6 +73,7 @@ class Body:
 
     @functools.cached_property
     def by_act(self) -> dict[Act, list[Event]]:
+        """Its events by what they do."""
         result: dict[Act, list[Event]] = defaultdict(list)
         for event in self.events:
             result[event.act].append(event)
@@ -123,6 +128,7 @@ class _Walk:
             self.expression(default)
 
     def block(self, block: list[ast.stmt]) -> None:
+        """Walks the statements of a block; those after `if x: return` stand under the condition that x is false."""
         before = self.guards
         for statement in block:
             self.statement(statement)
@@ -189,7 +195,7 @@ class _Walk:
         self.expression(node.value)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(node, ast.AugAssign) and not isinstance(target, ast.Subscript):
-                self._target(target, ast.BinOp(target, node.op, node.value))
+                self._target(target, ast.BinOp(target, node.op, node.value))  # `x += 1` is `x = x + 1`
             else:
                 self._target(target, node.value)
 
@@ -228,6 +234,7 @@ class _Walk:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
     def _each_part(self, node: Any) -> None:
+        """Walks all child expressions."""
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
@@ -274,6 +281,7 @@ class _Walk:
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
+        """Notes an operator or comparison; none with a text such as "cuda", which asks for no device."""
         if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._each_part(node)

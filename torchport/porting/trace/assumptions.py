@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchport import engine
-from torchport.compile.failure import running_frames
+from torchport.compile.failure import OURS, running_frames
 from torchport.errors import HostTensorError
 from torchport.load.foreign import is_cuda
 from torchport.porting.trace.notes import PACKAGE, Notes, Raised
@@ -98,7 +98,8 @@ class GoingOn(TorchFunctionMode):
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
         """Returns an assumed Python value for a tensor: a truth value where one is asked for, else 1."""
-        frame = self.notes.here()
+        frames = reversed(running_frames(self.notes.owners))
+        frame = next((frame for frame in frames if frame.owner in OURS), None)
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
         if is_truth:
@@ -127,9 +128,8 @@ class GoingOn(TorchFunctionMode):
     def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns zeros of the output's shapes, which the operator computes on the meta device."""
         template = _first_of_network(args, kwargs)
-        on_meta = functools.partial(torch.empty, device="meta")
         args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda leaf: on_meta(tuple(leaf.shape), dtype=leaf.dtype), (args, kwargs)
+            torch.Tensor, lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), (args, kwargs)
         )
         self.notes.record(error, "the result is zeros")
         with torch._C.DisableTorchFunction():
@@ -183,7 +183,7 @@ class Anything(types.ModuleType):
 
     def __init__(self, name: str, notes: Notes) -> None:
         super().__init__(name)
-        self.__dict__["_notes"] = notes
+        self.__dict__["_notes"] = notes  # not by `self._notes`: code may ask the package for that name
 
     def __getattr__(self, name: str) -> Anything:
         if name.startswith("__"):

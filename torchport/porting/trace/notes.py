@@ -7,17 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from torchport.compile.failure import (
-    CURES,
-    OURS,
-    Failure,
-    Frame,
-    Owners,
-    culprit,
-    frames_of,
-    running_frames,
-    shown_frames,
-)
+from torchport.compile.failure import CURES, Failure, Owners, culprit, frames_of, running_frames, shown_frames
 from torchport.errors import HostTensorError, TorchportError
 
 PACKAGE = "torchport.porting.trace"
@@ -106,10 +96,6 @@ class Notes:
         size = tensor.numel() * tensor.dtype.itemsize
         constant = Constant(self.stage, made, used, dtype, list(shape), size)
         self.constants.setdefault((made, used, shape), constant)
-
-    def here(self) -> Frame | None:
-        """Returns the innermost frame of upstream, of the family or of a patch."""
-        return next((frame for frame in reversed(running_frames(self.owners)) if frame.owner in OURS), None)
 
 
 class Raised:
