@@ -113,7 +113,7 @@ class PipelineTrial:
 
     @property
     def edits(self) -> bool:
-        """Whether what it takes is a list of frames."""
+        """Whether it begins with a video, as a list of frames, and not with an image."""
         return self.image is not None and self.image.endswith("video")
 
     def observed(self) -> Observed:

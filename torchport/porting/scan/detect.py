@@ -190,9 +190,9 @@ def is_kernel(name: str) -> bool:
 
 
 def _kind_of_name(context: FunctionContext, name: str) -> str:
-    """Returns the kind of finding that a name in full is, read or called; empty for none."""
+    """Returns the kind of finding that a full name is, read or called: `float64` for `torch.double`; empty for none."""
     if is_kernel(name):
-        return "" if context.at_import else "kernel"
+        return "" if context.at_import else "kernel"  # at import the finding is the import itself
     if name in _FLOAT64:
         return "float64"
     return "complex" if name in _COMPLEX or name.startswith("torch.fft.") else ""
@@ -630,7 +630,7 @@ class Tensors:
             stays = kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
             return Kind.MASK if stays or method in (*_MASKS, "bool") else Kind.TENSOR
         given = [self.kind(argument) for argument in node.args]
-        on_self = isinstance(func.value, ast.Name) and func.value.id == self._self
+        on_self = isinstance(func.value, ast.Name) and func.value.id == self._self  # it may be a submodule
         return Kind.TENSOR if on_self and any(kind in ON_DEVICE for kind in given) else Kind.UNKNOWN
 
 

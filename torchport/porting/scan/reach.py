@@ -209,7 +209,7 @@ class Reached:
             if len(chain) == 1:  # `cls(...)`
                 self._create(unit.owner, unit, call)
             elif len(chain) == 2:  # `self.method(...)`
-                self._method_of(unit, unit.owner, chain[1], call)
+                self._call_method(unit, unit.owner, chain[1], call)
             else:  # `self.a.method(...)`
                 self._call_in_any_class(chain[-1], unit, call)
         else:
@@ -239,7 +239,7 @@ class Reached:
             self._create(kind, unit, None)
         return True
 
-    def _method_of(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
+    def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
         """Notes that a class's method may be called, or that of a subclass of which objects are made."""
         method = self._codebase.method(owner, name)
         if method is not None:
@@ -253,7 +253,7 @@ class Reached:
         chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
-                self._method_of(unit, unit.owner, chain[1], None)
+                self._call_method(unit, unit.owner, chain[1], None)
         elif chain:
             self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")

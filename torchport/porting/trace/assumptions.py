@@ -57,7 +57,11 @@ class GoingOn(TorchFunctionMode):
         """Calls a function under the trace; if it raises, notes that and returns an assumed result."""
         kwargs = kwargs or {}
         if self.counts:
-            self._note_constants(function, args, kwargs)
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            for tensor in tensors if any(map(is_networks, tensors)) else ():
+                if constants.is_host(tensor) and tensor.ndim:  # the program has it as a constant
+                    used = constants.place()
+                    self.notes.note_constant(tensor, self.made.get(tensor, used), used)
         with Raised() as raised:
             output = function(*args, **kwargs)
         if raised.error is not None:
@@ -68,15 +72,6 @@ class GoingOn(TorchFunctionMode):
             if output.dtype == torch.bool and not output.ndim:
                 self.by[output] = getattr(function, "__name__", "")
         return output
-
-    def _note_constants(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Notes tensors of the host that a function takes beside the network's: the program has them as constants."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(map(is_networks, tensors)):
-            for tensor in tensors:
-                if constants.is_host(tensor) and tensor.ndim:
-                    used = constants.place()
-                    self.notes.note_constant(tensor, self.made.get(tensor, used), used)
 
     def _result_after(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns a plausible result for a function that raised, or raises the error if there is none."""
@@ -206,6 +201,7 @@ class Anything(types.ModuleType):
         return Anything(f"{self.__name__}[]", self.__dict__["_notes"])
 
     def __int__(self) -> int:
+        """Returns 0, where code takes what a package gives as a number."""
         return 0
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
@@ -217,7 +213,7 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
-        self.packages: set[str] = set()
+        self.packages: set[str] = set()  # those that a stand-in was found for
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
