@@ -110,7 +110,8 @@ def _wishes_in_functions(
         request = PatchDraftRequest(target, "replace", files[target], why=some[0].meaning.why, in_full=is_double)
         yield request, [*some, *(statement for statement in statements if home[statement] == target)]
     for finding in inner:
-        target, why = finding.target, finding.meaning.why
+        target = finding.target
+        why = finding.meaning.why
         yield PatchDraftRequest(target, "rewrite", files[target], finding.line, why=why), [finding]
 
 

@@ -112,7 +112,9 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
             fact = f"It stops at {line}: {brief(error)}"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
     demo = job_of(data, observed, cls)
-    card, job, published = text_of(data), text_of(demo), text_of(published_job_of(data, demo, cls))
+    card = text_of(data)
+    job = text_of(demo)
+    published = text_of(published_job_of(data, demo, cls))
     # Our own texts: a mistake in them would be ours, and is seen here.
     validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))
     validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
@@ -144,7 +146,9 @@ _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device",
 
 def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, Any]:
     """Returns the card of a pipeline as YAML's data; raises if its loop calls anything but one network and its VAE."""
-    cls, parts, call = trial.cls, trial.configurations.parts, _call(trial, observed)
+    cls = trial.cls
+    parts = trial.configurations.parts
+    call = _call(trial, observed)
     network = call["network"]
     sound = call.get("sound", {}).get("parts", ())
     # The repository that upstream's own example loads.
@@ -180,9 +184,14 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
 
 def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     """Returns what a card says of the pipeline's call, its field `call`."""
-    cls, parts, roles = trial.cls, trial.configurations.parts, _roles(trial, observed)
+    cls = trial.cls
+    parts = trial.configurations.parts
+    roles = _roles(trial, observed)
     takes = inspect.signature(cls.__call__).parameters
-    network, before, encoders, sound = roles["network"][0], roles["before"], roles["encoders"], roles["sound"]
+    network = roles["network"][0]
+    before = roles["before"]
+    encoders = roles["encoders"]
+    sound = roles["sound"]
     call: dict[str, Any] = {
         "network": network,
         "encoders": encoders,
@@ -208,7 +217,8 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
 
 def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
     """Returns the components of a pipeline by what its call does with them; raises if no card can say that."""
-    cls, parts = trial.cls, trial.configurations.parts
+    cls = trial.cls
+    parts = trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
     classes = [parts[name].cls for name in networks]  # another one of the same takes the first steps
@@ -409,7 +419,8 @@ def _same(value: Any, tensor: torch.Tensor) -> bool:
 
 def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> bool:
     """Returns whether a pipeline cannot be built around its encoders alone, or cannot encode with these."""
-    cls, configurations = trial.cls, trial.configurations
+    cls = trial.cls
+    configurations = trial.configurations
     if is_modular(cls):
         return False  # its blocks have all components
     parts = {name: configurations.built(name) for name in (*encoders, "guider") if name in configurations.parts}

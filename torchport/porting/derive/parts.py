@@ -126,7 +126,9 @@ def absent_parts(cls: Any) -> dict[str, None]:
 
 def plain_arguments(cls: Any) -> dict[str, Any]:
     """Returns arguments of a pipeline's constructor that are no components, with their defaults."""
-    hints, plain, result = typing.get_type_hints(cls.__init__), (bool, int, float, str), {}
+    hints = typing.get_type_hints(cls.__init__)
+    plain = (bool, int, float, str)
+    result = {}
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
         is_plain = any(kind in plain for kind in _alternatives(hints.get(name, Any)))
         if is_plain and type(parameter.default) in (*plain, type(None)):
@@ -266,7 +268,8 @@ def _compression_ratios(known: Mapping[str, Any]) -> dict[str, int]:
     """Returns by what a VAE compresses, where each of its levels says in what dims it does: its class may say less.
     Levels that halve space twice and time once, with patches of 2 and 1, make `spatial_...: 8`, `temporal_...: 2`.
     """
-    kinds, result = known.get("downsample_type", ()), {}
+    kinds = known.get("downsample_type", ())
+    result = {}
     is_known = kinds and set(kinds) <= {"spatial", "temporal", "spatiotemporal"}
     for dim, patch in (("spatial", "patch_size"), ("temporal", "patch_size_t")) if is_known else ():
         if known.get(f"{dim}_compression_ratio", 0) is None:

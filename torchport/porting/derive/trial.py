@@ -161,7 +161,8 @@ class PipelineTrial:
 
     def _refusal(self, stop: Stop) -> BadValueError:
         """Returns the error for a pipeline that stops with tiny weights, and whose stop we could not mend."""
-        name, line = self.cls.__name__, line_of(stop.error)
+        name = self.cls.__name__
+        line = line_of(stop.error)
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
             fact = f"'{name}' stops at {line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
@@ -185,7 +186,8 @@ class PipelineTrial:
             if further := self._tried_further(before):
                 return further
             self.image = None
-        parts, values = self.configurations.parts, self.configurations.values
+        parts = self.configurations.parts
+        values = self.configurations.values
         for name, part in list(parts.items()):
             is_suspect = part.kind == "network" and stop.component in (None, name)
             for other in part.others if is_suspect else ():  # classes that it may have as well
@@ -193,7 +195,8 @@ class PipelineTrial:
                 self.configurations.choose(name, other)
                 if further := self._tried_further(before):
                     return further
-                parts[name], values[name] = part, kept_values
+                parts[name] = part
+                values[name] = kept_values
         for name, changes in self._proposals(stop):
             if time.monotonic() + self.longest > end:
                 return None
@@ -297,7 +300,8 @@ class PipelineTrial:
 
     def _widths(self) -> set[int]:
         """Returns the widths of the text encoders, and their sum."""
-        values, parts = self.configurations.values, self.configurations.parts
+        values = self.configurations.values
+        parts = self.configurations.parts
         encoders = [values[name] for name in values if parts[name].kind == "encoder"]
         sizes = [encoder.get(name) for encoder in encoders for name in ("d_model", "hidden_size")]
         widths = [size for size in sizes if isinstance(size, int)]
@@ -358,7 +362,9 @@ class PipelineTrial:
         spatial = next((getattr(pipe, name) for name in _SPATIAL if getattr(pipe, name, None)), 8)
         temporal = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 4)
         self.unit = self.unit or int(spatial) * _patch_side(self.configurations)
-        observed.unit, observed.frames, observed.size = self.unit, 1, (self.unit * 2, self.unit * 4)
+        observed.unit = self.unit
+        observed.frames = 1
+        observed.size = (self.unit * 2, self.unit * 4)
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
         values |= {"generator": torch.Generator().manual_seed(0)}
         values |= {"height": observed.size[0], "width": observed.size[1], "max_area": self.unit**2 * 8}
@@ -525,7 +531,9 @@ def _noted_encoding(encode: Callable[..., Any], observed: Observed, *args: Any, 
 
 def _watch_decoding(pipe: Any, observed: Observed) -> None:
     """Lets a pipeline note what it does with what its VAE decoded: `Observed.changes_decoded`."""
-    vae, processor, decoded = getattr(pipe, "vae", None), processor_of(pipe), list[torch.Tensor]()
+    vae = getattr(pipe, "vae", None)
+    processor = processor_of(pipe)
+    decoded = list[torch.Tensor]()
     if vae is None or processor is None:
         return
 

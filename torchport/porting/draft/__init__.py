@@ -143,7 +143,8 @@ def _draft_replacement(request: PatchDraftRequest) -> Draft:
             fact = f"{request.target} is a {target.kind}, and no value"
             raise TargetError(request.place, fact, "Write --kind replace, or wrap", target=request.target)
         _check_callable(request, target)
-        short, path = name_of(target.path), ".".join(target.path)
+        short = name_of(target.path)
+        path = ".".join(target.path)
         name = target.path[-1] if target.kind == "class" else short
         is_class = isinstance(target.node, ast.ClassDef)
         text = _class_text(target, name) if is_class else _function_text(target, name, request.kind == "wrap")
@@ -178,7 +179,8 @@ def _check_callable(request: PatchDraftRequest, target: Target) -> None:
 def _draft_rewrite(request: PatchDraftRequest) -> Draft:
     """Returns the draft of a `rewrite` of the statement on a line of the target; raises if that cannot be rewritten."""
     target = find(request.target, request.place)
-    what, line = ".".join(target.path), request.line or 0
+    what = ".".join(target.path)
+    line = request.line or 0
     last = target.node.end_lineno or target.node.lineno
     if isinstance(target.node, ast.ClassDef) or not target.node.lineno < line <= last:
         fact = f"Line {line} is not in the body of a function {what}: {target.place} is a {target.kind}"

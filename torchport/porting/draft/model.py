@@ -33,7 +33,14 @@ UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
 _VIDEO = re.compile(r"Conv3d|frame|video|temporal", re.IGNORECASE)
-_DEPTH, _HEADS, _HEAD_SIZE, _WIDTH, _MLP, _VOCABULARY, _GROUPS, _CHANNELS = 2, 4, 32, 64, 128, 1024, 8, 32
+_DEPTH = 2
+_HEADS = 4
+_HEAD_SIZE = 32
+_WIDTH = 64
+_MLP = 128
+_VOCABULARY = 1024
+_GROUPS = 8
+_CHANNELS = 32
 """The largest numbers in a tiny network."""
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"layers_per_block", 1),
@@ -128,7 +135,8 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
 
 def _small_value(argument: Argument) -> Any:
     """Returns a small value for an argument, by its name and its default: 2 for `num_layers`; None without a rule."""
-    name, default = argument.name, argument.default
+    name = argument.name
+    default = argument.default
     limit = next((limit for pattern, limit in _LARGEST if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None

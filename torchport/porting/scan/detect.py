@@ -14,7 +14,10 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from torchport.errors import UnreadableError
 from torchport.porting.scan.codebase import Codebase, CodeUnit
@@ -28,6 +31,10 @@ _BUILDERS = {
     "__post_init__",
 }  # fmt: skip
 _LONGEST = 90
+NAMES = Path(__file__).with_name("names.yaml")
+_NAMES: dict[str, frozenset[str]] = {
+    key: frozenset(names) for key, names in yaml.safe_load(NAMES.read_text(encoding="utf-8")).items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,59 +100,28 @@ class FunctionContext:
 
 
 _AUTOCASTS = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
-KERNELS = {
-    "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention",
-    "sageattn", "sageattn3", "triton", "apex", "bitsandbytes", "natten", "flex_block_attn", "spas_sage_attn",
-    "transformer_engine", "mamba_ssm", "causal_conv1d", "cupy", "pycuda", "tensorrt", "block_sparse_attn",
-    "flashinfer", "liger_kernel", "sgl_kernel", "magi_attention",
-}  # fmt: skip
-"""Packages of GPU kernels."""
+KERNELS = _NAMES["gpu_kernels"]
 _FLEX = "torch.nn.attention.flex_attention"
-_ANSWERED = {
-    "is_available", "device_count", "empty_cache", "manual_seed", "manual_seed_all", "memory_allocated",
-    "memory_reserved", "max_memory_allocated", "max_memory_reserved", "is_initialized", "is_bf16_supported", "seed",
-    "seed_all", "amp",
-}  # fmt: skip
-"""What torch.cuda answers without CUDA."""
-_WITHOUT_GROUP = {
-    "is_initialized", "is_available", "is_nccl_available", "is_torchelastic_launched", "ProcessGroup", "ReduceOp",
-}  # fmt: skip
+_ANSWERED = _NAMES["cuda_answers"]
+_WITHOUT_GROUP = _NAMES["without_group"]
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "deepspeed.", "torch.distributed.")
-MAKES_GROUP = {"init_process_group", "init_device_mesh", "new_group", "new_subgroups", "DeviceMesh"}
-"""What makes a process group; what asks one comes after it."""
-_FACTORIES = {
-    "arange", "linspace", "logspace", "tensor", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "randint",
-    "randperm", "normal", "Tensor", "FloatTensor", "LongTensor", "tril_indices", "triu_indices", "hann_window",
-    "range",
-}  # fmt: skip
+MAKES_GROUP = _NAMES["makes_group"]
+_FACTORIES = _NAMES["factories"]
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
 _BACKENDS = {"torch.nn.attention.sdpa_kernel", "torch.backends.cuda.sdp_kernel"}
 """What allows only some kernels of attention."""
-_COMPILES = {
-    "torch.compile", "torch.jit.script", "torch.jit.trace", "torch.jit.script_method",
-    "torch.jit.script_if_tracing", "torch.compiler.disable", "torch.compiler.allow_in_graph",
-    "torch._dynamo.disable", "torch._dynamo.optimize", "torch._dynamo.allow_in_graph", "torch.jit.freeze",
-    "torch.jit.load", "torch.jit.trace_module", "torch.compiler.compile",
-}  # fmt: skip
-_FLOAT64 = {"torch.float64", "torch.double", "torch.DoubleTensor"}
-_COMPLEX = {
-    "torch.view_as_complex", "torch.view_as_real", "torch.polar", "torch.complex", "torch.complex64",
-    "torch.complex128", "torch.cfloat",
-}  # fmt: skip
-_BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive", "bincount"}
+_COMPILES = _NAMES["compilers"]
+_FLOAT64 = _NAMES["float64"]
+_COMPLEX = _NAMES["complex"]
+_BY_VALUES_METHODS = _NAMES["by_values"]
 BY_VALUES = {f"torch.{name}" for name in (*_BY_VALUES_METHODS, "unique")}
-DIFFERING = {
-    "torch.allclose", "torch.ctc_loss", "torch.equal", "torch.linalg.ldl_solve", "torch.linalg.matrix_exp",
-    "torch.matrix_exp", "torch.nn.functional.ctc_loss", "torch.special.airy_ai",
-}  # fmt: skip
-"""Beside those, what the engine's table has as differing for all of its arguments."""
-_NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
+DIFFERING = _NAMES["differing"]
+_NOT_INPLACE = _NAMES["not_in_place"]
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
-_FEATURES = {"d", "dim", "c", "channels", "head_dim", "hidden_size", "features", "embed_dim", "self.head_dim"}
-"""Sizes of what is no position."""
-_MADE = {"zeros", "ones", "full", "empty", "eye", "tri", "new_zeros", "new_ones", "new_full"}
+_FEATURES = _NAMES["features"]
+_MADE = _NAMES["makes_mask"]
 
 
 Detector = Callable[[FunctionContext, Event], Iterator[Site]]
@@ -210,7 +186,8 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields calls that will not port: by their full name, of a method, and `int(x)` or the like of a tensor."""
     if not isinstance(event.node, ast.Call):
         return
-    node, name = event.node, context.full_name(event.node.func)
+    node = event.node
+    name = context.full_name(event.node.func)
     if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
         kind = _kind_of_call(context, node, name)
         if kind:
@@ -427,45 +404,19 @@ class Kind(enum.Enum):
 
 
 ON_DEVICE = (Kind.TENSOR, Kind.MASK)
-_TENSOR_NAMES = {
-    "Tensor", "LongTensor", "FloatTensor", "BoolTensor", "IntTensor", "HalfTensor", "BFloat16Tensor", "tensor",
-}  # fmt: skip
-_PLAIN_ATTRIBUTES = {
-    "shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "names", "itemsize", "nbytes",
-}  # fmt: skip
-_TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
-_PLAIN_METHODS = {
-    "size", "dim", "numel", "stride", "element_size", "is_contiguous", "data_ptr", "get_device",
-    "is_floating_point", "is_complex", "item", "tolist", "numpy", "type", "nelement", "ndimension",
-    "storage_offset",
-}  # fmt: skip
-_MASKS = {
-    "eq", "ne", "gt", "ge", "lt", "le", "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or",
-}  # fmt: skip
-_ONLY_TENSORS = {
-    "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "permute", "contiguous", "detach", "float",
-    "half", "bool", "long", "bfloat16", "chunk", "unbind", "type_as", "masked_fill", "new_zeros", "new_ones",
-    "softmax", "cpu", "cuda", "nonzero", "flatten", "clamp", "requires_grad_", "unflatten", "masked_select",
-    "narrow", "sigmoid",
-}  # fmt: skip
-_PLAIN_FUNCTIONS = {
-    "is_tensor", "is_floating_point", "is_complex", "numel", "get_default_dtype", "device", "Size", "Generator",
-    "finfo", "iinfo", "is_grad_enabled", "no_grad", "inference_mode", "autocast", "enable_grad", "compile", "load",
-    "save", "manual_seed", "is_autocast_enabled", "set_default_dtype", "get_autocast_dtype", "set_grad_enabled",
-    "dtype", "initial_seed", "seed", "get_num_threads", "set_num_threads", "typename", "is_inference_mode_enabled",
-    "get_rng_state", "Stream", "get_autocast_gpu_dtype", "can_cast", "result_type", "promote_types",
-    "broadcast_shapes", "device_count",
-}  # fmt: skip
+_TENSOR_NAMES = _NAMES["tensor_types"]
+_PLAIN_ATTRIBUTES = _NAMES["plain_attributes"]
+_TENSOR_ATTRIBUTES = _NAMES["tensor_attributes"]
+_PLAIN_METHODS = _NAMES["plain_methods"]
+_MASKS = _NAMES["masks"]
+_ONLY_TENSORS = _NAMES["tensor_methods"]
+_PLAIN_FUNCTIONS = _NAMES["plain_functions"]
 _NUMBERS = re.compile(
     r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
     r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
-_PLAIN_MODULES = (
-    "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
-    "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
-    "torch.hub.", "torch.onnx.", "torch.multiprocessing.", "torch.library.", "torch.accelerator.",
-)  # fmt: skip
+_PLAIN_MODULES = tuple(_NAMES["plain_modules"])
 _HANDED_THROUGH = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
 
 
@@ -621,7 +572,8 @@ class Tensors:
 
     def _method(self, node: ast.Call, func: ast.Attribute) -> Kind:
         """Returns what a method of an object returns; a call of a submodule with a tensor returns a tensor."""
-        kind, method = self.kind(func.value), func.attr
+        kind = self.kind(func.value)
+        method = func.attr
         if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
             if method in _PLAIN_METHODS:
                 return Kind.PLAIN

@@ -383,7 +383,8 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
         methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
     makers = [unit for unit in mine if "classmethod" in unit.decorators]
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
-    classes, init = [kind], codebase.method(kind, "__init__")
+    classes = [kind]
+    init = codebase.method(kind, "__init__")
     known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]
     for name in _annotated_names(codebase, init) if init is not None else ():
         component = codebase.definition(name)
@@ -406,7 +407,8 @@ def _annotated_names(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
 def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
     """Returns the facts of a function, which are kept when its syntax tree is dropped."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
-    heads, others = unit.heads, {unit.first, *unit.module.tables}
+    heads = unit.heads
+    others = {unit.first, *unit.module.tables}
     steps: dict[Any, Called | Read | Imported] = {}
     attributes: dict[tuple[str, Term], None] = {}
     bound: set[str] = set()
@@ -474,12 +476,15 @@ def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, 
 def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
     """Returns a call as a fact, with the full name of what is called; None if that cannot be in the codebase."""
     node: Any = event.node
-    chain, method, of_super = chain_of(node.func), "", False
+    chain = chain_of(node.func)
+    method = ""
+    of_super = False
     name = codebase.resolve(unit, chain) if chain else ""
     if not chain:  # as in `f().method()`, or in `f()()`, which cannot be followed
         if not isinstance(node.func, ast.Attribute):
             return None
-        method, owner = node.func.attr, node.func.value
+        method = node.func.attr
+        owner = node.func.value
         of_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
     elif chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
         is_outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)

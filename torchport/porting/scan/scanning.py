@@ -109,7 +109,8 @@ def _report(
     """Returns the report of a codebase that was read: what runs of it, and which patches cover the findings there."""
     starts = [_start(path, codebase, entry) for entry in entries]
     patches = _read_patches(codebase, folders)
-    unpatched, patched = Reached(codebase), Reached(codebase, patches)
+    unpatched = Reached(codebase)
+    patched = Reached(codebase, patches)
     without = {guard: Reached(codebase, without=guard) for guard in GUARDS}
     for reached in (unpatched, patched, *without.values()):
         for units, classes in starts:
@@ -406,7 +407,9 @@ class _Coverage:
         """Yields the patches on the paths of calls from the entry to a function, the nearest one of each path; without
         any, what decides a condition on the way.
         """
-        seen, pending, is_closed = {unit}, [unit], False
+        seen = {unit}
+        pending = [unit]
+        is_closed = False
         while pending:
             callers = self._unpatched.callers.get(pending.pop(), ())
             for caller, line in sorted(callers, key=lambda call: (call[0].target, call[1])):

@@ -156,11 +156,14 @@ class _Walk:
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             self._assignment(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            outer, loop, self.loop = self.guards, self.loop, False
+            outer = self.guards
+            loop = self.loop
+            self.loop = False
             self._note(Act.ENTER, node)
             self.head(node)
             self.block(node.body)
-            self.guards, self.loop = outer, loop
+            self.guards = outer
+            self.loop = loop
         elif isinstance(node, ast.ClassDef):
             self.block(node.body)
         elif isinstance(node, ast.Assert):
@@ -320,7 +323,8 @@ class _WalkAtImport(_Walk):
             return
         name = f"{self._owner}.{node.name}" if self._owner else node.name
         if isinstance(node, ast.ClassDef):
-            outer, self._owner = self._owner, name
+            outer = self._owner
+            self._owner = name
             self.classes[name] = node
             if node.decorator_list:
                 self.bodies.append(Body(name, node, name))

@@ -209,7 +209,8 @@ def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str
     """Returns how the arguments of two calls differ, such as "'x' is [1, 8], not [1, 4]"; empty if one program takes
     both.
     """
-    before, after = outputs.leaves(first.inputs), outputs.leaves(other.inputs)
+    before = outputs.leaves(first.inputs)
+    after = outputs.leaves(other.inputs)
     words = [f"'{name}' is only in one of them" for name in sorted(before.keys() ^ after.keys())]
     for name in sorted(before.keys() & after.keys()):
         old, new = before[name], after[name]
@@ -217,7 +218,8 @@ def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str
             words.append(f"'{name}' is {list(new.shape)}, not {list(old.shape)}")
         elif old.dtype != new.dtype:
             words.append(f"'{name}' is {new.dtype}, not {old.dtype}".replace("torch.", ""))
-    was, statics = dict(first.static), dict(other.static)
+    was = dict(first.static)
+    statics = dict(other.static)
     changed = [key for key in sorted(was | statics) if was.get(key) != statics.get(key)]
     words += [f"'{key}' is {statics.get(key)!r}, not {was.get(key)!r}" for key in changed]
     return "; ".join(words)

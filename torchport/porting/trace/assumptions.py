@@ -300,7 +300,8 @@ def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: An
 @contextlib.contextmanager
 def assumed(notes: Notes) -> Iterator[None]:
     """Answers upstream as if absent packages, CUDA and a process group were there; each answer is noted."""
-    finder, before = _AbsentPackages(notes), []
+    finder = _AbsentPackages(notes)
+    before = []
     for home, answers in _ANSWERS.items():
         module = importlib.import_module(home)
         for name, answer in answers.items():
@@ -339,7 +340,8 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
     """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced. What the
     network itself raises ends its trace: nobody can say what it would return.
     """
-    original, depth = torch.nn.Module.__call__, 0
+    original = torch.nn.Module.__call__
+    depth = 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a module; where one inside of the network raises, it returns an assumed output."""

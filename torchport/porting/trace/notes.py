@@ -68,7 +68,9 @@ class Notes:
             return
         self._met_lowered[key] = self.lowers
         if isinstance(error, TorchportError):
-            fact, remedy, entry = error.fact, error.remedy, None
+            fact = error.fact
+            remedy = error.remedy
+            entry = None
         else:
             fact, remedy, entry = CURES[kind](failure)
         if made is not None and made not in fact:
