@@ -18,7 +18,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, UnknownNameError
 from torchport.load import tiny
 from torchport.porting import derive
-from torchport.porting.derive import parts, writing
+from torchport.porting.derive import parts
 from torchport.porting.derive import trial as trials
 from torchport.porting.derive.trial import Observed, PipelineTrial
 
@@ -101,7 +101,7 @@ def test_a_published_job_has_upstreams_numbers_and_no_field_that_a_job_lacks():
     settings = {"height": "height", "width": "width", "max_area": "area", "num_inference_steps": "steps"}
     card = {"size_multiple_of": 16, "checkpoint": "a/b@main", "call": {"settings": settings}}
     demo = {"height": 32, "width": 64, "frames": 1, "fps": 8, "steps": 4, "machine": "cpu:8", "dtypes": {}}
-    assert writing.published_job_of(card, demo, Pipeline) == {
+    assert derive.published_job_of(card, demo, Pipeline) == {
         "height": 1024,
         "width": 992,
         "frames": 1,
@@ -311,17 +311,17 @@ def test_what_is_called_before_the_loop_and_makes_sound_has_numbers_of_its_own()
     assert values["vae"]["spatial_compression_ratio"] == 32 and values["vae"]["temporal_compression_ratio"] == 8
     assert values["connectors"]["audio_connector_attention_head_dim"] * 4 == values["connectors"]["caption_channels"]
     trial = PipelineTrial(cls, configurations, "--model x")
-    assert writing._rate(trial, ["audio_vae", "vocoder"]) == "vocoder.output_sampling_rate"
-    assert writing._rate(trial, ["audio_vae"]) == "audio_vae.sample_rate"
+    assert derive._rate(trial, ["audio_vae", "vocoder"]) == "vocoder.output_sampling_rate"
+    assert derive._rate(trial, ["audio_vae"]) == "audio_vae.sample_rate"
     with pytest.raises(BadValueError, match="how many samples a second its sound has"):
-        writing._rate(trial, ["connectors"])
+        derive._rate(trial, ["connectors"])
     size = values["connectors"]["caption_channels"] * 49
-    assert writing._size(trial, ["transformer", "connectors"], "prompt_embeds", 2, size) == (
+    assert derive._size(trial, ["transformer", "connectors"], "prompt_embeds", 2, size) == (
         "connectors.caption_channels*connectors.text_proj_in_factor"
     )
-    assert writing._size(trial, ["transformer"], "prompt_embeds", 2, size) == size
-    assert writing._frame_rate(cls, {"call": {"settings": {"frame_rate": "frame_rate"}}}, 8) == 24
-    assert writing._frame_rate(cls, {"call": {"settings": {}}}, 8) == 8
+    assert derive._size(trial, ["transformer"], "prompt_embeds", 2, size) == size
+    assert derive._frame_rate(cls, {"call": {"settings": {"frame_rate": "frame_rate"}}}, 8) == 24
+    assert derive._frame_rate(cls, {"call": {"settings": {}}}, 8) == 8
 
 
 def test_a_pipeline_says_what_it_takes_and_what_may_be_none():
@@ -366,11 +366,11 @@ class Answers:
 def test_a_pipeline_that_takes_no_embeddings_gets_them_where_it_calls_encode_prompt(monkeypatch):
     trial = PipelineTrial(Answers, types.SimpleNamespace(parts={}), "--model x")
     observed = Observed(outputs=[torch.ones(1, 3, 2, 2)], encodings=1, embeddings=[torch.ones(1, 3, 2, 2)])
-    assert not writing.takes_embeddings(trial, observed)
+    assert not derive.takes_embeddings(trial, observed)
     monkeypatch.setattr(Answers, "times", 2)
     with pytest.raises(BadValueError, match=r"'Answers' makes another picture|does not take its own embeddings"):
-        writing.takes_embeddings(trial, observed)
-    assert writing.takes_embeddings(trial, Observed())  # without one there is nothing to replay
+        derive.takes_embeddings(trial, observed)
+    assert derive.takes_embeddings(trial, Observed())  # without one there is nothing to replay
 
 
 def test_the_tiny_processor_has_the_tokenizer_of_its_model():
@@ -465,7 +465,7 @@ def test_a_loop_whose_first_steps_another_network_takes_is_refused():
     trial = PipelineTrial(Asks, types.SimpleNamespace(parts=kinds), "--model x")
     observed = Observed(calls=[trials.LoopCall("tran_2", 1, {})], before={"tran": None})
     with pytest.raises(BadValueError, match="The loop of 'Asks' calls tran_2 and tran, and not one network"):
-        writing._roles(trial, observed)
+        derive._roles(trial, observed)
 
 
 def test_a_processor_that_a_pipeline_shows_its_image_is_what_that_has_for_images():

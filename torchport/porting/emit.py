@@ -5,27 +5,26 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torchport.config.checkout import on_path
 from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
-from torchport.files.folder import as_named, has_file
+from torchport.files.folder import as_named
 from torchport.patch import Entry, read, upstreams
 from torchport.porting import draft
 from torchport.porting.draft import PatchDraftRequest, home
 from torchport.porting.draft.home import Home
 from torchport.porting.draft.target_source import folder_of
 from torchport.porting.scan import ScanFinding, ScanReport
+from torchport.porting.scan.scanning import import_root
 from torchport.porting.scan.syntax import MODULE
 
 AT_IMPORT = "it runs while its module is imported, where no patch of a function reaches it"
 SHOWN = 20
 """Findings that are left to a person and listed one by one."""
-
-
-Drawn = tuple[PatchDraftRequest, Sequence[ScanFinding]]
+Wish = tuple[PatchDraftRequest, Sequence[ScanFinding]]
 """A patch to draft, with the findings that it is for."""
 
 
@@ -34,7 +33,8 @@ class Outcome:
     """What became of the findings that no patch covers."""
 
     written: list[draft.DraftedPatch] = dataclasses.field(default_factory=list)
-    there: list[str] = dataclasses.field(default_factory=list)
+    there: list[str] = dataclasses.field(default_factory=list)  #: Ids of entries that are in the pack already.
+    #: Those that no patch was drafted for, each with the reason.
     left: list[tuple[ScanFinding, str]] = dataclasses.field(default_factory=list)
 
 
@@ -46,33 +46,27 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
         packages = {finding.target.partition(":")[0].partition(".")[0] for finding in report.findings} - {""}
         upstreams = [found for package in sorted(packages) if (found := folder_of(package)) is not None]
         pack = home.home(out, [path, *upstreams], "--emit")
-        for wish, findings in list(_patches_to_draft(report.unpatched(), outcome)):
-            _write(wish, findings, pack, outcome)
+        for request, findings in list(_wishes(report.unpatched(), outcome)):
+            _write(request, findings, pack, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
 
 
 def _search_folder(path: Path, report: ScanReport) -> Path:
     """Returns the folder that most findings are imported from, such as `src/`: it has to be on `sys.path`."""
-    wanted = [finding for finding in report.findings if finding.reach == report.wanted]
-    starts = Counter(start for finding in wanted if (start := _import_folder(finding)) is not None)
+    starts: Counter[Path] = Counter()
+    for finding in report.findings:
+        names = finding.target.partition(":")[0].split(".")
+        file = Path(os.path.realpath(finding.file)).with_suffix("")
+        file = file.parent if file.name == "__init__" else file
+        if finding.reach == report.wanted and list(file.parts[-len(names) :]) == names:
+            starts[file.parents[len(names) - 1]] += 1
     if starts:
         return starts.most_common(1)[0][0]
-    current = Path(os.path.realpath(path))
-    current = current.parent if has_file(current) else current
-    while has_file(current / "__init__.py"):
-        current = current.parent
-    return current
+    folder, _ = import_root(Path(os.path.realpath(path)))
+    return folder
 
 
-def _import_folder(finding: ScanFinding) -> Path | None:
-    """Returns the folder that a finding's module is imported from; None if its path does not end in that name."""
-    names = finding.target.partition(":")[0].split(".")
-    file = Path(os.path.realpath(finding.file)).with_suffix("")
-    file = file.parent if file.name == "__init__" else file
-    return file.parents[len(names) - 1] if list(file.parts[-len(names) :]) == names else None
-
-
-def _patches_to_draft(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:
+def _wishes(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Wish]:
     """Yields the patches to draft: stubs, replaced functions, rewritten statements. Notes other findings as left."""
     stubs: dict[tuple[str, str], list[ScanFinding]] = {}
     functions: dict[str, list[ScanFinding]] = {}
@@ -87,59 +81,61 @@ def _patches_to_draft(findings: Sequence[ScanFinding], outcome: Outcome) -> Iter
             statements.append(finding)
         else:
             functions.setdefault(finding.target, []).append(finding)
-    yield from (_stub(some) for some in stubs.values())
-    yield from _of_functions(functions, statements)
+    for (package, _), imports in stubs.items():
+        name = imports[0].uses.partition(".")[2] or package
+        importers = list(dict.fromkeys(finding.target.partition(":")[0] for finding in imports))
+        why = f"{package} is a package of GPU kernels, which is imported and not installed."
+        yield PatchDraftRequest(f"{package}:{name}", "stub", importers=importers, why=why), imports
+    yield from _wishes_in_functions(functions, statements)
 
 
-def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
-    """Yields drafts: a function to replace with its findings, or a statement to rewrite in a function that stays."""
-    helpers = {target.replace(":", "."): target for target in functions}
-    helpers |= {target: target for target in functions}
-    home = {statement: helpers.get(statement.target) or helpers.get(statement.uses) for statement in statements}
+def _wishes_in_functions(
+    functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]
+) -> Iterator[Wish]:
+    """Yields a patch for each function to replace, and for each statement to rewrite in a function that stays.
+
+    Args:
+        functions: The findings that ask for a replacement, by target.
+        statements: The findings that ask for a rewrite. One in a replaced function, or that calls one, needs no patch.
+    """
+    replaced = {target.replace(":", "."): target for target in functions}
+    replaced |= {target: target for target in functions}
+    home = {statement: replaced.get(statement.target) or replaced.get(statement.uses) for statement in statements}
     inner = [statement for statement in statements if home[statement] is None]
-    names = _Names([*functions, *(finding.target for finding in inner)])
+    targets = dict.fromkeys([*functions, *(finding.target for finding in inner)])
+    paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in targets)
+    files = _file_names(targets)
     for target, some in functions.items():
-        file, double, why = names.file(target), names.is_double(target), some[0].meaning.why
-        wish = PatchDraftRequest(target, "replace", file, why=why, in_full=double)
-        yield wish, [*some, *(statement for statement in statements if home[statement] == target)]
+        is_double = paths[target.partition(".")[0], target.partition(":")[2]] > 1
+        request = PatchDraftRequest(target, "replace", files[target], why=some[0].meaning.why, in_full=is_double)
+        yield request, [*some, *(statement for statement in statements if home[statement] == target)]
     for finding in inner:
-        file, why = names.file(finding.target), finding.meaning.why
-        yield PatchDraftRequest(finding.target, "rewrite", file, finding.line, why=why), [finding]
+        target = finding.target
+        why = finding.meaning.why
+        yield PatchDraftRequest(target, "rewrite", files[target], finding.line, why=why), [finding]
 
 
-def _stub(findings: Sequence[ScanFinding]) -> Drawn:
-    package, _, rest = findings[0].uses.partition(".")
-    importers = list(dict.fromkeys(finding.target.partition(":")[0] for finding in findings))
-    why = f"{package} is a package of GPU kernels, which is imported and not installed."
-    return PatchDraftRequest(f"{package}:{rest or package}", "stub", importers=importers, why=why), findings
+def _file_names(targets: Iterable[str]) -> dict[str, str | None]:
+    """Returns the file name of each target's draft: None for its module's last name, which is the default. Where two
+    modules share that, it is more of the name: `models_attention` of `pkg.models.attention:Block`.
+    """
+    modules = {target: target.partition(":")[0] for target in targets}
+    last_names = Counter(module.rpartition(".")[2] for module in set(modules.values()))
+    result: dict[str, str | None] = {}
+    for target, module in modules.items():
+        is_shared = last_names[module.rpartition(".")[2]] > 1
+        longer = "_".join(part.strip("_") for part in module.split(".")[1:])
+        result[target] = longer if is_shared and longer else None
+    return result
 
 
-class _Names:
-    """File names of drafts: a module's last name, or more of it where two modules share that."""
-
-    def __init__(self, targets: Sequence[str]) -> None:
-        names = dict.fromkeys(targets)
-        modules = dict.fromkeys(target.partition(":")[0] for target in names)
-        self._last = Counter(module.rpartition(".")[2] for module in modules)
-        self._paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in names)
-
-    def file(self, target: str) -> str | None:
-        module = target.partition(":")[0]
-        if self._last[module.rpartition(".")[2]] < 2:
-            return None
-        return "_".join(part.strip("_") for part in module.split(".")[1:]) or None
-
-    def is_double(self, target: str) -> bool:
-        return self._paths[target.partition(".")[0], target.partition(":")[2]] > 1
-
-
-def _write(wish: PatchDraftRequest, findings: Sequence[ScanFinding], home: Home, outcome: Outcome) -> None:
+def _write(request: PatchDraftRequest, findings: Sequence[ScanFinding], home: Home, outcome: Outcome) -> None:
     """Writes a draft into the pack; if that fails, notes the entry that is there, or the findings that are left."""
     try:
-        outcome.written.append(draft.write_draft(wish, home))
+        outcome.written.append(draft.write_draft(request, home))
     except (TakenNameError, ConflictError) as error:
-        entries = draft.drafted_entries(home, wish.package)
-        ids = [entry.id for entry in entries if _is_for(entry, wish, error)]
+        entries = draft.drafted_entries(home, request.package)
+        ids = [entry.id for entry in entries if _does_the_work(entry, request, error)]
         new = {entry.id for entry in outcome.written}
         if ids and not set(ids) <= new:
             outcome.there += [id for id in ids if id not in outcome.there]
@@ -149,14 +145,14 @@ def _write(wish: PatchDraftRequest, findings: Sequence[ScanFinding], home: Home,
         outcome.left += [(finding, error.fact) for finding in findings]
 
 
-def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
+def _does_the_work(entry: Entry, request: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
     """Returns whether an entry of the pack is what a draft collided with, and does the draft's work already."""
     named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
     if entry.id not in named:
         return False
     if entry.stub is not None:
-        return wish.kind == "stub" and set(wish.importers) <= set(entry.stub.importers)
-    return entry.target == wish.target
+        return request.kind == "stub" and set(request.importers) <= set(entry.stub.importers)
+    return entry.target == request.target
 
 
 def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: Sequence[str]) -> Iterator[str]:
@@ -182,9 +178,9 @@ def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: S
     unknown = sum(finding.verdict == "unknown" for finding in report.findings if finding.reach in ("path", "unknown"))
     if unknown:
         yield f"unsure      {unknown} that may be harmless: torchport trace shows which of them stop"
-    listed = _listed(report, outcome, paths)
-    if listed:
-        yield f"list        {', '.join(listed)} under 'patches' of the card, for the stages that need them"
+    files = _files_for_card(report, outcome, paths)
+    if files:
+        yield f"list        {', '.join(files)} under 'patches' of the card, for the stages that need them"
     packages = sorted({drafted.names.partition("/")[0] for drafted in outcome.written})
     if packages:
         yield f"then        {home.check_command(out, as_named(root), *packages)}"
@@ -194,7 +190,7 @@ def _count(count: int, singular: str, several: str) -> str:
     return f"{count} {singular if count == 1 else several}"
 
 
-def _listed(report: ScanReport, outcome: Outcome, paths: Sequence[str]) -> list[str]:
+def _files_for_card(report: ScanReport, outcome: Outcome, paths: Sequence[str]) -> list[str]:
     """Returns the files of patches that a card has to list: the drafted ones, and those that cover other findings."""
     covering = {id for finding in report.findings if finding.reach in ("path", "unknown") for id in finding.covered_by}
     names = {drafted.names for drafted in outcome.written}

@@ -5,28 +5,46 @@ It is written once for each pipeline and set of versions, into a pack of the cac
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchport.compile.in_force import hushed
 from torchport.config import parse_document, validated
-from torchport.config.card import Card, Job
-from torchport.config.pack import DERIVED, derived_folder
-from torchport.errors import BadValueError
+from torchport.config.card import TOKENS, Card, Job
+from torchport.config.pack import DERIVED, derived_folder, find_pack
+from torchport.errors import BadValueError, TorchportError
 from torchport.files import atomic, cache
 from torchport.load import tiny
 from torchport.load.foreign import brief, line_of, refusals
-from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
-from torchport.porting.derive.trial import IMAGES, PipelineTrial
-from torchport.porting.derive.writing import card_of, job_of, published_job_of, takes_embeddings, text_of
+from torchport.load.modular import is_modular
+from torchport.patch.declared import reading
+from torchport.patch.source import proposal
+from torchport.porting.derive.parts import Configurations, absent_parts, parts_of, pipeline_class, plain_arguments
+from torchport.porting.derive.trial import (
+    ARGUMENTS,
+    IMAGES,
+    STEPS,
+    LoopCall,
+    Observed,
+    PipelineTrial,
+    constants_of,
+    embedding_names,
+    guidance_argument,
+)
 from torchport.porting.draft.home import Piece
+from torchport.porting.draft.model import flow
 from torchport.progress import log
+from torchport.save import tree
+from torchport.stages.replay import OTHER_LOOP
+from torchport.stages.upstream_pipeline import taken_steps
 
 _FROM_IMAGES = re.compile(r"(?:Image|Video)(?:2(?!\d)|To)|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
 """Names of pipelines that begin with an image, though their argument for it may be None."""
@@ -50,9 +68,10 @@ def ensure(model: str) -> None:
     log.info("derive a card for %s%s: upstream's code runs with tiny weights ...", model, damaged)
     card, *texts = derived_card(model)
     cache.make(file.parent)
-    for job, written in zip(jobs, texts, strict=True):
-        atomic.write_text(job, written)
-    atomic.write_text(file, f"{_stamp(*(each.encode() for each in (card, *texts))).decode()}\n{card}")
+    for job, job_text in zip(jobs, texts, strict=True):
+        atomic.write_text(job, job_text)
+    stamp = _stamp(*(document.encode() for document in (card, *texts)))
+    atomic.write_text(file, f"{stamp.decode()}\n{card}")
 
 
 def _stamp(*texts: bytes) -> bytes:
@@ -69,35 +88,38 @@ def _code() -> str:
 
 
 def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
-    """Returns the texts of a pipeline's card, of the job of its demo, and of that of its published weights."""
+    """Returns the texts of a pipeline's card, of the job of its demo, and of that of its published weights.
+
+    Args:
+        model: The pipeline, as `diffusers:MochiPipeline`.
+        name: The card's name; by default the pipeline's.
+
+    Raises:
+        BadValueError: No card can be derived, or upstream's code raised what nothing in a trial mends.
+    """
     with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
         place = f"--model {model}"
-        with _refusing(place):
+        try:
             cls = pipeline_class(model)
             trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
             observed = trial.observed()
             trial.answers = not takes_embeddings(trial, observed)
             data = card_of(trial, observed, name or model)
+        except refusals() as error:
+            line = line_of(error)
+            if not line:
+                raise  # a mistake of ours
+            fact = f"It stops at {line}: {brief(error)}"
+            raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
     demo = job_of(data, observed, cls)
-    card, job, published = text_of(data), text_of(demo), text_of(published_job_of(data, demo, cls))
+    card = text_of(data)
+    job = text_of(demo)
+    published = text_of(published_job_of(data, demo, cls))
     # Our own texts: a mistake in them would be ours, and is seen here.
     validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))
     validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
     validated(Job, parse_document(published, f"configs/{name or model}.yaml"))
     return card, job, published
-
-
-@contextlib.contextmanager
-def _refusing(place: str) -> Iterator[None]:
-    """Turns what upstream's code raises, and nothing of a trial mends, into a refusal with its line."""
-    try:
-        yield
-    except refusals() as error:
-        line = line_of(error)
-        if not line:
-            raise
-        fact = f"It stops at {line}: {brief(error)}"
-        raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
 
 
 def pieces(model: str, name: str) -> list[Piece]:
@@ -111,5 +133,365 @@ def image_argument(cls: Any) -> str | None:
     """Returns the argument of a pipeline that takes the image or video which it begins with; None if it needs none."""
     parameters = inspect.signature(cls.__call__).parameters
     parameter = next((parameters[name] for name in IMAGES if name in parameters), None)
-    has_default = parameter is None or parameter.default is not parameter.empty  # None is what it has there
-    return parameter.name if parameter and (not has_default or _FROM_IMAGES.search(cls.__name__)) else None
+    if parameter is None:
+        return None
+    is_required = parameter.default is parameter.empty  # else its default is None
+    return parameter.name if is_required or _FROM_IMAGES.search(cls.__name__) else None
+
+
+_WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
+_PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
+"""Arguments of `encode_prompt` that every run passes."""
+
+
+def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, Any]:
+    """Returns the card of a pipeline as YAML's data; raises if its loop calls anything but one network and its VAE."""
+    cls = trial.cls
+    parts = trial.configurations.parts
+    call = _call(trial, observed)
+    network = call["network"]
+    sound = call.get("sound", {}).get("parts", ())
+    # The repository that upstream's own example loads.
+    source = inspect.getsource(inspect.getmodule(cls) or cls)
+    example = re.search(r'"([A-Za-z][\w.-]*/[A-Za-z][\w.-]*)"', source)
+    card: dict[str, Any] = {
+        "model": model,
+        "title": f"{cls.__name__} of diffusers, by a card that is derived",
+        "family": "diffusers",
+        "artefacts": cls.__name__,
+        "pipeline": f"diffusers:{cls.__name__}",
+        "upstream": {**proposal.fits("diffusers"), **proposal.fits("transformers")},
+        "checkpoint": f"{example[1]}@main" if example else "owner/repository@revision",
+        "demo": f"configs/{model}_demo.yaml",
+        "call": call,
+        "patches": _patches(trial, call),
+        "components": {},
+    }
+    for name, part in parts.items():
+        dtype = "float32" if name in sound else {"network": "bfloat16", "encoder": "bfloat16"}.get(part.kind)
+        fields = {"dtype": dtype} if dtype else {}
+        fields = {"dtype": "float32", "precision": "high"} if name == "vae" else fields
+        card["components"][name] = {"class": part.class_path, **fields}
+    stacks = observed.stacks.get(network)
+    card |= {"stacks": {network: stacks}} if stacks else {}
+    step = (observed.frames - 1) // 2
+    card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
+    tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
+    tokens = {name: spec.model_dump(exclude_defaults=True) for name, spec in tokenizers.items()}
+    tiny = {"seed": 0, "scale": 1.0, "components": trial.configurations.values, "tokenizers": tokens}
+    return {**card, "size_multiple_of": observed.unit, "tiny": tiny}
+
+
+def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
+    """Returns what a card says of the pipeline's call, its field `call`."""
+    cls = trial.cls
+    parts = trial.configurations.parts
+    roles = _roles(trial, observed)
+    takes = inspect.signature(cls.__call__).parameters
+    network = roles["network"][0]
+    before = roles["before"]
+    encoders = roles["encoders"]
+    sound = roles["sound"]
+    call: dict[str, Any] = {
+        "network": network,
+        "encoders": encoders,
+        **_encoding(trial, observed, network, before),
+    }
+    calls = [made for made in observed.calls if made.network == network]
+    call |= {} if sound else _conditions(call["embeddings"], calls, observed)
+    call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
+    call |= {"answers": True} if trial.answers else {}
+    call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
+    call |= {"guider": True} if "guider" in parts else {}
+    call |= {"host": ["vae"]} if observed.changes_decoded else {}
+    call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
+    call["settings"] = {name: field for field, names in ARGUMENTS.items() for name in names if name in takes}
+    scale = guidance_argument(takes)
+    call["settings"] |= {} if scale is None else {scale: "guidance_scale"}
+    constants = constants_of(takes)
+    call |= {"constants": constants} if constants else {}
+    call |= {"init": init} if (init := {**absent_parts(cls), **plain_arguments(cls)}) else {}
+    call |= {} if trial.image is None else {"image": trial.image}
+    return call | ({"edits": True} if trial.edits else {})
+
+
+def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
+    """Returns the components of a pipeline by what its call does with them; raises if no card can say that."""
+    cls = trial.cls
+    parts = trial.configurations.parts
+    called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
+    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
+    classes = [parts[name].cls for name in networks]  # another one of the same takes the first steps
+    networks += [name for name in observed.before if name not in networks and parts[name].cls in classes]
+    if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
+        found = " and ".join(networks) or "none"
+        fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
+    # Of an image the VAE encodes, too.
+    before = [name for name in observed.before if name not in networks and (name != "vae" or trial.image is None)]
+    sound = [name for name in observed.after if name != "vae"] if observed.latents == 2 else []
+    # What prepares an image for what sees it before the loop.
+    processors = [name for name, part in parts.items() if part.kind == "other" and name != "guider" and before]
+    others = (*networks, "vae", "scheduler", "guider", *before, *processors, *sound)
+    encoders = [name for name in parts if name not in others]
+    after = [call.network for call in observed.calls if call.step and call.network in encoders]
+    if after:
+        fact = f"'{cls.__name__}' calls '{after[0]}' after its first step"
+        raise BadValueError(trial.place, f"{fact}, and a card's loop has its network and its VAE", OTHER_LOOP)
+    return {"network": networks, "before": before, "processors": processors, "encoders": encoders, "sound": sound}
+
+
+def text_of(data: Mapping[str, Any]) -> str:
+    """Returns data as YAML: one line for each entry of a section."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict) and any(isinstance(entry, dict) for entry in value.values()):
+            lines.append(f"{key}:")
+            lines += [f"  {name}: {flow(entry)}" for name, entry in value.items()]
+        else:
+            lines.append(f"{key}: {flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def job_of(card: Mapping[str, Any], observed: Observed, cls: Any) -> dict[str, Any]:
+    """Returns the job of a card's demo as YAML's data."""
+    network = card["call"]["network"]
+    first = next(call for call in observed.calls if call.network == network)
+    tensors = [value for value in first.inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
+    is_batch = bool(card["call"].get("conditions")) or bool(tensors and tensors[0].shape[0] == 2)
+    dtypes = {name: "float32" for name, component in card["components"].items() if "dtype" in component}
+    frame_rate = _frame_rate(cls, card, 8)
+    guided = card["call"].get("guider") or "guidance_scale" in card["call"]["settings"].values()
+    return {
+        "height": observed.size[0],
+        "width": observed.size[1],
+        "frames": observed.frames,
+        "fps": frame_rate,
+        "steps": 4,
+        "guidance_scale": 3.0 if guided else 1.0,
+        "machine": "cpu:8",
+        "mesh": {"dp": 2, "sp": 4} if is_batch else {"sp": 8},
+        "strategy": "ulysses",
+        "checkpoint": "tiny",
+        "dtypes": dtypes,
+    }
+
+
+def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any) -> dict[str, Any]:
+    """Returns the job of the published weights as YAML's data: upstream's own sizes and steps, on eight chips.
+
+    Where the pipeline takes a size from its weights, a picture has 1024 x 1024 pixels, a video 480 x 832 and 49 frames.
+
+    Args:
+        demo: The job of the card's demo, whose mesh has as many devices.
+    """
+    takes, unit = inspect.signature(cls.__call__).parameters, card["size_multiple_of"]
+    upstreams = {field: takes[name].default for name, field in card["call"]["settings"].items()}
+    is_picture = not {"frames", "num_frames"} & set(takes)
+    usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
+    numbers = {field: value for field, value in upstreams.items() if field in demo and isinstance(value, int | float)}
+    job = {**demo, "steps": 50, **usual, **numbers}
+    job["steps"] = taken_steps(cls, job["steps"], {})
+    job |= {field: job[field] // unit * unit for field in ("height", "width")}
+    rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
+    job |= {"fps": _frame_rate(cls, card, int(rate[1]) if rate else 8)}
+    job |= {"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": card["checkpoint"], "encode": "devices"}
+    del job["dtypes"]
+    return job
+
+
+def _frame_rate(cls: Any, card: Mapping[str, Any], usual: int) -> int:
+    """Returns the default of the argument that takes the frames a second; `usual` if there is none, or no number."""
+    names = [name for name, field in card["call"]["settings"].items() if field == "frame_rate"]
+    default = inspect.signature(cls.__call__).parameters[names[0]].default if names else None
+    return round(default) if isinstance(default, int | float) else usual
+
+
+def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Sequence[str]) -> dict[str, Any]:
+    """Returns what a card says of `encode_prompt`: arguments and results; raises if the pipeline does not use it."""
+    cls = trial.cls
+    if not observed.encodings:
+        fact = f"'{cls.__name__}' does not call 'encode_prompt'"
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
+    known, takes = inspect.signature(cls.encode_prompt).parameters, inspect.signature(cls.__call__).parameters
+    encode = {}
+    for name, value in {} if trial.answers else observed.encoding.items():
+        is_argument = name in known and name not in (*_PASSED, "kwargs")
+        if is_argument and value is not None and value != known[name].default:
+            encode[name] = value
+    names = embedding_names(cls)
+    embeddings: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    for number, value in enumerate(observed.embeddings):
+        name = names[number] if number < len(names) and names[number] else f"unnamed_{number}"
+        if (name not in takes and not trial.answers) or value is None:
+            embeddings[name] = None
+            continue
+        longer, is_list = observed.longer[number], isinstance(value, list) and len(value) == 1
+        value, longer = (value[0], longer[0]) if is_list else (value, longer)
+        if not isinstance(value, torch.Tensor):
+            fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
+            raise BadValueError(trial.place, fact, OTHER_LOOP)
+        networks = [network, *(component for component in before if component != "vae")]
+        shape = [
+            _size(trial, networks, name, dim, size) if size == longer.shape[dim] else TOKENS
+            for dim, size in enumerate(value.shape)
+        ]
+        embeddings[name] = [shape] if is_list else shape
+        dtypes |= {name: _WHOLE[value.dtype]} if value.dtype in _WHOLE else {}
+    if not any(embeddings.values()):
+        fact = f"'{cls.__name__}' takes nothing that its 'encode_prompt' returns ({', '.join(names)})"
+        raise BadValueError(trial.place, fact, OTHER_LOOP)
+    result: dict[str, Any] = {"encode": encode} if encode else {}
+    result |= {"embeddings": embeddings} | ({"dtypes": dtypes} if dtypes else {})
+    is_apart = bool(observed.negative) and (
+        trial.answers or all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
+    )
+    return result | ({"negative_apart": True} if is_apart else {})
+
+
+def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
+    """Returns whether a pipeline makes the same of its own embeddings as of the prompts, and whether a card can say all
+    arguments of `encode_prompt`; raises if it makes something else even where `encode_prompt` returns them.
+    """
+    if not observed.encodings:
+        return True  # its card is refused, and why is said there
+    refusal = None
+    if all(tree.is_packable(value) for name, value in observed.encoding.items() if name not in _PASSED):
+        takes, names = inspect.signature(trial.cls.__call__).parameters, embedding_names(trial.cls)
+        values = dict(zip(names, observed.embeddings, strict=False))
+        values |= {f"negative_{name}": value for name, value in zip(names, observed.negative, strict=False)}
+        by_argument = {name: value for name, value in values.items() if name in takes and value is not None}
+        try:
+            trial.check_replay(observed, by_argument)
+            return True
+        except BadValueError as error:
+            refusal = error
+    try:
+        trial.check_replay(observed, None)
+    except BadValueError as error:
+        raise refusal or error from error
+    return False
+
+
+def _size(trial: PipelineTrial, networks: Sequence[str], name: str, dim: int, size: int) -> int | str:
+    """Returns a size of an embedding as a card says it: the name of a network's argument that has this value, such as
+    `text_embed_dim`, where it is a width; or of two whose product it is, `heads*head_dim`; else the number.
+    """
+    if dim == 0 or size < 16 or not re.search(r"embeds|embeddings", name):
+        return size
+    configurations, likely = trial.configurations, re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
+    for network in dict.fromkeys(networks):
+        current, owner = configurations.all_values(network), "" if network == networks[0] else f"{network}."
+        keys = dict.fromkeys([*configurations.mended.get(network, []), *filter(likely.search, current)])
+        numbers = {f"{owner}{key}": current[key] for key in keys if type(current.get(key)) is int}
+        same = [key for key, value in numbers.items() if value == size]
+        same += [f"{a}*{b}" for a, b in itertools.combinations(numbers, 2) if owner and numbers[a] * numbers[b] == size]
+        if same:
+            return same[0]
+    return size
+
+
+def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observed: Observed) -> dict[str, Any]:
+    """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
+    first = [call for call in calls if call.step == 0]
+    if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):  # two lengths are no batch
+        return {}
+    values = dict(zip(embeddings, observed.embeddings, strict=True))
+    values |= {f"negative_{name}": value for name, value in zip(embeddings, observed.negative, strict=False)}
+    pairs: dict[str, list[str]] = {}
+    for name in sorted(first[0].inputs.keys() & first[1].inputs.keys()):
+        tensor, other = (call.inputs[name] for call in first)
+        if not isinstance(tensor, torch.Tensor) or not isinstance(other, torch.Tensor) or _same(tensor, other):
+            continue
+        names = [next((key for key in values if _same(values[key], given)), None) for given in (tensor, other)]
+        if None in names or tensor.shape != other.shape:
+            return {}
+        pairs[name] = [str(key) for key in names]
+    return {"conditions": pairs} if pairs else {}
+
+
+def _same(value: Any, tensor: torch.Tensor) -> bool:
+    """Returns whether a value is a tensor with the same numbers, in any dtype."""
+    has_shape = isinstance(value, torch.Tensor) and value.shape == tensor.shape
+    return has_shape and torch.equal(value.to(tensor.dtype), tensor)
+
+
+def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> bool:
+    """Returns whether a pipeline cannot be built around its encoders alone, or cannot encode with these."""
+    cls = trial.cls
+    configurations = trial.configurations
+    if is_modular(cls):
+        return False  # its blocks have all components
+    parts = {name: configurations.built(name) for name in (*encoders, "guider") if name in configurations.parts}
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    needed = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}
+    try:
+        with torch.no_grad():
+            cls(**{**needed, **absent_parts(cls), **parts}).encode_prompt(**observed.encoding)
+    except refusals():
+        return True
+    return False
+
+
+def _rate(trial: PipelineTrial, sound: Sequence[str]) -> str:
+    """Returns the argument that says how many samples a second of sound has, such as `vocoder.output_sampling_rate`;
+    the last component that has one decides.
+    """
+    for name in reversed(sound):
+        known = trial.configurations.all_values(name)
+        for key in ("output_sampling_rate", "sampling_rate", "sample_rate"):
+            if key in known:
+                return f"{name}.{key}"
+    fact = f"No configuration of {' and '.join(sound)} says how many samples a second its sound has"
+    raise BadValueError(trial.place, fact, "Write a card for it: docs/cards.md")
+
+
+def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns the patches of each stage: the generic ones, and the files all of whose targets a component has."""
+    result: dict[str, list[str]] = {}
+    network, encodes = call["network"], trial.image is not None or "vae" in call.get("before", ())
+    stages = {"denoise": network} | ({} if "host" in call else {"decode": "vae"})
+    built = {name: trial.configurations.on_meta(name, {}) for name in stages.values()}
+    for stage, name in stages.items():
+        classes = set(_class_names(built[name]))
+        # A file that is for decoding alone must not change what encodes an image or a video.
+        encoder = getattr(built[name], "encoder", None) if stage == "decode" and encodes else None
+        spared = set(_class_names(encoder)) if encoder is not None else set()
+        names = [file for file, targets in _files(stage) if targets and targets <= classes and not targets & spared]
+        if stage == "denoise":
+            names.append("torch/attention")
+        if any(isinstance(module, torch.nn.LayerNorm) for module in built[name].modules()) and stage == "denoise":
+            names.append("torch/normalization")
+        files = {inspect.getsourcefile(type(module)) for module in built[name].modules()}
+        if any("autocast(" in Path(file).read_text(encoding="utf-8") for file in files if file and "diffusers" in file):
+            names.append("torch/autocast")
+        if names:
+            result[stage] = names
+    return result
+
+
+def _class_names(network: torch.nn.Module) -> Iterator[str]:
+    """Yields the classes of a network's modules and of their attention's processors, as `module:Class`."""
+    for module in network.modules():
+        for part in (module, getattr(module, "processor", None)):
+            if part is not None:
+                yield from (f"{cls.__module__}:{cls.__qualname__}" for cls in type(part).__mro__)
+
+
+def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
+    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets. Those of a
+    second implementation are left out: a card offers them, and a job chooses.
+    """
+    pack = find_pack()
+    optional: set[str] = set()
+    for _, read in pack.cards():
+        for kind in [] if isinstance(read, TorchportError) else read[0].implementations.values():
+            for implementation, stages in kind.patches.items():
+                names = itertools.chain(*stages.values())
+                optional |= set(names) if implementation != kind.default else set()
+    files = [file for folder in pack.folders for file in folder.glob("diffusers/*.yaml")]
+    for name in sorted({f"diffusers/{file.stem}" for file in files if file.stem != "lock"} - optional):
+        entries = reading.read(pack.folders, [name])
+        if any(stage in entry.must_be_called for entry in entries):
+            yield name, {entry.target.rpartition(".")[0] for entry in entries}

@@ -20,6 +20,7 @@ from torchport.load import tiny
 from torchport.load.foreign import brief, line_of, refusals
 from torchport.load.modular import as_pipeline, is_modular
 from torchport.porting.draft.model import Argument, is_rotary, shares, tiny_arguments
+from torchport.source.bindings import STARRED
 
 Kind = Literal["network", "encoder", "tokenizer", "scheduler", "other"]
 
@@ -45,9 +46,9 @@ _NEEDED_PARTS = ("transformer", "unet", "text_encoder", "tokenizer", "vae")
 class PipelinePart:
     """A component of a pipeline."""
 
-    name: str  #: Its name, an argument of the pipeline's constructor.
-    cls: Any  #: Its class.
-    kind: Kind  #: What it is.
+    name: str  #: An argument of the pipeline's constructor.
+    cls: Any
+    kind: Kind
     others: tuple[Any, ...] = ()  #: Classes that it may have as well, by its annotation.
 
     @property
@@ -70,8 +71,8 @@ def pipeline_class(name: str) -> Any:
     is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
     if not is_plain and not is_modular(cls):
         bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
-        ends = [each for each in dir(diffusers) if each.endswith("Pipeline") and each not in bases]
-        names = [each for each in ends if (kind in each) == (kind in short)]
+        pipelines = [other for other in dir(diffusers) if other.endswith("Pipeline") and other not in bases]
+        names = [other for other in pipelines if (kind in other) == (kind in short)]
         fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"
         if cls is not None:
             fact = f"'{short}' of diffusers is no pipeline with a loop of its own"
@@ -84,7 +85,7 @@ _DISTRIBUTIONS = {"onnx": "onnxruntime", "opencv": "opencv-python"}
 
 
 def _check_packages(cls: Any, what: str, place: str) -> None:
-    """Refuses a class without a package that it needs."""
+    """Refuses a class of diffusers or transformers that needs a package which is not installed."""
     needed = list(getattr(cls, "_backends", ()))  # of a class that stands for one which cannot be imported
     if not needed and "video_processor" in getattr(cls, "get_attributes", list)():
         needed = ["torchvision"]
@@ -101,10 +102,10 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
         is_optional = parameter.default is None and parameter.name not in _NEEDED_PARTS
         is_optional |= parameter.name in absent_parts(cls)
-        classes = [each for each in _alternatives(hints.get(parameter.name, Any)) if isinstance(each, type)]
-        if is_optional or (classes and all(each in (bool, int, float, str, type(None)) for each in classes)):
+        classes = [hint for hint in _alternatives(hints.get(parameter.name, Any)) if isinstance(hint, type)]
+        if is_optional or (classes and all(kind in (bool, int, float, str, type(None)) for kind in classes)):
             continue
-        built = [each for each in map(_built, classes) if each is not type(None)]
+        built = [kind for kind in map(_class_to_build, classes) if kind is not type(None)]
         if not built:
             fact = f"'{cls.__name__}' does not say of which class its component '{parameter.name}' is"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md")
@@ -116,19 +117,23 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
 
 
 def absent_parts(cls: Any) -> dict[str, None]:
-    """Returns arguments of a pipeline's constructor without a default that may be None, as it says: with None."""
+    """Returns, each with None, the components of a pipeline that have no default and that it lists as optional."""
     parameters = inspect.signature(cls.__init__).parameters.values()
-    optional = getattr(cls, "_optional_components", ())
-    free = [each.name for each in parameters if each.default is each.empty and each.name in optional]
-    return {name: None for name in free if not name.startswith(_NEEDED_PARTS)}
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    optional = [name for name in required if name in getattr(cls, "_optional_components", ())]
+    return {name: None for name in optional if not name.startswith(_NEEDED_PARTS)}
 
 
 def plain_arguments(cls: Any) -> dict[str, Any]:
     """Returns arguments of a pipeline's constructor that are no components, with their defaults."""
-    hints, plain = typing.get_type_hints(cls.__init__), (bool, int, float, str, type(None))
-    values = {each.name: each.default for each in inspect.signature(cls.__init__).parameters.values()}
-    by_name = {name: _alternatives(hints.get(name, Any)) for name, value in values.items() if type(value) in plain}
-    return {name: values[name] for name, kinds in by_name.items() if any(kind in plain[:4] for kind in kinds)}
+    hints = typing.get_type_hints(cls.__init__)
+    plain = (bool, int, float, str)
+    result = {}
+    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+        is_plain = any(kind in plain for kind in _alternatives(hints.get(name, Any)))
+        if is_plain and type(parameter.default) in (*plain, type(None)):
+            result[name] = parameter.default
+    return result
 
 
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
@@ -144,7 +149,7 @@ def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> Pipeli
     if part.cls not in (AutoTokenizer, AutoProcessor):
         return part
     name = part.name.replace("tokenizer", "text_encoder")
-    encoders = {each.name: each for each in parts if each.kind == "encoder"}
+    encoders = {other.name: other for other in parts if other.kind == "encoder"}
     encoder = encoders.get(name) or next(iter(encoders.values()), None)
     model_type = None if encoder is None else encoder.cls.config_class.model_type
     if part.cls is AutoProcessor and model_type in PROCESSOR_MAPPING_NAMES:
@@ -155,11 +160,12 @@ def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> Pipeli
 
 
 def _alternatives(hint: Any) -> Sequence[Any]:
+    """Returns the types of a union, such as `A | None`, or the one type of another annotation."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else [hint]
 
 
-def _built(cls: Any) -> Any:
+def _class_to_build(cls: Any) -> Any:
     """Returns the class to build where a pipeline names `cls`, which may only be a base such as `T5PreTrainedModel`."""
     base = cls.__name__.removesuffix("PreTrainedModel")  # of a family's models, which is none itself
     path = _STAND_FOR.get(cls.__name__, cls.__name__ if base == cls.__name__ else f"transformers:{base}Model")
@@ -186,9 +192,9 @@ def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for part in parts:
         if part.kind == "encoder":
-            result[part.name] = _encoder(part.cls, next(widths))
+            result[part.name] = _encoder_arguments(part.cls, next(widths))
         elif part.kind == "network":
-            result[part.name] = _network_numbers(part.cls)
+            result[part.name] = _network_arguments(part.cls)
     pooled = result.get("text_encoder_2", {}).get("projection_dim")
     for values in result.values():
         if pooled and "addition_embed_type_num_heads" in values:  # sizes, and a pooled text
@@ -200,18 +206,13 @@ def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
 def arguments(cls: Any) -> list[Argument]:
     """Returns the arguments of a class's constructor; of a class of transformers those of its configuration."""
     if getattr(cls, "config_class", None) is not None:
-        return [_plain(name, value) for name, value in cls.config_class().to_dict().items() if name[0] != "_"]
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        Argument(each.name, None if each.default is each.empty else each.default, each.default is each.empty, "", True)
-        for each in parameters
-        if each.kind not in kinds
-    ]
-
-
-def _plain(name: str, value: Any) -> Argument:
-    return Argument(name, value, False, "", True)
+        return [Argument(name, value) for name, value in cls.config_class().to_dict().items() if name[0] != "_"]
+    result = []
+    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+        if parameter.kind not in STARRED:
+            is_required = parameter.default is parameter.empty
+            result.append(Argument(parameter.name, None if is_required else parameter.default, is_required))
+    return result
 
 
 _HEAD_COUNT = re.compile(r"(audio_)?(num_attention_heads|num_heads|n_heads)")
@@ -229,7 +230,7 @@ _SIDE = 64
 """Pixels of a side of what a network makes that says its size itself."""
 
 
-def _network_numbers(cls: Any) -> dict[str, Any]:
+def _network_arguments(cls: Any) -> dict[str, Any]:
     """Returns tiny arguments for a network of diffusers: heads, widths, rotary dims, channels and levels."""
     known = {argument.name: argument.default for argument in arguments(cls)}
     values, lacking = tiny_arguments(arguments(cls))
@@ -257,15 +258,18 @@ def _network_numbers(cls: Any) -> dict[str, Any]:
     for name, value in known.items():  # the numbers of layers that have something
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
             values[name] = [0, 1]
-    values |= _levels(known) | _ratios(known)
+    values |= _four_levels(known) | _compression_ratios(known)
     for name, number in (("shift_factor", 0.125), ("scaling_factor", 0.5)):  # pipelines compute latents with them
         values |= {name: number} if known.get(name, 0) is None else {}
     return values
 
 
-def _ratios(known: Mapping[str, Any]) -> dict[str, int]:
-    """Returns by what a VAE compresses, where each of its levels says in what dims it does: its class may say less."""
-    kinds, result = known.get("downsample_type", ()), {}
+def _compression_ratios(known: Mapping[str, Any]) -> dict[str, int]:
+    """Returns by what a VAE compresses, where each of its levels says in what dims it does: its class may say less.
+    Levels that halve space twice and time once, with patches of 2 and 1, make `spatial_...: 8`, `temporal_...: 2`.
+    """
+    kinds = known.get("downsample_type", ())
+    result = {}
     is_known = kinds and set(kinds) <= {"spatial", "temporal", "spatiotemporal"}
     for dim, patch in (("spatial", "patch_size"), ("temporal", "patch_size_t")) if is_known else ():
         if known.get(f"{dim}_compression_ratio", 0) is None:
@@ -275,7 +279,7 @@ def _ratios(known: Mapping[str, Any]) -> dict[str, int]:
     return result
 
 
-def _levels(known: Mapping[str, Any]) -> dict[str, Any]:
+def _four_levels(known: Mapping[str, Any]) -> dict[str, Any]:
     """Returns four levels for a network of one: a class's defaults may have one where every published one has four."""
     lists = {name: value for name, value in known.items() if name.endswith(("_block_types", "_out_channels"))}
     if not lists or any(not isinstance(value, tuple | list) or len(value) != 1 for value in lists.values()):
@@ -283,19 +287,19 @@ def _levels(known: Mapping[str, Any]) -> dict[str, Any]:
     return {name: [32] * 4 if name.endswith("channels") else list(value) * 4 for name, value in lists.items()}
 
 
-def _encoder(cls: Any, width: int) -> dict[str, Any]:
+def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:
     """Returns tiny arguments for a text encoder of a given `width`, those of nested configurations among them."""
-    values = _encoder_numbers(arguments(cls), width) | _axes(cls.config_class, width)
+    values = _encoder_numbers(arguments(cls), width) | _rotary_axes(cls.config_class, width)
     nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
         if (name.endswith("_config") or name in nested_classes) and isinstance(nested, dict):
             kept = {key: nested[key] for key in ("model_type",) if key in nested}
-            numbers = _encoder_numbers([_plain(*each) for each in nested.items() if each[0][0] != "_"], width)
-            values[name] = kept | numbers | _axes(nested_classes.get(name), width)
+            numbers = _encoder_numbers([Argument(key, nested[key]) for key in nested if key[0] != "_"], width)
+            values[name] = kept | numbers | _rotary_axes(nested_classes.get(name), width)
     return values
 
 
-def _axes(config: Any, width: int) -> dict[str, Any]:
+def _rotary_axes(config: Any, width: int) -> dict[str, Any]:
     """Returns how the rotary axes of a vision model share a head's dims, where its class of configurations has them."""
     if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()):
         return {}
@@ -318,7 +322,7 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 
 def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer is trained with; None if it has no vocabulary; raises if it needs files.
+    """Returns what a tiny tokenizer of a class is trained with; None if it has no vocabulary; raises if it needs files.
 
     Args:
         is_long: Whether long instructions come before the prompts. Letter by letter they would leave no room for these.
@@ -356,42 +360,37 @@ class Configurations:
 
     def __init__(self, parts: Sequence[PipelinePart]) -> None:
         self.parts = {part.name: part for part in parts}
-        self.values = _small_numbers(parts)
+        self.values = _small_numbers(parts)  #: The arguments of each component with weights, by name.
         #: Arguments that a trial has set, by component: those that agree with another component.
         self.mended: dict[str, list[str]] = {}
         tokenizers = [part for part in parts if part.kind == "tokenizer"]
         is_long = any(tiny.is_processor(part.cls) for part in tokenizers)
         self.tokenizers = {part.name: _tokenizer_of(part.cls, is_long=is_long) for part in tokenizers}
-        self._take_marks()
-
-    def _take_marks(self) -> None:
-        """Gives encoders the ids of the tokens by which a processor marks images and videos in a text."""
+        # Encoders know the ids of the tokens by which a processor marks images and videos in a text.
         for name, spec in self.tokenizers.items():
-            ids = vars(self._part(self.parts[name])) if spec is not None else {}
+            ids = vars(self.built(name)) if spec is not None else {}
             ids = {key: value for key, value in ids.items() if key.endswith("_token_id") and isinstance(value, int)}
-            for part in self.parts.values():
+            for part in parts:
                 if ids and part.kind == "encoder":
                     known = {argument.name for argument in arguments(part.cls)}
                     self.values[part.name] |= {key: value for key, value in ids.items() if key in known}
 
     def built(self, component: str) -> Any:
-        """Returns a component with random weights; raises if it has more parameters than a tiny one may have."""
+        """Returns a component: a tiny tokenizer, a module with random weights of seed 0, or another object. Raises
+        ValueError if it has more parameters than a tiny one may have.
+        """
         if component in self.values:
             count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
             if count > LARGEST:
                 raise ValueError(f"The tiny '{component}' has {count:,} parameters")
-        return self._part(self.parts[component])
-
-    def _part(self, part: PipelinePart) -> Any:
-        """Returns a component: a tiny tokenizer, a module with random weights of seed 0, or another object."""
-        tokenizer = self.tokenizers.get(part.name)
+        tokenizer = self.tokenizers.get(component)
         if tokenizer is not None:
-            return tiny.tokenizer(part.cls, tokenizer, part.name)
+            return tiny.tokenizer(self.parts[component].cls, tokenizer, component)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            built = self._of_class(part.name, self.values.get(part.name, {}))
+            built = self._of_class(component, self.values.get(component, {}))
         if isinstance(built, torch.nn.Module):
-            tiny.randomise(built, 0, part.name, 1.0)
+            tiny.randomise(built, 0, component, 1.0)
             built.eval()
         return built
 
@@ -402,7 +401,7 @@ class Configurations:
         return module
 
     def _of_class(self, component: str, values: Mapping[str, Any]) -> Any:
-        """Returns an object of a component's class."""
+        """Returns an object of a component's class with these arguments, or with a configuration of them."""
         cls = self.parts[component].cls
         config = getattr(cls, "config_class", None)
         return cls(**values) if config is None else cls(config(**values))
@@ -421,7 +420,7 @@ class Configurations:
         part = self.parts[component]
         others = tuple(other for other in part.others if other is not cls)
         self.parts[component] = dataclasses.replace(part, cls=cls, others=others)
-        self.values[component] = _network_numbers(cls)
+        self.values[component] = _network_arguments(cls)
 
     def all_values(self, component: str) -> dict[str, Any]:
         """Returns the arguments of a component: its own values, and the class's defaults of the others."""

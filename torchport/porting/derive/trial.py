@@ -13,7 +13,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,9 @@ _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae
 class LoopCall:
     """A call of a network in the pipeline's loop."""
 
-    network: str  #: Its name.
+    network: str
     step: int  #: The steps that were over.
-    inputs: dict[str, Any]  #: What it was called with.
+    inputs: dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -98,11 +98,6 @@ class Stop:
     module: str = ""  #: Its name in the component.
     wanted: tuple[str, int] | None = None  #: An attribute of the module, and the size that its input has.
 
-    @property
-    def line(self) -> str:
-        """The innermost line of diffusers or transformers at which the pipeline stopped, as `file:line`."""
-        return line_of(self.error)
-
 
 @dataclasses.dataclass
 class PipelineTrial:
@@ -118,7 +113,7 @@ class PipelineTrial:
 
     @property
     def edits(self) -> bool:
-        """Whether what it takes is a list of frames."""
+        """Whether it begins with a video, as a list of frames, and not with an image."""
         return self.image is not None and self.image.endswith("video")
 
     def observed(self) -> Observed:
@@ -126,10 +121,10 @@ class PipelineTrial:
         end = time.monotonic() + PATIENCE
         observed, stop = self._tried()
         while stop is not None:
-            better = self._mended(stop, observed, end)
-            if better is None:
+            further = self._mended(stop, observed, end)
+            if further is None:
                 raise self._refusal(stop)
-            observed, stop = better
+            observed, stop = further
         if observed.steps != STEPS:
             fact = f"'{self.cls.__name__}' calls its scheduler's 'step' {observed.steps} times in {STEPS} steps"
             raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
@@ -152,26 +147,28 @@ class PipelineTrial:
             _LatentsAtLast(pipe.scheduler, arguments, observed)
             texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
             if embeddings is None:
-                calls = [tuple(each) for each in (observed.embeddings, observed.negative) if each]
+                calls = [tuple(values) for values in (observed.embeddings, observed.negative) if values]
                 pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, calls, None)
                 texts, embeddings = dict.fromkeys(texts, "any"), {}
             with reading(
                 BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
             ):
                 again = list(pipe(**{**arguments, **texts, **embeddings}, return_dict=False))
-        if not all(map(_is_close, observed.outputs, again)):
+        if not all(map(_are_close, observed.outputs, again)):
             kept = "its own embeddings, and the latents of its last step alone,"
             fact = f"'{self.cls.__name__}' makes another picture of {kept} than of the prompts"
             raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
         """Returns the error for a pipeline that stops with tiny weights, and whose stop we could not mend."""
+        name = self.cls.__name__
+        line = line_of(stop.error)
         if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
-            fact = f"'{self.cls.__name__}' stops at {stop.line}: it needs '{stop.error.name}', which is not installed"
+            fact = f"'{name}' stops at {line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
-        where = f"tiny.components.{stop.component}" if stop.component else "its components"
-        fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {brief(stop.error)}"
-        return BadValueError(self.place, fact, f"Write a card that says {where}: docs/cards.md")
+        field = f"tiny.components.{stop.component}" if stop.component else "its components"
+        fact = f"With tiny weights '{name}' stops at {line or 'upstream'}: {brief(stop.error)}"
+        return BadValueError(self.place, fact, f"Write a card that says {field}: docs/cards.md")
 
     def _mended(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
         """Returns the next trial that came further; None if no change of numbers helps."""
@@ -186,34 +183,36 @@ class PipelineTrial:
         takes = [name for name in IMAGES if name in inspect.signature(self.cls.__call__).parameters]
         if takes and self.image is None and re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE):
             self.image = takes[0]
-            observed, later = self._tried()
-            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
-                return observed, later
+            if further := self._tried_further(before):
+                return further
             self.image = None
-        for component, other in self._other_classes(stop):
-            kept_part, kept_values = self.configurations.parts[component], self.configurations.values[component]
-            self.configurations.choose(component, other)
-            observed, later = self._tried()
-            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
-                return observed, later
-            self.configurations.parts[component], self.configurations.values[component] = kept_part, kept_values
-        for component, changes in self._proposals(stop):
+        parts = self.configurations.parts
+        values = self.configurations.values
+        for name, part in list(parts.items()):
+            is_suspect = part.kind == "network" and stop.component in (None, name)
+            for other in part.others if is_suspect else ():  # classes that it may have as well
+                kept_values = values[name]
+                self.configurations.choose(name, other)
+                if further := self._tried_further(before):
+                    return further
+                parts[name] = part
+                values[name] = kept_values
+        for name, changes in self._proposals(stop):
             if time.monotonic() + self.longest > end:
                 return None
-            kept = dict(self.configurations.values.get(component, {}))
-            self.configurations.values.setdefault(component, {}).update(changes)
-            observed, later = self._tried()
-            if later is None or (observed.finished, observed.line) > (before.finished, before.line):
-                self.configurations.mended.setdefault(component, []).extend(changes)
-                return observed, later
-            self.configurations.values[component] = kept
+            kept_values = dict(values.get(name, {}))
+            values.setdefault(name, {}).update(changes)
+            if further := self._tried_further(before):
+                self.configurations.mended.setdefault(name, []).extend(changes)
+                return further
+            values[name] = kept_values
         return None
 
-    def _other_classes(self, stop: Stop) -> list[tuple[str, Any]]:
-        """Returns the classes that components may have as well, where one of them may have stopped the trial."""
-        parts = self.configurations.parts.items()
-        networks = [(name, part) for name, part in parts if part.kind == "network"]
-        return [(name, other) for name, part in networks if stop.component in (None, name) for other in part.others]
+    def _tried_further(self, before: Observed) -> tuple[Observed, Stop | None] | None:
+        """Returns one more run of the pipeline if it came further than the one before; else None."""
+        observed, stop = self._tried()
+        is_further = stop is None or (observed.finished, observed.line) > (before.finished, before.line)
+        return (observed, stop) if is_further else None
 
     def _proposals(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields changes that may help: first what gives the module its size, then what others of its kind have."""
@@ -226,9 +225,10 @@ class PipelineTrial:
             yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
         networks = [stop.component] if stop.component else [name for name, part in parts if part.kind == "network"]
         if re.search(r"NoneType|object has no attribute", str(stop.error)):  # it lacks a part that a width makes
-            known = [(component, self.configurations.all_values(component)) for component in networks]
-            dims = [(part, name) for part, each in known for name in each if each[name] is None and name[-4:] == "_dim"]
-            yield from ((part, {name: width}) for part, name in dims for width in sorted(self._widths()))
+            for component in networks:
+                known = self.configurations.all_values(component)
+                dims = [name for name, value in known.items() if value is None and name.endswith("_dim")]
+                yield from ((component, {dim: width}) for dim in dims for width in sorted(self._widths()))
         yield from self._as_the_message_says(str(stop.error), networks)
         for component in networks:
             yield from ((component, changes) for changes in self._variants(component))
@@ -266,7 +266,9 @@ class PipelineTrial:
                     yield {name: proposal}
 
     def _as_the_message_says(self, message: str, components: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yields changes of one argument from a size that an error's message has, to another or in proportion to it."""
+        """Yields changes of one argument from a size that an error's message has, to another or in proportion to it:
+        of "Expected size 16 but got size 8", `in_channels` of 16 is tried as 8, and of 8 as 16 and as 4.
+        """
         sizes = dict.fromkeys(int(size) for size in re.findall(r"\d+", message) if 1 < int(size) < 10_000)
         for component in components:
             for name, value in self.configurations.all_values(component).items():
@@ -297,10 +299,12 @@ class PipelineTrial:
                 yield from ({name: size} for size in sorted(sizes) if size != value)
 
     def _widths(self) -> set[int]:
-        values, parts = self.configurations.values, self.configurations.parts
+        """Returns the widths of the text encoders, and their sum."""
+        values = self.configurations.values
+        parts = self.configurations.parts
         encoders = [values[name] for name in values if parts[name].kind == "encoder"]
-        found = [encoder.get(name) for encoder in encoders for name in ("d_model", "hidden_size")]
-        widths = [width for width in found if isinstance(width, int)]
+        sizes = [encoder.get(name) for encoder in encoders for name in ("d_model", "hidden_size")]
+        widths = [size for size in sizes if isinstance(size, int)]
         return {*widths, sum(widths)}
 
     def _tried(self) -> tuple[Observed, Stop | None]:
@@ -344,8 +348,8 @@ class PipelineTrial:
         except BaseException as error:
             if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
                 raise
-            calls = [each.lineno or 0 for each in traceback.extract_tb(error.__traceback__) if each.name == "__call__"]
-            observed.line = calls[0] if calls else 0
+            frames = traceback.extract_tb(error.__traceback__)
+            observed.line = next((frame.lineno or 0 for frame in frames if frame.name == "__call__"), 0)
             if not running:
                 return observed, Stop(error, component)
             component, name, module, args = running[-1]
@@ -357,8 +361,10 @@ class PipelineTrial:
         parameters = inspect.signature(pipe.__call__).parameters
         spatial = next((getattr(pipe, name) for name in _SPATIAL if getattr(pipe, name, None)), 8)
         temporal = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 4)
-        self.unit = self.unit or int(spatial) * _patch(self.configurations)
-        observed.unit, observed.frames, observed.size = self.unit, 1, (self.unit * 2, self.unit * 4)
+        self.unit = self.unit or int(spatial) * _patch_side(self.configurations)
+        observed.unit = self.unit
+        observed.frames = 1
+        observed.size = (self.unit * 2, self.unit * 4)
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
         values |= {"generator": torch.Generator().manual_seed(0)}
         values |= {"height": observed.size[0], "width": observed.size[1], "max_area": self.unit**2 * 8}
@@ -373,8 +379,9 @@ class PipelineTrial:
 
             image = Image.new("RGB", (values["width"], values["height"]), (90, 120, 60))
             values[self.image] = [image] * observed.frames if self.edits else image
-        named = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-        lacking = [each.name for each in named if each.default is each.empty and each.name not in values]
+        named = [parameter for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+        lacking = [name for name in required if name not in values]
         if lacking:
             fact = f"'{self.cls.__name__}' needs {', '.join(lacking)}, and a run has a prompt and at most one image"
             raise BadValueError(self.place, fact, OTHER_LOOP)
@@ -404,10 +411,11 @@ class _LatentsAtLast(_Watched):
         if self.number < STEPS or not isinstance(returned, tuple):
             return returned
         latents, *others = returned
-        return (latents, *(each if each is None else each * math.nan for each in others))
+        return (latents, *(None if value is None else value * math.nan for value in others))
 
 
-def _is_close(a: Any, b: Any) -> bool:
+def _are_close(a: Any, b: Any) -> bool:
+    """Returns whether two outputs are tensors of one shape with the same numbers, up to rounding."""
     are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     return are_tensors and a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
 
@@ -430,14 +438,14 @@ def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
 
 
 def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    """Returns the argument of a pipeline that takes the scale of guidance."""
+    """Returns the argument of a pipeline that takes the scale of guidance, `guidance_scale` or `true_cfg_scale`."""
     plain = parameters.get("guidance_scale")
     if plain is not None and (plain.default is not None or "true_cfg_scale" not in parameters):
         return "guidance_scale"
     return "true_cfg_scale" if "true_cfg_scale" in parameters else None
 
 
-def _patch(configurations: Configurations) -> int:
+def _patch_side(configurations: Configurations) -> int:
     """Returns the latent positions along a side of a token, by the networks' configurations."""
     sides = [2]
     for name, part in configurations.parts.items():
@@ -485,38 +493,11 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
     for component in networks:
         for name, module in parts[component].named_modules():
             handles += _counted(component, name, module, observed, running)
-        handles.append(parts[component].register_forward_pre_hook(_noting(component, observed), with_kwargs=True))
     chains = [chain for component in networks for chain in _chains(component, parts[component])]
     handles += [handle for chain in chains for handle in chain.watched()]
     _watch_decoding(pipe, observed)
-    encode = getattr(pipe, "encode_prompt", None)
-
-    def encoded(*args: Any, **kwargs: Any) -> Any:
-        observed.is_encoding = True
-        try:
-            return noted(*args, **kwargs)
-        finally:
-            observed.is_encoding = False
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        returned = encode(*args, **kwargs)  # type: ignore[misc]
-        observed.encodings += 1
-        bound = inspect.signature(encode).bind(*args, **kwargs)  # type: ignore[arg-type]
-        if observed.encodings == 1:
-            observed.encoding = dict(bound.arguments)
-            observed.embeddings = _as_list(returned)
-            bound.arguments |= {
-                name: _longer(bound.arguments[name])
-                for name in bound.arguments
-                if name in ("prompt", "prompts", "negative_prompt")
-            }
-            observed.longer = _as_list(encode(*bound.args, **bound.kwargs))  # type: ignore[misc]
-        elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):
-            observed.negative = _as_list(returned)
-        return returned
-
-    if encode is not None:
-        pipe.encode_prompt = encoded
+    if hasattr(pipe, "encode_prompt"):
+        pipe.encode_prompt = functools.partial(_noted_encoding, pipe.encode_prompt, observed)
     try:
         yield
     finally:
@@ -528,9 +509,31 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
                 observed.stacks.setdefault(chain.component, {})[chain.path] = {"carries": chain.carries, **last}
 
 
+def _noted_encoding(encode: Callable[..., Any], observed: Observed, *args: Any, **kwargs: Any) -> Any:
+    """Calls a pipeline's `encode_prompt`, and notes its arguments and results; also what it returns of longer texts."""
+    observed.is_encoding = True
+    try:
+        returned = encode(*args, **kwargs)
+        observed.encodings += 1
+        bound = inspect.signature(encode).bind(*args, **kwargs)
+        if observed.encodings == 1:
+            observed.encoding = dict(bound.arguments)
+            observed.embeddings = _as_list(returned)
+            texts = bound.arguments.keys() & {"prompt", "prompts", "negative_prompt"}
+            bound.arguments |= {name: _longer(bound.arguments[name]) for name in texts}
+            observed.longer = _as_list(encode(*bound.args, **bound.kwargs))
+        elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):
+            observed.negative = _as_list(returned)
+        return returned
+    finally:
+        observed.is_encoding = False
+
+
 def _watch_decoding(pipe: Any, observed: Observed) -> None:
     """Lets a pipeline note what it does with what its VAE decoded: `Observed.changes_decoded`."""
-    vae, processor, decoded = getattr(pipe, "vae", None), processor_of(pipe), list[torch.Tensor]()
+    vae = getattr(pipe, "vae", None)
+    processor = processor_of(pipe)
+    decoded = list[torch.Tensor]()
     if vae is None or processor is None:
         return
 
@@ -560,13 +563,14 @@ def _is_part(video: Any, decoded: torch.Tensor) -> bool:
 
 
 def _as_list(returned: Any) -> list[Any]:
+    """Returns the values that a function returned: those of a tuple, or the value alone."""
     return list(returned) if isinstance(returned, tuple) else [returned]
 
 
 def _longer(prompt: Any) -> Any:
     """Returns a prompt, or a list of them, with more words."""
     if isinstance(prompt, list):
-        return [_longer(each) for each in prompt]
+        return [_longer(text) for text in prompt]
     return f"{prompt} on the grass in the evening light while birds fly over water" if prompt else prompt
 
 
@@ -583,7 +587,10 @@ class _Chain:
     @property
     def last(self) -> int:
         """The blocks at the end that are made otherwise than the first."""
-        made = [_made(block) for block in self.blocks]
+        made = []  # the modules of each block, and the plain values among its attributes
+        for block in self.blocks:
+            plain = {name: repr(value) for name, value in vars(block).items() if isinstance(value, int | float | str)}
+            made.append((repr(block), plain))
         return next((n for n in range(len(made)) if made[-1 - n] == made[0]), 0)
 
     def watched(self) -> list[Any]:
@@ -599,7 +606,7 @@ class _Chain:
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
-            carries = [next((name for name, value in inputs.items() if value is each), "") for each in returned]
+            carries = [next((name for name, value in inputs.items() if value is item), "") for item in returned]
             # Positional arguments without a name come as a new tuple in every call, some others as a new list.
             rest = [(inputs[name], others.get(name)) for name in inputs if name not in carries]
             pairs: list[Any] = [
@@ -611,40 +618,32 @@ class _Chain:
         self.before = (number, inputs, outputs)
 
 
-def _made(block: torch.nn.Module) -> tuple[str, ...]:
-    """Returns how a block is made: its modules, and the plain values among its attributes."""
-    plain = [f"{name}={value}" for name, value in vars(block).items() if isinstance(value, bool | int | float | str)]
-    return repr(block), *plain
-
-
 def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
-    for path, each in module.named_modules():
-        blocks = list(each) if isinstance(each, torch.nn.ModuleList) else []
-        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and "." not in path:
+    """Yields the lists of blocks of one class that a component has as its attributes, such as `blocks`."""
+    for path, child in module.named_children():
+        blocks = list(child) if isinstance(child, torch.nn.ModuleList) else []
+        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
             yield _Chain(component, path, blocks)
 
 
 def _counted(component: str, name: str, module: torch.nn.Module, observed: Observed, running: list[Any]) -> list[Any]:
-    """Registers hooks that keep the stack of running modules and count finished calls; returns their handles."""
+    """Registers hooks that keep the stack of running modules, count finished calls, and note the calls of a component,
+    whose `name` is empty; returns their handles.
+    """
 
-    def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if observed.steps in (0, STEPS) and not observed.is_encoding:
             (observed.after if observed.steps else observed.before)[component] = None
         running.append((component, name, module, args))
+        if not name:
+            inputs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            observed.calls.append(LoopCall(component, observed.steps, dict(inputs)))
 
     def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         observed.finished += 1
         running.pop()
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-
-
-def _noting(component: str, observed: Observed) -> Any:
-    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        observed.calls.append(LoopCall(component, observed.steps, dict(inputs)))
-
-    return note
+    return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
 
 
 def embedding_names(cls: Any) -> list[str]:
@@ -656,22 +655,18 @@ def embedding_names(cls: Any) -> list[str]:
         return list(cls.prompt_blocks.embeddings)
     takes = inspect.signature(cls.__call__).parameters
     returns = [node.value for node in _nodes(cls.encode_prompt) if isinstance(node, ast.Return) and node.value]
-    assigned = [
-        node.targets[0]
-        for node in _nodes(cls.__call__)
-        if isinstance(node, ast.Assign) and "self.encode_prompt(" in ast.unparse(node.value)
-    ]
-    names = [_roots(node) for node in (*returns[-1:], *assigned)] or [[""]]
-    best = max(names, key=lambda each: sum(name in takes for name in each))
+    assigns = [node for node in _nodes(cls.__call__) if isinstance(node, ast.Assign)]
+    targets = [node.targets[0] for node in assigns if "self.encode_prompt(" in ast.unparse(node.value)]
+    candidates = []
+    for node in (*returns[-1:], *targets):
+        candidates.append([_root(item) for item in (node.elts if isinstance(node, ast.Tuple) else [node])])
+    best = max(candidates or [[""]], key=lambda names: sum(name in takes for name in names))
     return ["prompt_embeds"] if len(best) == 1 and best[0] not in takes and "prompt_embeds" in takes else best
 
 
 def _nodes(function: Any) -> Iterator[ast.AST]:
+    """Yields the nodes of a function's syntax tree."""
     return ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))
-
-
-def _roots(node: ast.expr) -> list[str]:
-    return [_root(item) for item in (node.elts if isinstance(node, ast.Tuple) else [node])]
 
 
 def _root(node: ast.expr) -> str:

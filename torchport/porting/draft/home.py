@@ -19,14 +19,18 @@ from torchport.source.bindings import DEFINITIONS
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    file: str
+    """A text to write into a file of a pack."""
+
+    file: str  #: Its path below the pack's folder.
     text: str  #: What is written; where the file is there, what is added at its end.
-    head: str = ""
+    head: str = ""  #: What stands before the text in a new file.
     mode: str = "append"  #: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
 
 
 @dataclasses.dataclass(frozen=True)
 class Home:
+    """The folder of a pack that drafts are written to."""
+
     root: Path
 
     def text(self, file: str) -> str:
@@ -51,7 +55,7 @@ class Home:
         return lines
 
     def _text_of(self, piece: Piece) -> str:
-        """Returns the text of a piece's file with the piece in it; refuses a name that is taken there."""
+        """Returns the text of a piece's file with the piece in it; refuses a function or class that is there."""
         path = folder.inside(self.root, self.root / piece.file)
         before = self.text(piece.file)
         if piece.mode == "whole":
@@ -61,22 +65,17 @@ class Home:
         if piece.mode == "new":
             fact = "It is there already"
             raise TakenNameError(as_named(path), fact, "Choose another name, or delete it first")
-        if path.suffix == ".py":
-            _check_free(path, before, piece.text)
-        gap = "\n\n" if path.suffix == ".py" else "\n"
-        return f"{before.rstrip()}\n{gap}{piece.text}"
-
-
-def _check_free(path: Path, before: str, text: str) -> None:
-    """Refuses a function or class whose name a Python file has already."""
-    tree = parsing.tree(before, as_named(path))
-    known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    known |= {name.id: name.lineno for name in names if name.col_offset == 0}
-    for node in ast.parse(text).body:
-        if isinstance(node, DEFINITIONS) and node.name in known:
-            place = f"{as_named(path)}:{known[node.name]}"
-            raise TakenNameError(place, f"'{node.name}' is there already", "Choose another file with --file")
+        if path.suffix != ".py":
+            return f"{before.rstrip()}\n\n{piece.text}"
+        tree = parsing.tree(before, as_named(path))
+        known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        known |= {name.id: name.lineno for name in names if name.col_offset == 0}
+        for node in ast.parse(piece.text).body:
+            if isinstance(node, DEFINITIONS) and node.name in known:
+                place = f"{as_named(path)}:{known[node.name]}"
+                raise TakenNameError(place, f"'{node.name}' is there already", "Choose another file with --file")
+        return f"{before.rstrip()}\n\n\n{piece.text}"
 
 
 def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
@@ -105,5 +104,6 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
 
 
 def check_command(out: Path, upstream_path: Path | str | None, *names: str) -> str:
+    """Returns the command that checks a pack's patches: `torchport check --static NAME --path OUT`."""
     flags = ["--upstream-path", str(upstream_path)] if upstream_path is not None else []
     return shlex.join(["torchport", "check", "--static", *names, "--path", str(out), *flags])

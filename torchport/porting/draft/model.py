@@ -33,9 +33,16 @@ UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
 _VIDEO = re.compile(r"Conv3d|frame|video|temporal", re.IGNORECASE)
-_DEPTH, _HEADS, _HEAD_SIZE, _WIDTH, _MLP, _VOCABULARY, _GROUPS, _CHANNELS = 2, 4, 32, 64, 128, 1024, 8, 32
+_DEPTH = 2
+_HEADS = 4
+_HEAD_SIZE = 32
+_WIDTH = 64
+_MLP = 128
+_VOCABULARY = 1024
+_GROUPS = 8
+_CHANNELS = 32
 """The largest numbers in a tiny network."""
-_RULES: tuple[tuple[str, int], ...] = (
+_LARGEST: tuple[tuple[str, int], ...] = (
     (r"layers_per_block", 1),
     (r"hidden_channels", _WIDTH),
     (r"(?:.*_)?base_(?:dim|channels|width)", 16),
@@ -47,11 +54,14 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"(?:.*_)?groups", _GROUPS),
     (r"(?:.*_)?(?:dim|dims|hidden_size|d_model|n_embd|features)|width", _WIDTH),
 )
+"""The largest value in a tiny network of arguments with these names; the first pattern that fits counts."""
 _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner_dim|width|n_embd)")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraftRequest:
+    """A model card that is to be drafted."""
+
     name: str
     entries: Sequence[str]  #: The classes, as `[component=]package.module:Class`; the first one is the network.
     checkpoint: str = UNKNOWN_CHECKPOINT
@@ -63,50 +73,47 @@ class ModelDraftRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
+    """A component of the model, with the arguments of its class."""
+
     name: str
     target: Target
-    tiny: dict[str, Any]  #: Small values.
-    lacking: list[str]  #: Without a value.
-    objects: list[str]  #: Not for YAML.
+    tiny: dict[str, Any]  #: Small values, by argument.
+    lacking: list[str]  #: Required arguments without a value.
+    objects: list[str]  #: Required arguments that YAML cannot say.
 
 
-def parts(wish: ModelDraftRequest) -> list[Part]:
+def parts(request: ModelDraftRequest) -> list[Part]:
     """Returns the components that the flags name, or raises. Upstream must be on the search path; it is only read."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
-        fact = f"'{wish.name}' is no name for a folder of patches"
-        raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
-    if wish.checkpoint != UNKNOWN_CHECKPOINT:
+    if not re.fullmatch(r"[A-Za-z_]\w*", request.name, re.ASCII):
+        fact = f"'{request.name}' is no name for a folder of patches"
+        raise BadValueError(request.place, fact, "Write letters, digits and underscores")
+    if request.checkpoint != UNKNOWN_CHECKPOINT:
         from torchport.load import checkpoint  # with torch, which nothing else here needs
 
-        checkpoint.check_name(wish.checkpoint)
+        checkpoint.check_name(request.checkpoint)
     result: list[Part] = []
-    for number, entry in enumerate(wish.entries):
+    for number, entry in enumerate(request.entries):
         place = f"--entry {entry}"
         name, equals, path = entry.rpartition("=")
         if equals and not name:
             raise BadValueError(place, "No component stands before '='", "Write NAME=MODULE:CLASS")
         target = find(path, place)
         name = name or ("network" if number == 0 else name_of(target.path))
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {argument.name for argument in result}:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {part.name for part in result}:
             raise BadValueError(place, f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS")
-        result.append(_part(name, target, place))
-        if number == 0 and isinstance(target.node, ast.ClassDef) and _derives_from_nothing(target.source, target.node):
+        if not isinstance(target.node, ast.ClassDef):
+            fact = f"{target.name} ({target.place}) is a {target.kind}"
+            remedy = "Name a class, and a function that builds it under 'build'"
+            raise TargetError(place, fact, remedy, target=target.name)
+        with parsing.nesting(target.source.shown, target.node.lineno):
+            arguments = configuration(target.source, target.node) or []
+        small, lacking = tiny_arguments([argument for argument in arguments if argument.plain])
+        objects = [argument.name for argument in arguments if argument.required and not argument.plain]
+        result.append(Part(name, target, small, lacking, objects))
+        if number == 0 and _is_no_module(target.source, target.node):
             fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
             raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
     return result
-
-
-def _part(name: str, target: Target, place: str) -> Part:
-    """Returns one component with the arguments of its class; refuses a target that is no class."""
-    if not isinstance(target.node, ast.ClassDef):
-        fact = f"{target.name} ({target.place}) is a {target.kind}"
-        raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
-    with parsing.nesting(target.source.shown, target.node.lineno):
-        arguments = configuration(target.source, target.node) or []
-    plain = [argument for argument in arguments if argument.plain]
-    small, lacking = tiny_arguments(plain)
-    objects = [argument.name for argument in arguments if argument.required and not argument.plain]
-    return Part(name, target, small, lacking, objects)
 
 
 def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[str]]:
@@ -114,7 +121,6 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
     as diffusers, transformers and most repositories have them: depth, heads, widths, channels. What no rule names keeps
     the class's default. Nobody but the class can say whether the numbers fit each other.
     """
-    numbers = {argument.name: argument.default for argument in arguments}
     values: dict[str, Any] = {}
     lacking = []
     for argument in arguments:
@@ -123,14 +129,15 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
             lacking.append(argument.name)
         elif value is not None and (argument.required or (argument.default is not None and value != argument.default)):
             values[argument.name] = value
-    values |= _consistent(values, numbers)
+    values |= _dependent_sizes(values, {argument.name: argument.default for argument in arguments})
     return values, [name for name in lacking if name not in values]
 
 
 def _small_value(argument: Argument) -> Any:
-    """Returns a small value for an argument, by its name and its default; None if there is no rule for it."""
-    name, default = argument.name, argument.default
-    limit = next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
+    """Returns a small value for an argument, by its name and its default: 2 for `num_layers`; None without a rule."""
+    name = argument.name
+    default = argument.default
+    limit = next((limit for pattern, limit in _LARGEST if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None
     if default is None:  # of a list without a default nobody knows the length
@@ -148,11 +155,13 @@ def _small_value(argument: Argument) -> Any:
     return None if limit is None or is_depth else [min(item, limit) for item in default]
 
 
-def _consistent(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _dependent_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values that other sizes determine: a width (heads times head size), the rotary dims of a head."""
-    known = {**defaults, **values}
-    heads = _first_number(known, r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads")
-    size = _first_number(known, r"(?:attention_)?(?:head_dim|dim_head|head_size)")
+    numbers = {name: value for name, value in {**defaults, **values}.items() if type(value) is int}
+    head_counts = r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads"
+    head_sizes = r"(?:attention_)?(?:head_dim|dim_head|head_size)"
+    heads = next((numbers[name] for name in numbers if re.fullmatch(head_counts, name)), None)
+    size = next((numbers[name] for name in numbers if re.fullmatch(head_sizes, name)), None)
     result: dict[str, Any] = {}
     if heads is not None and size is None:
         result |= {name: heads * _HEAD_SIZE for name in values if _MODEL_WIDTH.fullmatch(name)}
@@ -168,99 +177,91 @@ def is_rotary(name: str, value: Any) -> bool:
     return several and bool(re.search(r"rope|axes", name)) and "len" not in name and sum(value) > 0
 
 
-def _first_number(values: Mapping[str, Any], pattern: str) -> int | None:
-    found = (value for name, value in values.items() if re.fullmatch(pattern, name) and type(value) is int)
-    return next(found, None)
-
-
 def shares(parts: Sequence[int], total: int) -> list[int]:
-    """Returns even numbers in about the proportion of `parts` that add up to `total`."""
+    """Returns even numbers in about the proportion of `parts` that add up to `total`: `[8, 8, 8]` of `[1, 1, 1]` and
+    24.
+    """
     shares = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
     shares[-1] += total - sum(shares)
     return shares
 
 
-def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[str]:
+def write(request: ModelDraftRequest, home: Home, checkout: Path | None) -> list[str]:
     """Writes a card, its job and its family into a pack, all or nothing. Returns lines on files and what is left."""
     pack = find_pack(())
-    if wish.name in pack.models():
-        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
-        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
-    components = parts(wish)
-    card_text, job_text = card(wish, components, checkout), job(components)
+    if request.name in pack.models():
+        fact = f"There is a model '{request.name}' already, in {as_named(pack.home(request.name).root)}"
+        raise TakenNameError(request.place, fact, "Choose another name", name=request.name)
+    components = parts(request)
+    network = components[0].target
+    package = network.module.partition(".")[0]
+    # In the folder of upstream's package: its patches lie there, too.
+    family = f"{package}/stages" if package == request.name else f"{package}/{request.name}_stages"
+    # A file that speaks of images or of 2D layers, and of no video, is of a network that makes images.
+    text = network.source.text
+    of_images = bool(_IMAGE.search(text)) and not _VIDEO.search(text)
+    card_text = _card_text(request, components, checkout, family, of_images)
+    job_text = (
+        f"{{height: 64, width: 64, frames: {1 if of_images else 5}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
+        ' machine: "cpu:1", strategy: replicated, checkpoint: tiny}\n'
+    )
     # Our own text: a mistake in it would be ours, and is seen here.
-    validated(Card, parse_document(card_text, f"configs/models/{wish.name}.yaml"))
-    validated(Job, parse_document(job_text, f"configs/{wish.name}_demo.yaml"))
-    texts = {f"configs/models/{wish.name}.yaml": card_text, f"configs/{wish.name}_demo.yaml": job_text}
-    texts[f"patches/{_family_name(wish, components)}.py"] = family(wish, components)
+    validated(Card, parse_document(card_text, f"configs/models/{request.name}.yaml"))
+    validated(Job, parse_document(job_text, f"configs/{request.name}_demo.yaml"))
+    texts = {f"configs/models/{request.name}.yaml": card_text, f"configs/{request.name}_demo.yaml": job_text}
+    texts[f"patches/{family}.py"] = _family_text(request, components)
     lines = home.write([Piece(file, text, mode="new") for file, text in texts.items()])
-    return [*lines, *(f"fill in     {each}." for each in left(wish, components, card_text))]
+    left = _left_to_fill_in(request, components, card_text)
+    left.append(f"The stages in patches/{family}.py: encode, like, denoise, decode (docs/families.md)")
+    return [*lines, *(f"fill in     {item}." for item in left)]
 
 
-def upstreams(wish: ModelDraftRequest, checkout: Path | None) -> list[Path]:
-    folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
+def upstreams(request: ModelDraftRequest, checkout: Path | None) -> list[Path]:
+    """Returns the folders of upstream's source, where no draft may be written."""
+    folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in request.entries if ":" in entry]
     return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
 
 
-def _family_name(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
-    """Returns the family as a card names it, in the folder of upstream's package: its patches lie there, too."""
-    package = components[0].target.module.partition(".")[0]
-    return f"{package}/stages" if package == wish.name else f"{package}/{wish.name}_stages"
-
-
-def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
-    """Returns a line for each thing that a person has to fill in after a draft of a card, whose YAML is `text`."""
+def _left_to_fill_in(request: ModelDraftRequest, components: Sequence[Part], card_text: str) -> list[str]:
+    """Returns a line for each thing that a person has to fill in after a draft of a card."""
     result = []
-    for class_path in components:
-        here = f"tiny.components.{class_path.name}"
-        if class_path.objects:
-            names = ", ".join(class_path.objects)
-            result.append(f"build of {class_path.name}: its class takes {names}, which YAML cannot say (docs/cards.md)")
-        if class_path.lacking:
-            result.append(f"{here}: {', '.join(class_path.lacking)}, which have no default")
-        if not class_path.tiny and not class_path.lacking and not class_path.objects:
-            result.append(f"{here}: the source of {class_path.target.name} shows no argument that is large")
-    if wish.checkpoint == UNKNOWN_CHECKPOINT:
+    for part in components:
+        field = f"tiny.components.{part.name}"
+        if part.objects:
+            names = ", ".join(part.objects)
+            result.append(f"build of {part.name}: its class takes {names}, which YAML cannot say (docs/cards.md)")
+        if part.lacking:
+            result.append(f"{field}: {', '.join(part.lacking)}, which have no default")
+        if not part.tiny and not part.lacking and not part.objects:
+            result.append(f"{field}: the source of {part.target.name} shows no argument that is large")
+    if request.checkpoint == UNKNOWN_CHECKPOINT:
         result.append("checkpoint: the published weights, and 'published' where their configuration is not the class's")
-    result += ["checkout.url: where the repository is cloned from"] if UNKNOWN_URL in text else []
-    result.append("frames and size_multiple_of: what the VAE divides time and space by")
-    stages = f"patches/{_family_name(wish, components)}.py"
-    return [*result, f"The stages in {stages}: encode, like, denoise, decode (docs/families.md)"]
+    result += ["checkout.url: where the repository is cloned from"] if UNKNOWN_URL in card_text else []
+    return [*result, "frames and size_multiple_of: what the VAE divides time and space by"]
 
 
-def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | None) -> str:
+def _card_text(
+    request: ModelDraftRequest, components: Sequence[Part], checkout: Path | None, family: str, of_images: bool
+) -> str:
     """Returns the text of a model card to fill in."""
     target = components[0].target
     package = target.module.partition(".")[0]
     values: dict[str, Any] = {"upstream": proposal.fits(package)}
     if checkout is not None:
         has = Path(target.source.file).resolve().relative_to(checkout).as_posix()
-        values = {"upstream": {}, "checkout": {"package": package, "has": has, "url": _url(checkout)}}
-    values |= {"name": wish.name, "title": f"{target.path[-1]}, from {package}", "checkpoint": wish.checkpoint}
-    values |= {"family": _family_name(wish, components), "of_images": _is_of_images(target), "flow": flow}
+        values = {"upstream": {}, "checkout": {"package": package, "has": has, "url": _clone_url(checkout)}}
+    values |= {"name": request.name, "title": f"{target.path[-1]}, from {package}", "checkpoint": request.checkpoint}
+    values |= {"family": family, "of_images": of_images, "flow": flow}
     return page.rendered(CARD, components=components, **values)
 
 
-def _is_of_images(target: Target) -> bool:
-    """Returns whether a network makes images: its file speaks of images or of 2D layers, and of no video."""
-    text = target.source.text
-    return bool(_IMAGE.search(text)) and not _VIDEO.search(text)
-
-
-def job(components: Sequence[Part]) -> str:
-    frames = 1 if _is_of_images(components[0].target) else 5
-    return (
-        f"{{height: 64, width: 64, frames: {frames}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
-        ' machine: "cpu:1", strategy: replicated, checkpoint: tiny}\n'
-    )
-
-
 def flow(value: Any) -> str:
+    """Returns a value as YAML in one line, such as `{heads: 4, rope: [8, 12, 12]}`."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
-def _url(checkout: Path) -> str:
+def _clone_url(checkout: Path) -> str:
     """Returns where a checkout was cloned from, as its git folder says; else a text to fill in."""
     parser = configparser.RawConfigParser(strict=False)
     try:
@@ -272,12 +273,15 @@ def _url(checkout: Path) -> str:
     return re.sub(r"//[^/@]*@", "//", url) if url.startswith(("https://", "http://")) else UNKNOWN_URL
 
 
-def family(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
+def _family_text(request: ModelDraftRequest, components: Sequence[Part]) -> str:
+    """Returns the text of a family to fill in, with the inputs of the network's `forward`."""
     target = components[0].target
     assert isinstance(target.node, ast.ClassDef)
-    inputs = [argument.name for argument in forward(target.source, target.node)]
-    others = [argument.name for argument in components[1:]]
-    return page.rendered(FAMILY, name=wish.name, network=components[0].name, inputs=inputs[:8], others=others)
+    forwards = (_method_of(base, "forward") for _, base in _lineage(target.source, target.node))
+    forward = next((method for method in forwards if method is not None), None)
+    inputs = [argument.name for argument in _arguments_of(forward)] if forward is not None else []
+    others = [part.name for part in components[1:]]
+    return page.rendered(FAMILY, name=request.name, network=components[0].name, inputs=inputs[:8], others=others)
 
 
 DEEPEST = 8
@@ -288,11 +292,13 @@ _PLAIN |= {"Literal", "Sequence", "Any", "None", "typing"}
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
+    """An argument of a class's constructor."""
+
     name: str
-    default: Any
-    required: bool
-    annotation: str
-    plain: bool  #: Whether YAML can say it, as far as its annotation tells.
+    default: Any = None  #: None if it is no literal, too.
+    required: bool = False
+    annotation: str = ""
+    plain: bool = True  #: Whether YAML can say it, as far as its annotation tells.
 
 
 def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
@@ -300,11 +306,12 @@ def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
     for _, base in _lineage(source, node):
         init = _method_of(base, "__init__")
         if init is not None:
-            return list(_args_of(init))
-        fields = [each for each in base.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-        is_strict = any(word in ast.unparse(each) for each in base.decorator_list for word in ("dataclass", "strict"))
-        if fields and is_strict:
-            return [_argument(str(ast.unparse(each.target)), each.annotation, each.value) for each in fields]
+            return list(_arguments_of(init))
+        assigned = [node for node in base.body if isinstance(node, ast.AnnAssign)]
+        fields = [node for node in assigned if isinstance(node.target, ast.Name)]
+        decorators = " ".join(map(ast.unparse, base.decorator_list))
+        if fields and ("dataclass" in decorators or "strict" in decorators):
+            return [_argument(ast.unparse(field.target), field.annotation, field.value) for field in fields]
     return None
 
 
@@ -324,8 +331,9 @@ def _method_of(node: ast.ClassDef, name: str) -> Function | None:
     return next((part for part in node.body if isinstance(part, Function) and part.name == name), None)
 
 
-def _args_of(init: Function) -> Iterator[Argument]:
-    for parameter in parameters(init)[1:]:
+def _arguments_of(method: Function) -> Iterator[Argument]:
+    """Yields the arguments of a method, without its object and those with stars."""
+    for parameter in parameters(method)[1:]:
         if parameter.kind not in STARRED:
             yield _argument(parameter.name, parameter.argument.annotation, parameter.default)
 
@@ -360,17 +368,11 @@ def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
             yield place[0], place[1]
 
 
-def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
-    """Returns whether the source shows all bases of a class, and none of them is torch's."""
-    return all(
-        home.module.partition(".")[0] != "torch"
-        and len(list(_classes(Classes(None).bases(home.module, base))))
-        >= sum(ast.unparse(parent) != "object" for parent in base.bases)
-        for home, base in _lineage(source, node)
-    )
-
-
-def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
-    """Returns the arguments of a class's `forward`; none where its source does not show it."""
-    found = (_method_of(base, "forward") for _, base in _lineage(source, node))
-    return next((list(_args_of(method)) for method in found if method is not None), [])
+def _is_no_module(source: SourceFile, node: ast.ClassDef) -> bool:
+    """Returns whether a class is no `torch.nn.Module` for certain: the source shows all bases, and none is torch's."""
+    for home, base in _lineage(source, node):
+        bases = [parent for parent in base.bases if ast.unparse(parent) != "object"]
+        shown = list(_classes(Classes(None).bases(home.module, base)))
+        if home.module.partition(".")[0] == "torch" or len(shown) < len(bases):
+            return False
+    return True

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
@@ -24,6 +24,8 @@ _PLAIN = {"staticmethod", "classmethod", "property", "cached_property", "abstrac
 
 @dataclasses.dataclass(frozen=True)
 class Target:
+    """A function or class of upstream, in its source."""
+
     name: str  #: `module:attribute.path`.
     source: SourceFile
     node: Function | ast.ClassDef
@@ -39,6 +41,7 @@ class Target:
 
     @property
     def place(self) -> str:
+        """Its `file:line`."""
         return f"{self.source.shown}:{self.node.lineno}"
 
     @property
@@ -132,20 +135,14 @@ def _imported_error(target: str, source: SourceFile, node: ast.stmt, parts: tupl
         return AliasError(place, fact, f"Name it where it is defined: {home}", target=target)
     remedy = f"Install {package}. Or stub it ({package}:{parts[0]} --kind stub --importer {source.module})"
     remedy += f", and rewrite each statement that calls {parts[0]}"
-    calls = _rewritable(source, parts[0])
-    remedy += f": {', '.join(calls[:4])}" if calls else ""
-    return AliasError(place, f"{fact}, and {package} is not installed", remedy, target=target)
-
-
-def _rewritable(source: SourceFile, name: str) -> list[str]:
-    """Returns the statements that call a name and can be rewritten, as arguments of `torchport new patch`."""
-    found = []
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
-            statement = proposal.statement(source, node.lineno, f"It calls {name}.")
+    rewrites = []  # as arguments of `torchport new patch`
+    for call in ast.walk(source.tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == parts[0]:
+            statement = proposal.statement(source, call.lineno, f"It calls {parts[0]}.")
             if statement is not None and "rewrite" in statement.fields:
-                found.append(f"{statement.fields['target']} --kind rewrite --line {node.lineno}")
-    return found
+                rewrites.append(f"{statement.fields['target']} --kind rewrite --line {call.lineno}")
+    remedy += f": {', '.join(rewrites[:4])}" if rewrites else ""
+    return AliasError(place, f"{fact}, and {package} is not installed", remedy, target=target)
 
 
 def _absent_error(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
@@ -182,37 +179,44 @@ def _constant_error(target: str, source: SourceFile, parts: tuple[str, ...], nod
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    #: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
+    """A function's parameters in source, without annotations."""
+
+    #: Such as `x, *, mode=...`. A default that is no literal is `...`: passed on by mistake, it is an error at once.
     text: str
-    names: list[str]
+    names: list[str]  #: Each with its stars.
     unknown: list[str]  #: Those whose default is no literal, as `mode=DEFAULT`.
 
 
+@dataclasses.dataclass(frozen=True)
 class _Default:
-    """A default in a signature: its text, or `...` where that is no literal."""
+    """A default in a signature, which is printed as its text."""
 
-    def __init__(self, node: ast.expr) -> None:
-        self._text = ast.unparse(node) if is_literal(node) else "..."
+    text: str
 
     def __repr__(self) -> str:
-        return self._text
+        return self.text
 
 
 def parameters(node: Function, before: str | None = None) -> Parameters:
     """Returns a function's parameters as text and names, with `before` as a first one if it is given."""
-    found = written(node)
-    first = found[0].kind if found and found[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
+    in_source = written(node)
+    kinds = [parameter.kind for parameter in in_source if parameter.kind in POSITIONAL]
+    first = kinds[0] if kinds else Parameter.POSITIONAL_OR_KEYWORD
     result = [Parameter(before, first)] if before is not None else []
-    for parameter in found:
-        default = Parameter.empty if parameter.default is None else _Default(parameter.default)
+    unknown = []
+    for parameter in in_source:
+        default: Any = Parameter.empty
+        if parameter.default is not None:
+            text = ast.unparse(parameter.default)
+            default = _Default(text if is_literal(parameter.default) else "...")
+            unknown += [] if is_literal(parameter.default) else [f"{parameter.name}={text}"]
         result.append(Parameter(parameter.name, parameter.kind, default=default))
-    defaults = [(parameter.name, parameter.default) for parameter in found if parameter.default is not None]
-    unknown = [f"{name}={ast.unparse(default)}" for name, default in defaults if not is_literal(default)]
-    names = [f"{_STARS.get(parameter.kind, '')}{parameter.name}" for parameter in found]
+    names = [f"{_STARS.get(parameter.kind, '')}{parameter.name}" for parameter in in_source]
     return Parameters(str(Signature(result))[1:-1], names, unknown)
 
 
 def is_literal(node: ast.expr) -> bool:
+    """Returns whether an expression is a value alone, such as `(1, "a")`, and no name or call."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):

@@ -25,7 +25,9 @@ Draft = Literal["replace", "rewrite", "stub", "wrap", "op", ""]
 
 @dataclasses.dataclass(frozen=True)
 class ScanRule:
-    id: str  #: The id, such as PS401.
+    """A kind of finding."""
+
+    id: str  #: Such as PS401.
     kind: str  #: Its name, such as `branch`.
     title: str
     why: str
@@ -42,15 +44,15 @@ FILE = Path(__file__).with_name("rules.yaml")
 RULES = {id: ScanRule(id, **fields) for id, fields in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()}
 """The rules by id."""
 BY_KIND = {rule.kind: rule.id for rule in RULES.values()}
-"""The ids by name."""
+"""The ids of the rules by their kind."""
 
 
 Reach = Literal["path", "training", "off", "unknown"]
 """Whether the entry leads there: on its inference path, in training alone, not at all; or nobody named an entry."""
 
-Only = Literal["", "process-group", "cuda"]
+Guard = Literal["", "process-group", "cuda"]
 """What a finding runs under alone; empty where nothing that is known guards it."""
-GUARDS: dict[Only, str] = {"process-group": "only under a process group", "cuda": "only on CUDA"}
+GUARDS: dict[Guard, str] = {"process-group": "only under a process group", "cuda": "only on CUDA"}
 """The same in words."""
 
 Verdict = Literal["covered", "rewrite", "unknown"]
@@ -71,7 +73,7 @@ class ScanFinding:
     covered_by: tuple[str, ...] = ()
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     sure: bool = True
-    only: Only = ""  #: What must be there for it to run, where the entry leads there: a guard asks for it.
+    only: Guard = ""  #: What must be there for it to run, where the entry leads there: a guard asks for it.
 
     @property
     def meaning(self) -> ScanRule:
@@ -87,6 +89,7 @@ class ScanFinding:
 
     @property
     def verdict(self) -> Verdict:
+        """What is to be done about it."""
         if self.covered_by:
             return "covered"
         return "rewrite" if self.meaning.stops and self.sure else "unknown"
@@ -103,6 +106,8 @@ class Absent:
 
 @dataclasses.dataclass(frozen=True)
 class ScanReport:
+    """What a scan found."""
+
     findings: tuple[ScanFinding, ...]  #: By file and line; files that could not be read are among them.
     files: int
     lines: int

@@ -13,13 +13,12 @@ import os
 import re
 import sys
 import traceback
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
-from torchport.porting.scan import BY_KIND
+from torchport.porting.scan import BY_KIND, ScanFinding
 from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
@@ -34,8 +33,8 @@ _PARSED = 1000
 _IMPORTS = re.compile(r"^(?:from\s+([\w.]+)\s+import\b|import\s+([\w., \t]+))", re.MULTILINE)
 
 
-class _Everything:
-    """All names: where a module imports everything of another one, any may be known."""
+class _AllNames:
+    """Contains every name: where a module has `from m import *`, each may be one of `m`."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -60,17 +59,25 @@ class CodeUnit:
 
     @property
     def target(self) -> str:
+        """What a patch would change, as `pkg.mod:Qual.name`."""
         return f"{self.module.name}:{self.name}"
+
+    @property
+    def dotted(self) -> str:
+        """Its full name, as `pkg.mod.Qual.name`."""
+        return f"{self.module.name}.{self.name}"
 
     @functools.cached_property
     def owner(self) -> Class | None:
+        """The class that it is a method of."""
         return self.module.classes.get(self.class_name)
 
     @property
     def heads(self) -> Container[str]:
-        """The names that may be known outside of it: it or its module defines or imports them."""
-        heads = self.module.heads
-        return _Everything() if self.module.stars else heads | self.imports.keys() if self.imports else heads
+        """The first names of chains that may be known outside of it: it or its module defines or imports them."""
+        if self.module.stars:
+            return _AllNames()
+        return self.module.heads | self.imports.keys() if self.imports else self.module.heads
 
     @functools.cached_property
     def first(self) -> str:
@@ -84,10 +91,12 @@ class CodeUnit:
 
 @dataclasses.dataclass(eq=False)
 class Class:
+    """One class of a codebase."""
+
     module: Module
     name: str
     above: tuple[tuple[str, ...], ...]  #: Its bases, as chains of names.
-    variables: frozenset[str]
+    variables: frozenset[str]  #: The names that its body assigns.
 
     @functools.cached_property
     def dotted(self) -> str:
@@ -96,6 +105,8 @@ class Class:
 
 @dataclasses.dataclass(eq=False)
 class Module:
+    """One module of a codebase: its functions and classes, and what its names mean."""
+
     name: str
     source: Source
     units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
@@ -107,24 +118,18 @@ class Module:
     tables: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     #: The nodes in these tables, while it is read: what they name is used where a table is.
     in_tables: set[ast.AST] = dataclasses.field(default_factory=set)
-    #: Chains of names in full, as functions without imports of their own mean them.
-    meant: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    #: A cache of `Codebase.resolve`, for functions without imports of their own.
+    resolved: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
     def drop_syntax(self) -> None:
+        """Frees the syntax tree, when the facts of all functions are known."""
         self.in_tables.clear()
         for unit in self.units.values():
             unit.body = None
 
     @functools.cached_property
-    def methods(self) -> dict[str, list[CodeUnit]]:
-        result: dict[str, list[CodeUnit]] = defaultdict(list)
-        for unit in self.units.values():
-            if unit.class_name and not unit.is_class:
-                result[unit.class_name].append(unit)
-        return result
-
-    @functools.cached_property
     def heads(self) -> frozenset[str]:
+        """The names that it defines or imports."""
         return frozenset((*self.units, *self.classes, *self.bound))
 
     @functools.cached_property
@@ -149,7 +154,8 @@ class Codebase:
         self._unyielded: list[Module] = []
         self.tops = {name.partition(".")[0] for name in self._files}
         self.modules: dict[str, Module] = {}
-        self.unread: list[Unread] = []
+        #: Files that could not be read, by their path below the folder.
+        self.unread: list[ScanFinding] = []
         self.files = self.lines = 0
 
     def read(self) -> Iterator[Module]:
@@ -167,6 +173,7 @@ class Codebase:
 
     @functools.cached_property
     def units(self) -> list[CodeUnit]:
+        """All functions, when all files have been read."""
         return [unit for module in self.modules.values() for unit in module.units.values()]
 
     def module(self, name: str) -> Module | None:
@@ -187,7 +194,7 @@ class Codebase:
                 text = parsing.text_of(source.file, source.path)
                 tree = parsing.tree(text, source.path)
         except UnreadableError as error:
-            self.unread.append(Unread(source.path, error.line, BY_KIND[error.kind], error.fact))
+            self.unread.append(ScanFinding(BY_KIND[error.kind], source.path, error.line, "", error.fact))
             return None
         self.files += 1
         self.lines += text.count("\n") + 1
@@ -195,40 +202,44 @@ class Codebase:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  (a codebase lives as long as its scan)
     def _bodies(self, name: str) -> dict[str, Body]:
+        """Returns what the functions of a module do, from its file."""
         source = self._files[name]
         with _as_shallow():
             tree = parsing.tree(parsing.text_of(source.file, source.path), source.path)
         return {body.name: body for body in bodies(tree)[0]}
 
-    def written(self, unit: CodeUnit) -> Body:
+    def body(self, unit: CodeUnit) -> Body:
         """Returns what a function does, read again if its syntax tree was dropped."""
         return unit.body or self._bodies(unit.module.name)[unit.name]
 
-    def full(self, module: Module, chain: tuple[str, ...], local: dict[str, str]) -> str:
-        """Returns the full name of a chain of names in a module; empty where nothing that is known binds it."""
+    def full_name(self, module: Module, chain: tuple[str, ...], local: Mapping[str, str] | None = None) -> str:
+        """Returns what a chain of names in a module means, such as `torch.nn.Linear` for `("nn", "Linear")`; empty
+        where nothing that is known binds it. `local` are the full names that a function's own imports bind.
+        """
         if not chain:
             return ""
-        head = local.get(chain[0]) or module.bound.get(chain[0])
+        head = (local.get(chain[0]) if local else None) or module.bound.get(chain[0])
         if head is None and chain[0] in module.heads:
             head = f"{module.name}.{chain[0]}"
         if head is None:
             for star in module.stars:
-                known = self.module(star)
-                if known and chain[0] in known.heads:
+                imported = self.module(star)
+                if imported and chain[0] in imported.heads:
                     head = f"{star}.{chain[0]}"
         return "" if head is None else ".".join((head, *chain[1:]))
 
-    def meant(self, unit: CodeUnit, chain: tuple[str, ...]) -> str:
+    def resolve(self, unit: CodeUnit, chain: tuple[str, ...]) -> str:
         """Returns the full name that a chain of names in a function has in the module that defines it."""
         if chain[:1] and chain[0] in unit.imports:
-            return self.canonical(self.full(unit.module, chain, unit.imports))
-        known = unit.module.meant.get(chain)
+            return self.canonical(self.full_name(unit.module, chain, unit.imports))
+        known = unit.module.resolved.get(chain)
         if known is None:
-            name = self.full(unit.module, chain, {})
-            known = unit.module.meant[chain] = self.canonical(name) if name else ""
+            name = self.full_name(unit.module, chain)
+            known = unit.module.resolved[chain] = self.canonical(name) if name else ""
         return known
 
     def has(self, dotted: str) -> bool:
+        """Returns whether a full name begins with a package or module of this codebase."""
         return dotted.partition(".")[0] in self.tops
 
     @functools.cache  # noqa: B019
@@ -240,8 +251,8 @@ class Codebase:
         module, rest = place
         if rest[0] in module.units or rest[0] in module.classes:
             return dotted
-        onward = self.full(module, rest, {})
-        return self.canonical(onward, depth + 1) if onward and onward != dotted else dotted
+        imported = self.full_name(module, rest)
+        return self.canonical(imported, depth + 1) if imported and imported != dotted else dotted
 
     def _place(self, dotted: str) -> tuple[Module, tuple[str, ...]] | None:
         """Returns the module at the beginning of a full name, and the names after it; None outside of the codebase."""
@@ -258,7 +269,7 @@ class Codebase:
         module, rest = self._place(dotted) or (None, ())
         if module is None:
             return []
-        names = [self.full(module, chain, {}) for chain in module.tables.get(".".join(rest), ())]
+        names = [self.full_name(module, chain) for chain in module.tables.get(".".join(rest), ())]
         return [self.canonical(name) for name in names if name]
 
     @functools.cache  # noqa: B019
@@ -274,7 +285,8 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def bases(self, kind: Class) -> tuple[str, ...]:
-        return tuple(self.canonical(self.full(kind.module, base, {})) for base in kind.above)
+        """Returns the full names of a class's bases, such as `torch.nn.Module`."""
+        return tuple(self.canonical(self.full_name(kind.module, base)) for base in kind.above)
 
     @functools.cache  # noqa: B019
     def lineage(self, kind: Class) -> tuple[Class, ...]:
@@ -301,8 +313,9 @@ class Codebase:
         """Returns all methods of a class by name, the inherited ones included."""
         result: dict[str, CodeUnit] = {}
         for above in self.lineage(kind):
-            for unit in above.module.methods.get(above.name, ()):
-                result.setdefault(unit.name.rpartition(".")[2], unit)
+            for unit in above.module.units.values():
+                if unit.class_name == above.name and not unit.is_class:
+                    result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
     def is_network(self, kind: Class) -> bool:
@@ -325,15 +338,14 @@ def module_names(sources: list[Source], root: str) -> dict[str, str]:
                 if inner in imported and inner not in _ALSO_ON_PYPI and not inside:
                     starts.add(folder)
         starts |= {PurePosixPath("src")} & {folder for path in paths for folder in path.parents}
-    return {str(path): _module_name(path, starts, root) for path in paths}
-
-
-def _module_name(path: PurePosixPath, starts: set[PurePosixPath], root: str) -> str:
-    start = next(folder for folder in path.parents if folder in starts)
-    parts = list(path.relative_to(start).with_suffix("").parts)
-    if parts[-1] == "__init__":
-        parts.pop()
-    return ".".join([*([root] if root else []), *parts]) or path.stem
+    result = {}
+    for path in paths:
+        start = next(folder for folder in path.parents if folder in starts)
+        parts = list(path.relative_to(start).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        result[str(path)] = ".".join([*([root] if root else []), *parts]) or path.stem
+    return result
 
 
 def _imported_tops(source: Source) -> Iterator[str]:
@@ -356,38 +368,36 @@ def _as_shallow() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def recursion(limit: int) -> Iterator[None]:
-    was = sys.getrecursionlimit()
+    """Sets Python's limit of calls inside each other while the context lasts."""
+    before = sys.getrecursionlimit()
     sys.setrecursionlimit(limit)
     try:
         yield
     finally:
-        sys.setrecursionlimit(was)
+        sys.setrecursionlimit(before)
 
 
 def _fill_module(module: Module, tree: ast.Module) -> None:
     """Fills a module with its classes and functions, and with what its imports and assignments bind."""
     functions, classes = bodies(tree)
     for name, node in classes.items():
-        variables = frozenset(name for statement in node.body for name in _names_set(statement))
+        targets: list[ast.expr] = []
+        for statement in node.body:
+            targets += statement.targets if isinstance(statement, ast.Assign) else []
+            targets += [statement.target] if isinstance(statement, ast.AnnAssign) else []
+        variables = frozenset(target.id for target in targets if isinstance(target, ast.Name))
         module.classes[name] = Class(module, name, tuple(map(chain_of, node.bases)), variables)
     for body in functions:
-        unit = module.units[body.name] = _unit(module, body)
-        bound = module.bound if body.name == MODULE else unit.imports
+        unit = module.units[body.name] = _unit_of(module, body)
         for event in body.events:
             if event.act is Act.IMPORT:
-                _bind_imports(module, event.node, bound)
+                _bind_imports(module, event.node, module.bound if body.name == MODULE else unit.imports)
     for event in functions[0].events:
         if event.act is Act.ASSIGN and isinstance(event.node, ast.Name) and event.value is not None:
             _bind_value(module, event.node.id, event.value)
 
 
-def _names_set(statement: ast.stmt) -> Iterator[str]:
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
-    yield from (target.id for target in targets if isinstance(target, ast.Name))
-
-
-def _unit(module: Module, body: Body) -> CodeUnit:
+def _unit_of(module: Module, body: Body) -> CodeUnit:
     """Returns a function, the decorators of a class, or a module's own code as a unit."""
     node = body.node
     unit = CodeUnit(module, body.name, body, isinstance(node, ast.ClassDef), body.owner)
@@ -447,26 +457,20 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
+    """One file of a codebase."""
+
     file: Path
     path: str  #: Its path below the folder, with forward slashes.
 
 
-@dataclasses.dataclass(frozen=True)
-class Unread:
-    path: str
-    line: int  #: The line of a mistake in it; 0 for none.
-    rule: str
-    why: str  #: What is wrong with it, without a full stop.
-
-
-def find_sources(root: Path) -> tuple[list[Source], list[Unread]]:
-    unread: list[Unread] = []
-    files = iter([(root, root.name)]) if root.is_file() else _walk(root, unread)
-    return [Source(file, name) for file, name in files], unread
-
-
-def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
-    """Yields the Python files below a folder. A linked folder is entered once; a loop of links goes into `unread`."""
+def find_sources(root: Path) -> tuple[list[Source], list[ScanFinding]]:
+    """Returns the Python files of a folder, or a file alone, and what of it cannot be entered or opened. A linked
+    folder is entered once; a loop of links is a finding.
+    """
+    if root.is_file():
+        return [Source(root, root.name)], []
+    sources: list[Source] = []
+    unread: list[ScanFinding] = []
     entered = {os.path.realpath(root)}
     pending = [root]
     while pending:
@@ -474,30 +478,29 @@ def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            unread.append(Unread(_below(root, folder), 0, "PS906", f"It cannot be opened: {error.strerror}"))
+            below = folder.relative_to(root).as_posix()
+            unread.append(ScanFinding("PS906", below, 0, "", f"It cannot be opened: {error.strerror}"))
             continue
         for entry in entries:
-            path = Path(entry.path)
+            path, below = Path(entry.path), Path(entry.path).relative_to(root).as_posix()
             if _is_loop(path):
-                unread.append(Unread(_below(root, path), 0, "PS905", "It is a link that leads back to itself"))
+                unread.append(ScanFinding("PS905", below, 0, "", "It is a link that leads back to itself"))
             elif entry.is_dir() and not entry.name.startswith(".") and entry.name not in _NOT_ENTERED:
                 real, top = os.path.realpath(path), Path(os.path.realpath(root))
                 if entry.is_symlink() and top.is_relative_to(real):
-                    unread.append(Unread(_below(root, path), 0, "PS905", "It is a link to a folder that it lies in"))
+                    unread.append(ScanFinding("PS905", below, 0, "", "It is a link to a folder that it lies in"))
                 elif entry.is_symlink() and not Path(real).is_relative_to(top):
-                    unread.append(Unread(_below(root, path), 0, "PS905", "It is a link out of the folder"))
+                    unread.append(ScanFinding("PS905", below, 0, "", "It is a link out of the folder"))
                 elif real not in entered:
                     entered.add(real)
                     pending.append(path)
             elif entry.name.endswith(".py"):
-                yield path, _below(root, path)
-
-
-def _below(root: Path, path: Path) -> str:
-    return path.relative_to(root).as_posix()
+                sources.append(Source(path, below))
+    return sources, unread
 
 
 def _is_loop(path: Path) -> bool:
+    """Returns whether a path is a link that leads back to itself; a link to nothing is none."""
     try:
         path.stat()
     except OSError as error:

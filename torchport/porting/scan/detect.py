@@ -1,4 +1,4 @@
-"""The findings of one function, before anybody asks what leads to it.
+"""The findings of one function, whatever leads to it.
 
 Each detector looks at one event. A context is the function, with what its names mean and which of them are tensors, as
 far as its source shows it. What is not known is no tensor: a finding that is wrong costs more than one that a trace
@@ -14,7 +14,10 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from torchport.errors import UnreadableError
 from torchport.porting.scan.codebase import Codebase, CodeUnit
@@ -28,12 +31,18 @@ _BUILDERS = {
     "__post_init__",
 }  # fmt: skip
 _LONGEST = 90
+NAMES = Path(__file__).with_name("names.yaml")
+_NAMES: dict[str, frozenset[str]] = {
+    key: frozenset(names) for key, names in yaml.safe_load(NAMES.read_text(encoding="utf-8")).items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
+    """A finding in a function, with the conditions that it stands under."""
+
     unit: CodeUnit
-    kind: str
+    kind: str  #: Of `RULES`, such as `branch`.
     line: int
     text: str
     conditions: Conditions
@@ -44,6 +53,7 @@ class Site:
 
 
 def text_of(node: ast.AST) -> str:
+    """Returns a node's source in one line of at most 90 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -57,17 +67,19 @@ class FunctionContext:
         self.heads = unit.heads
         self.at_import = unit.name == MODULE
         self.builds = unit.name.rpartition(".")[2] in _BUILDERS
-        self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.meant(unit, chain_of(node)))
+        self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.resolve(unit, chain_of(node)))
         self.tensors = Tensors(self, body)
         self._body = body
 
-    def full(self, node: ast.AST) -> str:
-        """Returns the name in full of a chain of names; empty for none. Local names hide those of the module."""
+    def full_name(self, node: ast.AST) -> str:
+        """Returns the full name of a chain of names, such as `torch.nn.Linear` for `nn.Linear`; empty where nothing
+        that is known binds it. Local names hide those of the module.
+        """
         head = head_of(node)
         if not head or head not in self.heads:
             return ""
         hidden = not self.at_import and head in self.tensors.kinds and head not in self.unit.imports
-        return "" if hidden else self.codebase.meant(self.unit, chain_of(node))
+        return "" if hidden else self.codebase.resolve(self.unit, chain_of(node))
 
     def returned(self, name: str) -> ast.expr | None:
         """Returns the annotation of what a function of the codebase returns."""
@@ -75,70 +87,41 @@ class FunctionContext:
         return known.returns if isinstance(known, CodeUnit) else None
 
     @functools.cached_property
-    def asks_for_autocast(self) -> set[ast.AST]:
+    def arguments_of_autocast(self) -> set[ast.AST]:
+        """The arguments of all calls of autocast and the like, such as the "cuda" of `autocast("cuda")`."""
         calls: list[Any] = [event.node for event in self._body.by_act[Act.CALL]]
-        asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in _ASKING]
+        asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in _AUTOCASTS]
         return {node for call in asking for node in (*call.args, *(keyword.value for keyword in call.keywords))}
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
+        """Returns a finding at an event of this function."""
         line, conditions = getattr(event.node, "lineno", 1), self.terms.conditions(event.guards)
         return Site(self.unit, kind, line, text_of(event.node), conditions, uses, if_none, sure)
 
 
-_ASKING = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
-KERNELS = {
-    "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention",
-    "sageattn", "sageattn3", "triton", "apex", "bitsandbytes", "natten", "flex_block_attn", "spas_sage_attn",
-    "transformer_engine", "mamba_ssm", "causal_conv1d", "cupy", "pycuda", "tensorrt", "block_sparse_attn",
-    "flashinfer", "liger_kernel", "sgl_kernel", "magi_attention",
-}  # fmt: skip
-"""Packages of GPU kernels."""
+_AUTOCASTS = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
+KERNELS = _NAMES["gpu_kernels"]
 _FLEX = "torch.nn.attention.flex_attention"
-_ANSWERED = {
-    "is_available", "device_count", "empty_cache", "manual_seed", "manual_seed_all", "memory_allocated",
-    "memory_reserved", "max_memory_allocated", "max_memory_reserved", "is_initialized", "is_bf16_supported", "seed",
-    "seed_all", "amp",
-}  # fmt: skip
-"""What torch.cuda answers without CUDA."""
-_WITHOUT_GROUP = {
-    "is_initialized", "is_available", "is_nccl_available", "is_torchelastic_launched", "ProcessGroup", "ReduceOp",
-}  # fmt: skip
+_ANSWERED = _NAMES["cuda_answers"]
+_WITHOUT_GROUP = _NAMES["without_group"]
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "deepspeed.", "torch.distributed.")
-MAKES_GROUP = {"init_process_group", "init_device_mesh", "new_group", "new_subgroups", "DeviceMesh"}
-"""What makes a process group; what asks one comes after it."""
-_FACTORIES = {
-    "arange", "linspace", "logspace", "tensor", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "randint",
-    "randperm", "normal", "Tensor", "FloatTensor", "LongTensor", "tril_indices", "triu_indices", "hann_window",
-    "range",
-}  # fmt: skip
+MAKES_GROUP = _NAMES["makes_group"]
+_FACTORIES = _NAMES["factories"]
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
 _BACKENDS = {"torch.nn.attention.sdpa_kernel", "torch.backends.cuda.sdp_kernel"}
 """What allows only some kernels of attention."""
-_COMPILES = {
-    "torch.compile", "torch.jit.script", "torch.jit.trace", "torch.jit.script_method",
-    "torch.jit.script_if_tracing", "torch.compiler.disable", "torch.compiler.allow_in_graph",
-    "torch._dynamo.disable", "torch._dynamo.optimize", "torch._dynamo.allow_in_graph", "torch.jit.freeze",
-    "torch.jit.load", "torch.jit.trace_module", "torch.compiler.compile",
-}  # fmt: skip
-_FLOAT64 = {"torch.float64", "torch.double", "torch.DoubleTensor"}
-_COMPLEX = {
-    "torch.view_as_complex", "torch.view_as_real", "torch.polar", "torch.complex", "torch.complex64",
-    "torch.complex128", "torch.cfloat",
-}  # fmt: skip
-_BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive", "bincount"}
+_COMPILES = _NAMES["compilers"]
+_FLOAT64 = _NAMES["float64"]
+_COMPLEX = _NAMES["complex"]
+_BY_VALUES_METHODS = _NAMES["by_values"]
 BY_VALUES = {f"torch.{name}" for name in (*_BY_VALUES_METHODS, "unique")}
-DIFFERING = {
-    "torch.allclose", "torch.ctc_loss", "torch.equal", "torch.linalg.ldl_solve", "torch.linalg.matrix_exp",
-    "torch.matrix_exp", "torch.nn.functional.ctc_loss", "torch.special.airy_ai",
-}  # fmt: skip
-"""Beside those, what the engine's table has as differing for all of its arguments."""
-_NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
+DIFFERING = _NAMES["differing"]
+_NOT_INPLACE = _NAMES["not_in_place"]
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
-_FEATURES = {"d", "dim", "c", "channels", "head_dim", "hidden_size", "features", "embed_dim", "self.head_dim"}
-"""Sizes of what is no position."""
-_MADE = {"zeros", "ones", "full", "empty", "eye", "tri", "new_zeros", "new_ones", "new_full"}
+_FEATURES = _NAMES["features"]
+_MADE = _NAMES["makes_mask"]
 
 
 Detector = Callable[[FunctionContext, Event], Iterator[Site]]
@@ -146,23 +129,23 @@ Detector = Callable[[FunctionContext, Event], Iterator[Site]]
 
 def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
     """Yields the findings of a function in order, each kind once for a line."""
-    tensors = context.unit.module.uses_torch
-    detectors = _BY_ACT if tensors else _WITHOUT_TORCH
+    uses_torch = context.unit.module.uses_torch
+    detectors = _BY_ACT if uses_torch else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
-    heads = context.heads
     for event in body.events:
-        if event.act is Act.CHAIN and head_of(event.node) not in heads:
+        if event.act is Act.CHAIN and head_of(event.node) not in context.heads:  # a local name, as most are
             continue
         for detector in detectors.get(event.act, ()):
             for site in detector(context, event):
                 if (site.kind, site.line) not in seen:
                     seen.add((site.kind, site.line))
                     yield site
-        if tensors and event.act in (Act.ASSIGN, Act.ENTER):
+        if uses_torch and event.act in (Act.ASSIGN, Act.ENTER):
             context.tensors.follow(event)
 
 
 def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields imports of packages of GPU kernels."""
     node = event.node
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -173,24 +156,27 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def is_autocast(name: str) -> bool:
+    """Returns whether a full name is one of autocast's, such as `torch.autocast` or `torch.cuda.amp.autocast`."""
     return name.startswith("torch.") and name.rpartition(".")[2] in ("autocast", "custom_fwd")
 
 
 def is_kernel(name: str) -> bool:
+    """Returns whether a full name is of a package of GPU kernels, or of torch's flex attention."""
     return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 
 def _kind_of_name(context: FunctionContext, name: str) -> str:
-    """Returns the kind of finding that a name in full is, read or called; empty for none."""
+    """Returns the kind of finding that a full name is, read or called: `float64` for `torch.double`; empty for none."""
     if is_kernel(name):
-        return "" if context.at_import else "kernel"
+        return "" if context.at_import else "kernel"  # at import the finding is the import itself
     if name in _FLOAT64:
         return "float64"
     return "complex" if name in _COMPLEX or name.startswith("torch.fft.") else ""
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
-    name = context.full(event.node)
+    """Yields names that are read and not called, such as `torch.float64`."""
+    name = context.full_name(event.node)
     kind = _kind_of_name(context, name)
     if kind:
         yield context.site(kind, event, name)
@@ -200,7 +186,8 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields calls that will not port: by their full name, of a method, and `int(x)` or the like of a tensor."""
     if not isinstance(event.node, ast.Call):
         return
-    node, name = event.node, context.full(event.node.func)
+    node = event.node
+    name = context.full_name(event.node.func)
     if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
         kind = _kind_of_call(context, node, name)
         if kind:
@@ -248,22 +235,22 @@ def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
     """Yields calls of methods that will not port, such as `.item()`, `.cuda()`, `.nonzero()`, `.add_()` in a loop."""
     method = func.attr
-    plain = context.full(func).startswith(("numpy.", "math."))
+    plain = context.full_name(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
         yield context.site("item", event, sure=context.tensors.kind(func.value) in ON_DEVICE)
     elif method == "numpy" and not node.args:
         if context.tensors.kind(func.value) in ON_DEVICE:
             yield context.site("item", event)
-    elif method == "cuda" and not context.full(func):
+    elif method == "cuda" and not context.full_name(func):
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
-    elif method == "double" and not node.args and not context.full(func):
+    elif method == "double" and not node.args and not context.full_name(func):
         yield context.site("float64", event)
-    elif method in _BY_VALUES_METHODS and not context.full(func):
+    elif method in _BY_VALUES_METHODS and not context.full_name(func):
         yield context.site("mask-index", event)
     elif (method == "unique" or f"torch.{method}" in DIFFERING) and context.tensors.kind(func.value) in ON_DEVICE:
         yield context.site("mask-index" if method == "unique" else "operator", event)
     in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
-    if event.loop and in_place and not context.builds and not context.full(func):
+    if event.loop and in_place and not context.builds and not context.full_name(func):
         yield context.site("inplace-loop", event)
 
 
@@ -308,7 +295,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a `with` or decorator of autocast, of the kernels of attention, of a compiler, or of a kernel package."""
-    name = context.full(event.node.func if isinstance(event.node, ast.Call) else event.node)
+    name = context.full_name(event.node.func if isinstance(event.node, ast.Call) else event.node)
     if is_autocast(name):
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
@@ -321,7 +308,7 @@ def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a string such as "cuda:0", unless it is an argument of autocast."""
-    if event.node in context.asks_for_autocast:
+    if event.node in context.arguments_of_autocast:
         return
     text = ast.unparse(event.node).strip("'\"f")
     if text == "cuda" or text.startswith("cuda:"):
@@ -337,15 +324,18 @@ def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
     elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
         pair = node.left, node.comparators[0]
     elif isinstance(node, ast.Call):
-        last = context.full(node.func).rpartition(".")[2]
+        last = context.full_name(node.func).rpartition(".")[2]
         if not last and isinstance(node.func, ast.Attribute):
             last = node.func.attr
         if last in ("logical_and", "logical_or") and len(node.args) == 2:
             pair = node.args[0], node.args[1]
         elif last in _MADE and _is_square(node, last):
             yield context.site("square-mask", event)
-    if pair is not None and _are_all_pairs(context, *pair):
-        yield context.site("square-mask", event)
+    if pair is not None:
+        # Two sides that are one tensor with a new dim each, at another place: all pairs are combined.
+        (tensor, place), (other_tensor, other_place) = (_added_dim(context, side) for side in pair)
+        if place != other_place and tensor == other_tensor != "":
+            yield context.site("square-mask", event)
 
 
 def _is_square(node: ast.Call, name: str) -> bool:
@@ -360,13 +350,8 @@ def _is_square(node: ast.Call, name: str) -> bool:
 
 
 def _is_small(node: ast.expr) -> bool:
+    """Returns whether a size is a number, and so no count of positions."""
     return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
-
-
-def _are_all_pairs(context: FunctionContext, left: ast.expr, right: ast.expr) -> bool:
-    """Returns whether two sides are one tensor with a new dim each, at another place: all pairs are combined."""
-    first, other = _added_dim(context, left), _added_dim(context, right)
-    return first[1] != other[1] and first[0] == other[0] and bool(first[0])
 
 
 def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
@@ -387,7 +372,7 @@ def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tupl
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr in ("unsqueeze", "transpose"):
             return ast.unparse(func.value), ast.unparse(node)
-        if context.full(func) == "einops.rearrange" and len(node.args) > 1:
+        if context.full_name(func) == "einops.rearrange" and len(node.args) > 1:
             inside = _added_dim(context, node.args[0], depth + 1)
             return (inside[0] or ast.unparse(node.args[0])), ast.unparse(node.args[1])
     return "", ""
@@ -409,6 +394,8 @@ _WITHOUT_TORCH: dict[Act, tuple[Detector, ...]] = {Act.IMPORT: (_imports,), Act.
 
 
 class Kind(enum.Enum):
+    """What the value of an expression is."""
+
     UNKNOWN = enum.auto()
     TENSOR = enum.auto()
     MASK = enum.auto()  #: A tensor of booleans.
@@ -417,45 +404,19 @@ class Kind(enum.Enum):
 
 
 ON_DEVICE = (Kind.TENSOR, Kind.MASK)
-_TENSOR_NAMES = {
-    "Tensor", "LongTensor", "FloatTensor", "BoolTensor", "IntTensor", "HalfTensor", "BFloat16Tensor", "tensor",
-}  # fmt: skip
-_PLAIN_ATTRIBUTES = {
-    "shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "names", "itemsize", "nbytes",
-}  # fmt: skip
-_TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
-_PLAIN_METHODS = {
-    "size", "dim", "numel", "stride", "element_size", "is_contiguous", "data_ptr", "get_device",
-    "is_floating_point", "is_complex", "item", "tolist", "numpy", "type", "nelement", "ndimension",
-    "storage_offset",
-}  # fmt: skip
-_MASKS = {
-    "eq", "ne", "gt", "ge", "lt", "le", "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or",
-}  # fmt: skip
-_ONLY_TENSORS = {
-    "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "permute", "contiguous", "detach", "float",
-    "half", "bool", "long", "bfloat16", "chunk", "unbind", "type_as", "masked_fill", "new_zeros", "new_ones",
-    "softmax", "cpu", "cuda", "nonzero", "flatten", "clamp", "requires_grad_", "unflatten", "masked_select",
-    "narrow", "sigmoid",
-}  # fmt: skip
-_PLAIN_FUNCTIONS = {
-    "is_tensor", "is_floating_point", "is_complex", "numel", "get_default_dtype", "device", "Size", "Generator",
-    "finfo", "iinfo", "is_grad_enabled", "no_grad", "inference_mode", "autocast", "enable_grad", "compile", "load",
-    "save", "manual_seed", "is_autocast_enabled", "set_default_dtype", "get_autocast_dtype", "set_grad_enabled",
-    "dtype", "initial_seed", "seed", "get_num_threads", "set_num_threads", "typename", "is_inference_mode_enabled",
-    "get_rng_state", "Stream", "get_autocast_gpu_dtype", "can_cast", "result_type", "promote_types",
-    "broadcast_shapes", "device_count",
-}  # fmt: skip
+_TENSOR_NAMES = _NAMES["tensor_types"]
+_PLAIN_ATTRIBUTES = _NAMES["plain_attributes"]
+_TENSOR_ATTRIBUTES = _NAMES["tensor_attributes"]
+_PLAIN_METHODS = _NAMES["plain_methods"]
+_MASKS = _NAMES["masks"]
+_ONLY_TENSORS = _NAMES["tensor_methods"]
+_PLAIN_FUNCTIONS = _NAMES["plain_functions"]
 _NUMBERS = re.compile(
     r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
     r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
-_PLAIN_MODULES = (
-    "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
-    "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
-    "torch.hub.", "torch.onnx.", "torch.multiprocessing.", "torch.library.", "torch.accelerator.",
-)  # fmt: skip
+_PLAIN_MODULES = tuple(_NAMES["plain_modules"])
 _HANDED_THROUGH = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
 
 
@@ -497,6 +458,7 @@ class Tensors:
             self.kinds[parameter.name] = kind
 
     def follow(self, event: Event) -> None:
+        """Notes what an assignment or the parameters of a nested function make tensors."""
         if event.act is Act.ENTER and isinstance(event.node, Function):
             self._enter(event.node, False)
         elif event.act is Act.ASSIGN and event.value is not None:
@@ -518,8 +480,12 @@ class Tensors:
     def _unpack(self, targets: list[ast.expr], value: ast.expr, loops_over: bool) -> None:
         """Notes the kind of value that each target of `a, b = ...` or `for a, b in ...` gets."""
         called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-        parts = self._parts_returned(value) if not loops_over else []
         values: list[ast.expr] = [value] * len(targets)
+        annotations: list[ast.expr] = []  # of the parts of a tuple that a function of the codebase returns
+        if not loops_over and isinstance(value, ast.Call):
+            returned = self._context.returned(self._context.full_name(value.func))
+            if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
+                annotations = returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
         if not loops_over and isinstance(value, (ast.Tuple, ast.List)):
             values[: len(value.elts)] = value.elts[: len(targets)]
         elif loops_over and isinstance(value, ast.Call) and called == "zip":
@@ -527,16 +493,10 @@ class Tensors:
         elif loops_over and isinstance(value, ast.Call) and called == "enumerate" and value.args:
             values = [ast.Constant(0), *[value.args[0]] * (len(targets) - 1)]
         for number, target in enumerate(targets):
-            if len(parts) == len(targets) and isinstance(target, ast.Name):
-                self.kinds[target.id] = Kind.TENSOR if _names_tensor(parts[number]) else Kind.PLAIN
+            if len(annotations) == len(targets) and isinstance(target, ast.Name):
+                self.kinds[target.id] = Kind.TENSOR if _names_tensor(annotations[number]) else Kind.PLAIN
             else:
                 self._bind(target, values[number], loops_over)
-
-    def _parts_returned(self, value: ast.expr) -> list[ast.expr]:
-        returned = self._context.returned(self._context.full(value.func)) if isinstance(value, ast.Call) else None
-        if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
-            return returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
-        return []
 
     def is_tensor(self, node: ast.expr) -> bool:
         """Returns whether an expression is a tensor of the device, and no list or dictionary of tensors."""
@@ -559,10 +519,6 @@ class Tensors:
             return self._comparison(node)
         if isinstance(node, ast.UnaryOp):
             return Kind.PLAIN if isinstance(node.op, ast.Not) else self.kind(node.operand)
-        return self._compound(node)
-
-    def _compound(self, node: ast.expr) -> Kind:
-        """Returns the kind of an operator's, tuple's, list's, choice's or comprehension's value, by its parts."""
         if isinstance(node, ast.BinOp):
             kind = _joint_kind([self.kind(node.left), self.kind(node.right)])
             bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
@@ -578,6 +534,7 @@ class Tensors:
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
     def _attribute(self, node: ast.Attribute) -> Kind:
+        """Returns the kind of an attribute: a size is plain, `x.T` is as `x`, a buffer of `self` is a tensor."""
         if node.attr in _PLAIN_ATTRIBUTES:
             return Kind.PLAIN
         if node.attr in _TENSOR_ATTRIBUTES:
@@ -599,7 +556,7 @@ class Tensors:
 
     def _call(self, node: ast.Call) -> Kind:
         """Returns the kind of value that a call returns, by its full name, its annotation or its first argument."""
-        name = self._context.full(node.func)
+        name = self._context.full_name(node.func)
         if name.startswith("torch."):
             return _kind_of_torch_call(name, node, self)
         returned = self._context.returned(name)
@@ -615,7 +572,8 @@ class Tensors:
 
     def _method(self, node: ast.Call, func: ast.Attribute) -> Kind:
         """Returns what a method of an object returns; a call of a submodule with a tensor returns a tensor."""
-        kind, method = self.kind(func.value), func.attr
+        kind = self.kind(func.value)
+        method = func.attr
         if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
             if method in _PLAIN_METHODS:
                 return Kind.PLAIN
@@ -624,10 +582,8 @@ class Tensors:
             stays = kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
             return Kind.MASK if stays or method in (*_MASKS, "bool") else Kind.TENSOR
         given = [self.kind(argument) for argument in node.args]
-        on_self = isinstance(func.value, ast.Name) and func.value.id == self._self
-        if on_self and any(name in ON_DEVICE for name in given):  # a submodule over a tensor
-            return Kind.TENSOR
-        return Kind.UNKNOWN
+        on_self = isinstance(func.value, ast.Name) and func.value.id == self._self  # it may be a submodule
+        return Kind.TENSOR if on_self and any(kind in ON_DEVICE for kind in given) else Kind.UNKNOWN
 
 
 def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
@@ -647,6 +603,7 @@ def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
 
 
 def _joint_kind(kinds: list[Kind]) -> Kind:
+    """Returns the kind of a value that is made of several: a tensor if one is a tensor, plain if all are plain."""
     for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
         if kind in kinds and (kind is not Kind.PLAIN or all(kind is Kind.PLAIN for kind in kinds)):
             return kind

@@ -51,6 +51,8 @@ _OPS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Called:
+    """A call."""
+
     line: int
     conditions: Conditions
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
@@ -75,10 +77,12 @@ class Read:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Imported:
+    """An import statement."""
+
     line: int
     conditions: Conditions
-    modules: tuple[str, ...]
-    packages: tuple[str, ...]
+    modules: tuple[str, ...]  #: The full names of the modules that it may run.
+    packages: tuple[str, ...]  #: Their top-level packages; none for a relative import.
     aliases: tuple[tuple[str, str, int], ...]  #: Of `from m import name`: the name, what it is in full, the line.
     always: bool  #: Without conditions.
 
@@ -106,12 +110,12 @@ class Facts:
 class Terms:
     """Turns the expressions of a function into terms."""
 
-    def __init__(self, parameters: Iterable[str], first: str, full: Callable[[ast.AST], str]) -> None:
+    def __init__(self, parameters: Iterable[str], first: str, full_name: Callable[[ast.AST], str]) -> None:
         self._parameters = frozenset(parameters)
-        self._first = first
-        self._full = full
-        self._conditions: dict[Guards, Conditions] = {(): ()}
-        self._last: tuple[Guards, Conditions] = (), ()
+        self._first = first  # the name of a method's first argument
+        self._full_name = full_name
+        self._conditions: dict[Guards, Conditions] = {(): ()}  # a cache
+        self._last: tuple[Guards, Conditions] = (), ()  # the last answer: most events have the conditions of the last
 
     def conditions(self, guards: Guards) -> Conditions:
         """Returns the conditions of an event as terms, without those that always hold."""
@@ -138,7 +142,12 @@ class Terms:
             known = node.id in self._parameters or node.id == "__name__"
             return _with_assumption(("name", node.id) if known else None, node.id)
         if isinstance(node, ast.Attribute):
-            return self._attribute(node)
+            if node.attr == "training":
+                return ("training",)
+            if node.attr == "TYPE_CHECKING":
+                return "const", False
+            on_self = isinstance(node.value, ast.Name) and node.value.id == self._first and bool(self._first)
+            return _with_assumption(("self", node.attr) if on_self else None, node.attr, self._full_name(node))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.term(node.operand)
             return inner and ("not", inner)
@@ -146,31 +155,24 @@ class Terms:
             parts = tuple(map(self.term, node.values))
             return ("or" if isinstance(node.op, ast.Or) else "and", *parts) if any(parts) else None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._comparison(node, node.comparators[0], _OPS.get(type(node.ops[0]), ""))
+            return self._comparison(node.left, _OPS.get(type(node.ops[0]), ""), node.comparators[0])
         return self._call(node) if isinstance(node, ast.Call) else None
 
-    def _attribute(self, node: ast.Attribute) -> Term:
-        """Returns the term of a condition for an attribute: a known constant, `self.name`, or unknown."""
-        if node.attr == "training":
-            return ("training",)
-        if node.attr == "TYPE_CHECKING":
-            return "const", False
-        on_self = isinstance(node.value, ast.Name) and node.value.id == self._first and bool(self._first)
-        return _with_assumption(("self", node.attr) if on_self else None, node.attr, self._full(node))
-
-    def _comparison(self, node: ast.Compare, right: ast.expr, op: str) -> Term:
+    def _comparison(self, left: ast.expr, op: str, right: ast.expr) -> Term:
         """Returns a comparison as a term; `device == "cuda"` has an assumed value where there is no CUDA."""
-        left, other = self.term(node.left), self.term(right)
-        compared = (op, left, other) if op and left is not None and other is not None else None
-        cuda = names_cuda(right) or names_cuda(node.left)
-        asked = chain_of(node.left if names_cuda(right) else right)[-1:] if cuda else ()
+        sides = self.term(left), self.term(right)
+        compared = (op, *sides) if op and None not in sides else None
+        names_device = names_cuda(right) or names_cuda(left)
+        asked = chain_of(left if names_cuda(right) else right)[-1:] if names_device else ()
         if set(asked) & _DEVICES and op in ("==", "!="):
             return "else", compared, "cuda", op == "!="
         return compared
 
     def _call(self, node: ast.Call) -> Term:
-        """Returns the term of a condition for a call: a constant, or a known function; torch's are unknown."""
-        name = self._full(node.func)
+        """Returns the term of a call in a condition: what `is_grad_enabled()` is in an inference, or a function of the
+        codebase, whose answer may be known later; torch's other functions are unknown.
+        """
+        name = self._full_name(node.func)
         if name in _FALSE_ALONE:
             return "const", False
         last = chain_of(node.func)[-1:]
@@ -186,6 +188,7 @@ def _with_assumption(term: Term, last: str, name: str = "") -> Term:
 
 @functools.cache
 def _assumed_by_name(last: str) -> tuple[str, Any] | None:
+    """Returns what is assumed of a name by its words: that `sp_size` is 1 without a process group."""
     return next((value for words, value in _WORDS if words.search(last.lower())), None)
 
 

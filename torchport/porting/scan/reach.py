@@ -1,6 +1,6 @@
 """What an entry leads to: calls, constructors, imports, properties and functions that are handed on.
 
-What is followed are the facts of functions, which are gathered here from their events.
+What is followed are the facts of functions, which are made here from their events.
 
 A method of an object whose class the source does not show is looked up in all classes that are made on the way, and a
 network that is made is also called. Conditions that constants of the source decide close a way.
@@ -34,34 +34,45 @@ _NOT_NONE: Any = object()
 """Some value, and not None."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Closed:
-    """What never runs, because patches replace it or decide its conditions."""
+@dataclasses.dataclass
+class Patches:
+    """What the patches for a codebase change. What they replace never runs."""
 
-    units: frozenset[CodeUnit] = frozenset()
-    #: Lines of a function that no longer run, first and last.
-    lines: Mapping[CodeUnit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
-    #: Parameters of networks' `forward` that are always given, and then are not None.
-    given: frozenset[str] = frozenset()
+    by_unit: dict[CodeUnit, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: Those that rewrite lines of a function: first line, last line, and the id.
+    by_lines: dict[CodeUnit, list[tuple[int, int, str]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: Those of names outside of the codebase, such as `torch.cuda.set_device`.
+    by_name: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: The absent packages that are stubbed, with the modules that may import the stub.
+    stubs: dict[str, list[tuple[str, frozenset[str]]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: The parameters of networks' `forward` that families always give, and that then are not None; with the families.
+    given: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def has(self, unit: CodeUnit, line: int) -> bool:
-        return unit in self.units or any(first <= line <= last for first, last in self.lines.get(unit, ()))
+    def at(self, unit: CodeUnit, line: int) -> list[str]:
+        """Returns the ids of the patches that replace a function, or a line of it."""
+        rewrites = [id for first, last, id in self.by_lines.get(unit, ()) if first <= line <= last]
+        return self.by_unit.get(unit, []) + rewrites
 
 
 class Reached:
     """What runs when some functions are called: all that they lead to, each with the constants that its calls pass.
-    `without` is what is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
+
+    Args:
+        patches: What they replace does not run.
+        trains: Whether networks are in training.
+        without: What is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
     """
 
     def __init__(
-        self, codebase: Codebase, closed: Closed | None = None, trains: bool = False, without: str = ""
+        self, codebase: Codebase, patches: Patches | None = None, trains: bool = False, without: str = ""
     ) -> None:
         self._codebase = codebase
-        self._closed = closed or Closed()
-        self._fixed = _Fixed(_attribute_constants(codebase, self._closed.units), trains, without, codebase.definition)
+        self._patches = patches or Patches()
+        attributes = _attribute_constants(codebase, self._patches)
+        self._known_everywhere = _Values({}, attributes, trains, without, codebase.definition)
         self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with what they are called with
         self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
-        self._made: dict[Class, None] = {}
+        self._made: dict[Class, None] = {}  # the classes of which objects are made
         self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # those of the classes above
         # Calls of methods of objects whose class is unknown, by the method's name.
         self._open_calls: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
@@ -78,24 +89,24 @@ class Reached:
             self._import(kind.module.name)
             self._create(kind, None, None)
         while self._pending:
-            self._process(self._pending.popitem()[0])
+            self._follow(self._pending.popitem()[0])
 
     def admit(self, units: Iterable[CodeUnit]) -> None:
         """Notes that functions may be called with any arguments, and follows nothing that they call."""
         for unit in units:
-            if unit not in self._closed.units:
+            if unit not in self._patches.by_unit:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
-    def shows(self, site: Site) -> bool:
-        """Returns whether the place of a finding may run, as one: a parameter of it may have to be None."""
+    def may_run(self, site: Site) -> bool:
+        """Returns whether the place of a finding may run, with None for the parameter that must be None for it."""
         if site.if_none and self._values(site.unit).names.get(site.if_none, _UNKNOWN) is not None:
             return False
         return self.leads_to(site.unit, site.conditions, site.line)
 
     def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int) -> bool:
         """Returns whether a line of a function may run under its conditions."""
-        is_reached = unit in self._arguments and not self._closed.has(unit, line)
-        return is_reached and self._values(unit).open(conditions)
+        is_reached = unit in self._arguments and not self._patches.at(unit, line)
+        return is_reached and self._values(unit).allow(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
         """Returns what is known of a function's parameters: a constant that all calls pass, or that it is not None."""
@@ -103,9 +114,9 @@ class Reached:
         if known is None:
             names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}
             if unit.name.endswith(".forward"):
-                some = self._closed.given & unit.defaults.keys()
-                names |= dict.fromkeys(some - unit.facts.nones, _NOT_NONE)
-            known = self._known[unit] = _Values(names, self._fixed)
+                given = self._patches.given.keys() & unit.defaults.keys()
+                names |= dict.fromkeys(given - unit.facts.nones, _NOT_NONE)
+            known = self._known[unit] = dataclasses.replace(self._known_everywhere, names=names)
         return known
 
     def _import(self, name: str) -> None:
@@ -123,7 +134,7 @@ class Reached:
         """Notes that a function is called, and with which constants; without a `call`, nothing is known of them."""
         if caller is not None:
             self.callers[unit].add((caller, call.line if call is not None else 0))
-        if unit in self._closed.units:
+        if unit in self._patches.by_unit:
             return
         known = self._arguments.get(unit)
         if known is not None and all(value is _UNKNOWN for value in known.values()):
@@ -132,7 +143,9 @@ class Reached:
         if call is not None and caller is not None:
             given = _constants_passed(unit, call, self._values(caller), bound)
         if known is not None:
-            given = {name: value if _equal(value, given[name]) else _UNKNOWN for name, value in known.items()}
+            for name, value in known.items():
+                is_same = type(value) is type(given[name]) and value is not _UNKNOWN and bool(value == given[name])
+                given[name] = value if value is given[name] or is_same else _UNKNOWN
             if all(given[name] is known[name] for name in known):
                 return
         self._arguments[unit] = given
@@ -155,19 +168,22 @@ class Reached:
         for name, unit in methods.items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
-                for asker, call_of_it in list(self._open_calls[name].values()) if name in self._open_calls else ():
-                    self._reach(unit, asker, call_of_it)
+                for open_caller, open_call in list(self._open_calls.get(name, {}).values()):
+                    self._reach(unit, open_caller, open_call)
 
-    def _call_unknown(self, name: str, unit: CodeUnit, call: Called | None) -> None:
+    def _call_in_any_class(self, name: str, unit: CodeUnit, call: Called | None) -> None:
+        """Follows a call of a method where the source does not show the object's class: it may be of any class of
+        which objects are made, before this call or after it.
+        """
         self._open_calls[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
-    def _process(self, unit: CodeUnit) -> None:
+    def _follow(self, unit: CodeUnit) -> None:
         """Follows the imports, calls and names of a function that may run."""
         values = self._values(unit)
         for step in unit.facts.steps:
-            if self._closed.has(unit, step.line) or not values.open(step.conditions):
+            if self._patches.at(unit, step.line) or not values.allow(step.conditions):
                 continue
             if isinstance(step, Imported):
                 for name in step.modules:
@@ -182,52 +198,48 @@ class Reached:
         chain = call.chain
         for name in chain[1:-1]:
             if name in self._properties:
-                self._call_unknown(name, unit, None)
+                self._call_in_any_class(name, unit, None)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.method, inherited=True)
             if method is not None:
                 self._reach(method, unit, call)
         elif not chain:
-            self._call_unknown(call.method, unit, call)
+            self._call_in_any_class(call.method, unit, call)
         elif chain[0] == unit.first and unit.owner is not None:
-            self._call_of_self(unit, unit.owner, chain, call)
+            if len(chain) == 1:  # `cls(...)`
+                self._create(unit.owner, unit, call)
+            elif len(chain) == 2:  # `self.method(...)`
+                self._call_method(unit, unit.owner, chain[1], call)
+            else:  # `self.a.method(...)`
+                self._call_in_any_class(chain[-1], unit, call)
         else:
             self._mention_table(unit, f"{unit.module.name}.{chain[0]}")
             known = bool(call.name) and self._call_of_name(unit, call.name, call)
             if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
-                self._call_unknown(chain[-1], unit, call)
+                self._call_in_any_class(chain[-1], unit, call)
 
     def _call_of_name(self, unit: CodeUnit, name: str, call: Called) -> bool:
         """Follows a call of a full name; returns whether the codebase defines that name."""
         known = self._codebase.definition(name)
-        if isinstance(known, Class):
-            self._create(known, unit, call)
-            return True
         if isinstance(known, CodeUnit):
             bound = known.owner is None or "classmethod" in known.decorators or known.is_static
             self._reach(known, unit, call, bound)
             return True
+        if isinstance(known, Class):
+            self._create(known, unit, call)
+            return True
         above, _, last = name.rpartition(".")
         kind = self._codebase.definition(above) if above else None
-        if isinstance(kind, Class):
-            forward = self._codebase.method(kind, "forward") if last == "apply" else None
-            if forward is not None:
-                self._reach(forward, unit, None)
-            else:
-                self._create(kind, unit, None)
-            return True
-        return False
-
-    def _call_of_self(self, unit: CodeUnit, owner: Class, chain: tuple[str, ...], call: Called) -> None:
-        """Follows `cls(...)`, `self.method(...)` or `self.a.method(...)`."""
-        if len(chain) == 1:  # `cls(...)`
-            self._create(owner, unit, call)
-        elif len(chain) > 2:
-            self._call_unknown(chain[-1], unit, call)
+        if not isinstance(kind, Class):
+            return False
+        forward = self._codebase.method(kind, "forward") if last == "apply" else None  # of an autograd function
+        if forward is not None:
+            self._reach(forward, unit, None)
         else:
-            self._method_of(unit, owner, chain[1], call)
+            self._create(kind, unit, None)
+        return True
 
-    def _method_of(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
+    def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
         """Notes that a class's method may be called, or that of a subclass of which objects are made."""
         method = self._codebase.method(owner, name)
         if method is not None:
@@ -241,44 +253,40 @@ class Reached:
         chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
-                self._method_of(unit, unit.owner, chain[1], None)
+                self._call_method(unit, unit.owner, chain[1], None)
         elif chain:
             self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
         for name in read.attributes:
             if name in self._properties:
-                self._call_unknown(name, unit, None)
+                self._call_in_any_class(name, unit, None)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
+        """Notes that a function hands a definition on: nothing is known of the calls of it."""
         if isinstance(known, Class):
             self._create(known, unit, None)
         elif isinstance(known, CodeUnit):
             self._reach(known, unit, None)
 
     def _mention_table(self, unit: CodeUnit, name: str) -> None:
+        """Hands on all definitions in a list or dictionary of the codebase with this full name, if there is one."""
         for inner in self._codebase.table(name):
             self._hand_on(unit, self._codebase.definition(inner))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fixed:
-    """What is known in all functions: an attribute has a value if the whole codebase assigns it no other."""
-
-    attributes: Mapping[str, Any]
-    trains: bool
-    without: str
-    definition: Callable[[str], CodeUnit | Class | None]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Values:
-    """What is known in one function: a parameter has a value if every call on the way gives it the same."""
+    """What is known in one function, by which its conditions are decided."""
 
-    names: Mapping[str, Any]
-    fixed: _Fixed
+    names: Mapping[str, Any]  #: Its parameters: one has a value if every call on the way gives it the same.
+    attributes: Mapping[str, Any]  #: Those to which the whole codebase assigns one value.
+    trains: bool  #: What `self.training` is.
+    without: str  #: What is not there, `process-group` or `cuda`.
+    definition: Callable[[str], CodeUnit | Class | None]
     depth: int = 0  #: How many functions were asked for their answers on the way.
 
-    def open(self, conditions: Conditions) -> bool:
+    def allow(self, conditions: Conditions) -> bool:
+        """Returns whether code may run that stands under these conditions."""
         return all(self.truth(condition) in (None, wanted) for condition, wanted in conditions)
 
     def truth(self, term: Term) -> bool | None:
@@ -296,43 +304,39 @@ class _Values:
         if kind == "name":
             return "imported" if parts[0] == "__name__" else self.names.get(parts[0], _UNKNOWN)
         if kind == "self":
-            return self.fixed.attributes.get(parts[0], _UNKNOWN)
+            return self.attributes.get(parts[0], _UNKNOWN)
         if kind == "training":
-            return self.fixed.trains
+            return self.trains
         if kind == "else":
             value = self.value(parts[0])
-            return parts[2] if value is _UNKNOWN and parts[1] == self.fixed.without else value
+            return parts[2] if value is _UNKNOWN and parts[1] == self.without else value
         if kind == "call":
-            if not self.fixed.without or self.depth >= _DEPTH:
+            if not self.without or self.depth >= _DEPTH:
                 return _UNKNOWN
-            known = self.fixed.definition(parts[0])  # it may only look something up
+            known = self.definition(parts[0])  # it may only look something up
             answer = known.facts.answer if isinstance(known, CodeUnit) else None
-            return _Values({}, self.fixed, self.depth + 1).value(answer)
+            return dataclasses.replace(self, names={}, depth=self.depth + 1).value(answer)
         return self._operator_value(kind, parts)
 
-    def _operator_value(self, kind: str, parts: list[Term]) -> Any:
-        """Returns the value of `not`, `and`, `or` or a comparison; unknown if the parts do not decide it."""
-        if kind == "not":
-            value = self.truth(parts[0])
+    def _operator_value(self, op: str, operands: list[Term]) -> Any:
+        """Returns the value of `not`, `and`, `or` or a comparison; `_UNKNOWN` if the operands do not decide it."""
+        if op == "not":
+            value = self.truth(operands[0])
             return _UNKNOWN if value is None else not value
-        if kind in ("and", "or"):
-            values = [self.truth(part) for part in parts]
-            if (kind == "or") in values:
-                return kind == "or"
-            return _UNKNOWN if None in values else kind == "and"
-        return _compared(kind, self.value(parts[0]), self.value(parts[1]))
-
-
-def _compared(op: str, left: Any, right: Any) -> Any:
-    """Returns whether a comparison holds; `_UNKNOWN` if what is known of its sides does not decide it."""
-    if left is _NOT_NONE and right is None and op in ("is", "is not"):
-        return op == "is not"
-    if any(side is _UNKNOWN or side is _NOT_NONE for side in (left, right)):
-        return _UNKNOWN
-    try:
-        return _ORDER[op](left, right)
-    except TypeError:
-        return _UNKNOWN
+        if op in ("and", "or"):
+            values = [self.truth(operand) for operand in operands]
+            if (op == "or") in values:
+                return op == "or"
+            return _UNKNOWN if None in values else op == "and"
+        left, right = map(self.value, operands)
+        if left is _NOT_NONE and right is None and op in ("is", "is not"):
+            return op == "is not"
+        if any(side is _UNKNOWN or side is _NOT_NONE for side in (left, right)):
+            return _UNKNOWN
+        try:
+            return _ORDER[op](left, right)
+        except TypeError:
+            return _UNKNOWN
 
 
 _ORDER: dict[str, Callable[[Any, Any], Any]] = {
@@ -341,12 +345,13 @@ _ORDER: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _equal(value: Any, other: Any) -> bool:
-    return value is other or (type(value) is type(other) and value is not _UNKNOWN and bool(value == other))
-
-
 def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
-    """Returns the value of each parameter in a call; `_UNKNOWN` where the source does not show it."""
+    """Returns the value of each parameter of a function in a call; `_UNKNOWN` where the source does not show it.
+
+    Args:
+        values: What is known in the caller.
+        bound: Whether a method's first argument is not written, as in `x.method()`; it is in `Class.method(x)`.
+    """
     names = unit.parameters
     method = unit.owner is not None and bound and not unit.is_static
     defaults = {} if call.starred else {name: term[1] for name, term in unit.defaults.items() if term is not None}
@@ -355,15 +360,17 @@ def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool
     return result | {name: values.value(term) for name, term in call.keywords if name in result}
 
 
-def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dict[str, Any]:
-    """Returns the attributes that the whole codebase sets to the same boolean, and never to anything else."""
+def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]:
+    """Returns the attributes that the whole codebase sets to the same boolean, and never to anything else. What is
+    patched sets nothing.
+    """
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
         for kind in module.classes.values():
             for name in kind.variables:
                 values[name].add(_UNKNOWN)
     for unit in codebase.units:
-        for name, term in unit.facts.attributes if unit not in closed else ():
+        for name, term in unit.facts.attributes if unit not in patches.by_unit else ():
             values[name].add(term[1] if term is not None and isinstance(term[1], bool) else _UNKNOWN)
     return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and _UNKNOWN not in some}
 
@@ -376,29 +383,32 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
         methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
     makers = [unit for unit in mine if "classmethod" in unit.decorators]
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
-    classes, init = [kind], codebase.method(kind, "__init__")
-    others = [other for module in codebase.modules.values() for other in module.classes.values()]
+    classes = [kind]
+    init = codebase.method(kind, "__init__")
+    known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]
     for name in _annotated_names(codebase, init) if init is not None else ():
-        known = codebase.definition(name)
-        if isinstance(known, Class):
-            classes += [known, *(other for other in others if known.dotted in codebase.bases(other))]
+        component = codebase.definition(name)
+        if isinstance(component, Class):
+            classes += [component, *(other for other in known_classes if component.dotted in codebase.bases(other))]
     return methods, classes
 
 
 def _annotated_names(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
-    node = codebase.written(unit).node
+    """Yields the full names in the annotations of a function's parameters, such as `pkg.models.Network`."""
+    node = codebase.body(unit).node
     for parameter in parameters(node) if isinstance(node, Function) else ():
         annotation = parameter.argument.annotation if parameter.kind not in STARRED else None
         for part in ast.walk(annotation) if annotation else ():
-            name = codebase.meant(unit, chain_of(part))
+            name = codebase.resolve(unit, chain_of(part))
             if name:
                 yield name
 
 
-def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
+def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
     """Returns the facts of a function, which are kept when its syntax tree is dropped."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
-    heads, others = unit.heads, {unit.first, *unit.module.tables}
+    heads = unit.heads
+    others = {unit.first, *unit.module.tables}
     steps: dict[Any, Called | Read | Imported] = {}
     attributes: dict[tuple[str, Term], None] = {}
     bound: set[str] = set()
@@ -408,15 +418,15 @@ def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
         if event.act is Act.CHAIN:
             if type(node) is ast.Name and node.id not in heads and node.id not in others:
                 continue
-            read = _read(codebase, unit, event, terms) if node not in skipped else None
+            read = _read_of(codebase, unit, event, terms) if node not in skipped else None
             if read is not None:
                 steps.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
         elif event.act is Act.CALL:
-            call = _call(codebase, unit, event, terms) if node not in skipped else None
+            call = _call_of(codebase, unit, event, terms) if node not in skipped else None
             if call is not None:
                 steps[event] = call
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            steps[event] = _imported(unit, event, node, terms)
+            steps[event] = _import_of(unit, event, node, terms)
         elif event.act is Act.ASSIGN:
             bound |= {node.id} if isinstance(node, ast.Name) else names_in(node)
             value = terms.term(event.value) if isinstance(event.value, ast.Constant) else None
@@ -426,9 +436,11 @@ def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
                 attributes[node.attr, value] = None
         elif event.act is Act.ENTER and isinstance(node, Function):
             bound |= {name.arg for name in ast.walk(node.args) if isinstance(name, ast.arg)}
+    under = {id(event.guards): event.guards for event in body.events if event.guards}  # many events have the same
+    tests = {guard.test for guards in under.values() for guard in guards}
     return Facts(
         tuple(steps.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
-        tuple(attributes), _tested(body), _returned_alone(body, terms),
+        tuple(attributes), frozenset(name for test in tests for name in names_in(test)), _returned_alone(body, terms),
     )  # fmt: skip
 
 
@@ -439,12 +451,6 @@ def _only_asked_about(body: Body) -> set[ast.AST]:
     return {node for call in asking for argument in call.args[1:] for node in ast.walk(argument)}
 
 
-def _tested(body: Body) -> frozenset[str]:
-    under = {id(event.guards): event.guards for event in body.events if event.guards}
-    tests = {guard.test for guards in under.values() for guard in guards}
-    return frozenset(name for test in tests for name in names_in(test))
-
-
 def _returned_alone(body: Body, terms: Terms) -> Term:
     """Returns the term that a function returns, if it does nothing else; else None."""
     block = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
@@ -453,8 +459,8 @@ def _returned_alone(body: Body, terms: Terms) -> Term:
     return terms.term(does[0].value) if len(does) == 1 and isinstance(does[0], ast.Return) else None
 
 
-def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:
-    """Returns an import statement as an `Imported`."""
+def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:
+    """Returns an import statement as a fact, with the modules that it runs and the names that it binds."""
     conditions = terms.conditions(event.guards)
     if isinstance(node, ast.Import):
         names = tuple(alias.name for alias in node.names)
@@ -467,33 +473,36 @@ def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, t
     return Imported(node.lineno, conditions, modules, packages, aliases, not event.guards)
 
 
-def _call(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
-    """Returns a call as a `Called`; None if it cannot be of a function of the codebase."""
+def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
+    """Returns a call as a fact, with the full name of what is called; None if that cannot be in the codebase."""
     node: Any = event.node
-    chain, method, of_super = chain_of(node.func), "", False
-    name = codebase.meant(unit, chain) if chain else ""
-    if not chain:
+    chain = chain_of(node.func)
+    method = ""
+    of_super = False
+    name = codebase.resolve(unit, chain) if chain else ""
+    if not chain:  # as in `f().method()`, or in `f()()`, which cannot be followed
         if not isinstance(node.func, ast.Attribute):
             return None
-        method, above = node.func.attr, node.func.value
-        of_super = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "super"
+        method = node.func.attr
+        owner = node.func.value
+        of_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
     elif chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
-        outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)
-        if outside or (len(chain) == 1 and not name):
+        is_outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)
+        if is_outside or (len(chain) == 1 and not name):
             return None
-    places = [number for number, argument in enumerate(node.args) if isinstance(argument, ast.Starred)]
-    arguments = tuple(map(terms.term, node.args[: places[0]] if places else node.args))
+    stars = [number for number, argument in enumerate(node.args) if isinstance(argument, ast.Starred)]
+    arguments = tuple(map(terms.term, node.args[: stars[0]] if stars else node.args))
     keywords = tuple((keyword.arg, terms.term(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
-    starred = bool(places) or any(keyword.arg is None for keyword in node.keywords)
+    starred = bool(stars) or any(keyword.arg is None for keyword in node.keywords)
     conditions = terms.conditions(event.guards)
     return Called(node.lineno, conditions, chain, name, method, of_super, arguments, keywords, starred=starred)
 
 
-def _read(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
-    """Returns a name that is read as a `Read`; None if it cannot be a name of the codebase."""
+def _read_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
+    """Returns a name or attribute that is read as a fact; None if it cannot be in the codebase."""
     node: Any = event.node
     chain = chain_of(node)
-    name = codebase.meant(unit, chain) if chain else ""
+    name = codebase.resolve(unit, chain) if chain else ""
     attributes = chain[1:] if chain else (node.attr,) if isinstance(node, ast.Attribute) else ()
     if not attributes and not name and chain[:1] != (unit.first,) and not set(chain) & set(unit.module.tables):
         return None

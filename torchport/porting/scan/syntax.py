@@ -19,9 +19,11 @@ MODULE = "<module>"
 
 
 class _Guard(NamedTuple):
+    """A condition that code stands under."""
+
     test: ast.expr
-    wanted: bool  #: The test's truth.
-    refused: bool = False  #: Else raises.
+    wanted: bool  #: The truth that the test must have.
+    refused: bool = False  #: Whether the other truth raises.
 
 
 Guards = tuple[_Guard, ...]
@@ -32,6 +34,8 @@ _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 class Act(enum.IntEnum):
+    """What an event does."""
+
     CALL = enum.auto()
     CHAIN = enum.auto()  #: A name, or names with points between them, that are read and not called.
     TEST = enum.auto()  #: A condition of `if`, `while`, `assert`, `a if b else c`, or of a comprehension.
@@ -48,9 +52,11 @@ class Act(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Event:
+    """Something that a statement or expression does."""
+
     act: Act
     node: ast.AST
-    guards: Guards
+    guards: Guards  #: The conditions that it stands under.
     loop: bool  #: Whether it is in a loop.
     value: ast.expr | None = None  #: A second node: of an assignment its value, of a loop what it runs over.
     loops_over: bool = False  #: Whether `value` is run over and not assigned.
@@ -67,6 +73,7 @@ class Body:
 
     @functools.cached_property
     def by_act(self) -> dict[Act, list[Event]]:
+        """Its events by what they do."""
         result: dict[Act, list[Event]] = defaultdict(list)
         for event in self.events:
             result[event.act].append(event)
@@ -80,8 +87,10 @@ def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
     return walk.bodies, walk.classes
 
 
-def _after(statement: ast.stmt) -> Guards:
-    """Returns the conditions for the statements after one that may jump away, as by `return` or `raise`."""
+def _guards_after(statement: ast.stmt) -> Guards:
+    """Returns the conditions of the code after a statement that may jump away: after `if x: return`, that x is false.
+    Nothing runs after a `return` alone.
+    """
     if isinstance(statement, _JUMPS):
         return (NEVER,)
     if isinstance(statement, ast.If):
@@ -93,6 +102,7 @@ def _after(statement: ast.stmt) -> Guards:
 
 
 def _jumps(block: list[ast.stmt]) -> bool:
+    """Returns whether a block always ends with `return`, `raise`, `continue` or `break`."""
     last = block[-1]
     both = isinstance(last, ast.If) and bool(last.orelse) and _jumps(last.body) and _jumps(last.orelse)
     return both or isinstance(last, _JUMPS)
@@ -109,21 +119,20 @@ class _Walk:
     def _note(self, act: Act, node: ast.AST, value: ast.expr | None = None, loops_over: bool = False) -> None:
         self.events.append(Event(act, node, self.guards, self.loop, value, loops_over))
 
-    def decorators(self, node: Function | ast.ClassDef) -> None:
+    def head(self, node: Function | ast.ClassDef) -> None:
+        """Notes what a definition does where it stands: its decorators, and a function's defaults."""
         for decorator in node.decorator_list:
             self._note(Act.DECORATOR, decorator)
             self.expression(decorator)
-
-    def head_of_function(self, node: Function) -> None:
-        self.decorators(node)
-        for default in (*node.args.defaults, *node.args.kw_defaults):
+        for default in () if isinstance(node, ast.ClassDef) else (*node.args.defaults, *node.args.kw_defaults):
             self.expression(default)
 
     def block(self, block: list[ast.stmt]) -> None:
+        """Walks the statements of a block; those after `if x: return` stand under the condition that x is false."""
         before = self.guards
         for statement in block:
             self.statement(statement)
-            self.guards += _after(statement)
+            self.guards += _guards_after(statement)
         self.guards = before
 
     def statement(self, node: ast.stmt) -> None:
@@ -131,7 +140,12 @@ class _Walk:
         if isinstance(node, ast.If):
             self._if_else(node)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
-            self._with(node)
+            for item in node.items:
+                self._note(Act.WITH, item.context_expr)
+                self.expression(item.context_expr)
+                if item.optional_vars:
+                    self._target(item.optional_vars, item.context_expr)
+            self.block(node.body)
         elif isinstance(node, (ast.Try, ast.TryStar)):
             goes_on = bool(node.handlers) and not _jumps(node.handlers[-1].body)
             self._under(node.body, *([TRIED] if goes_on else []))
@@ -142,11 +156,14 @@ class _Walk:
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             self._assignment(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            outer, loop, self.loop = self.guards, self.loop, False
+            outer = self.guards
+            loop = self.loop
+            self.loop = False
             self._note(Act.ENTER, node)
-            self.head_of_function(node)
+            self.head(node)
             self.block(node.body)
-            self.guards, self.loop = outer, loop
+            self.guards = outer
+            self.loop = loop
         elif isinstance(node, ast.ClassDef):
             self.block(node.body)
         elif isinstance(node, ast.Assert):
@@ -162,14 +179,6 @@ class _Walk:
         else:
             for child in ast.iter_child_nodes(node):
                 self.expression(child)
-
-    def _with(self, node: ast.With | ast.AsyncWith) -> None:
-        for item in node.items:
-            self._note(Act.WITH, item.context_expr)
-            self.expression(item.context_expr)
-            if item.optional_vars:
-                self._target(item.optional_vars, item.context_expr)
-        self.block(node.body)
 
     def _loop_statement(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         outer = self.loop
@@ -189,7 +198,7 @@ class _Walk:
         self.expression(node.value)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(node, ast.AugAssign) and not isinstance(target, ast.Subscript):
-                self._target(target, ast.BinOp(target, node.op, node.value))
+                self._target(target, ast.BinOp(target, node.op, node.value))  # `x += 1` is `x = x + 1`
             else:
                 self._target(target, node.value)
 
@@ -203,6 +212,7 @@ class _Walk:
         self._note(Act.ASSIGN, target, value, loops_over)
 
     def test(self, node: ast.expr) -> None:
+        """Notes a condition, and the events in it."""
         self._note(Act.TEST, node)
         self.expression(node)
 
@@ -212,22 +222,27 @@ class _Walk:
         if kind is ast.Name:
             if type(node.ctx) is ast.Load:
                 self._note(Act.CHAIN, node)
+        elif kind is ast.Attribute:
+            self._note(Act.CHAIN, node)
+            self._start(node)
         elif kind is ast.Constant:
             if names_cuda(node):
                 self._note(Act.TEXT, node)
+        elif kind is ast.Subscript:
+            self.expression(node.value)
+            self.expression(node.slice)
+            if isinstance(node.ctx, ast.Load):
+                self._note(Act.INDEX, node)
         elif node is not None:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
     def _each_part(self, node: Any) -> None:
+        """Walks all child expressions."""
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
                 if isinstance(inner, ast.AST):
                     self.expression(inner)
-
-    def _attribute(self, node: ast.Attribute) -> None:
-        self._note(Act.CHAIN, node)
-        self._start(node)
 
     def _start(self, chain: ast.expr) -> None:
         """Walks the start of a chain of attributes, such as `f()` in `f().a.b`, unless it is a name."""
@@ -245,18 +260,13 @@ class _Walk:
             if isinstance(part, ast.FormattedValue):
                 self.expression(part.value)
 
-    def _subscript(self, node: ast.Subscript) -> None:
-        self.expression(node.value)
-        self.expression(node.slice)
-        if isinstance(node.ctx, ast.Load):
-            self._note(Act.INDEX, node)
-
     def _if_else(self, node: ast.If | ast.IfExp) -> None:
         self.test(node.test)
         self._under(node.body, _Guard(node.test, True))
         self._under(node.orelse, _Guard(node.test, False))
 
     def _under(self, part: ast.expr | list[ast.stmt], *guards: _Guard) -> None:
+        """Walks an expression or a block under more conditions."""
         outer = self.guards
         self.guards += guards
         if isinstance(part, list):
@@ -274,6 +284,7 @@ class _Walk:
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
+        """Notes an operator or comparison; none with a text such as "cuda", which asks for no device."""
         if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._each_part(node)
@@ -307,40 +318,36 @@ class _WalkAtImport(_Walk):
         self._owner = ""
 
     def statement(self, node: ast.stmt) -> None:
-        if isinstance(node, Function) and not self.loop:
-            self._function(node)
-        elif isinstance(node, ast.ClassDef) and not self.loop:
-            self._class(node)
-        else:
+        if self.loop or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             super().statement(node)
-
-    def _function(self, node: Function) -> None:
-        """Reads a function. The calls in its defaults and decorators run where it is defined."""
-        unit = Body(f"{self._owner}.{node.name}" if self._owner else node.name, node, self._owner)
-        self.bodies.append(unit)
-        walk = _Walk(unit.events)
-        walk.head_of_function(node)
+            return
+        name = f"{self._owner}.{node.name}" if self._owner else node.name
+        if isinstance(node, ast.ClassDef):
+            outer = self._owner
+            self._owner = name
+            self.classes[name] = node
+            if node.decorator_list:
+                self.bodies.append(Body(name, node, name))
+                _Walk(self.bodies[-1].events).head(node)
+            self.block(node.body)
+            self._owner = outer
+            return
+        body = Body(name, node, self._owner)
+        self.bodies.append(body)
+        walk = _Walk(body.events)
+        walk.head(node)
+        # The calls in its defaults and decorators run where it is defined.
         called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
-        at_import = [event for event in unit.events if event.act is Act.CALL and event.node not in node.decorator_list]
-        unit.events[:] = [event for event in unit.events if event not in at_import]
+        at_import = [event for event in body.events if event.act is Act.CALL and event.node not in node.decorator_list]
+        body.events[:] = [event for event in body.events if event not in at_import]
         self.events += [Event(Act.CALL, event.node, self.guards, False) for event in at_import]
         self.events += [Event(Act.CHAIN, decorator, self.guards, False) for decorator in called]
         walk.block(node.body)
 
-    def _class(self, node: ast.ClassDef) -> None:
-        outer, self._owner = self._owner, f"{self._owner}.{node.name}" if self._owner else node.name
-        self.classes[self._owner] = node
-        if node.decorator_list:
-            unit = Body(self._owner, node, self._owner)
-            self.bodies.append(unit)
-            _Walk(unit.events).decorators(node)
-        self.block(node.body)
-        self._owner = outer
-
 
 _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
-    ast.Attribute: _Walk._attribute, ast.Call: _Walk._call, ast.Subscript: _Walk._subscript, ast.IfExp: _Walk._if_else,
-    ast.BoolOp: _Walk._and_or, ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator, ast.JoinedStr: _Walk._f_string,
+    ast.Call: _Walk._call, ast.IfExp: _Walk._if_else, ast.JoinedStr: _Walk._f_string, ast.BoolOp: _Walk._and_or,
+    ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator,
     ast.ListComp: _Walk._comprehension, ast.SetComp: _Walk._comprehension, ast.GeneratorExp: _Walk._comprehension,
     ast.DictComp: _Walk._comprehension,
 }  # fmt: skip
@@ -369,14 +376,14 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def head_of(node: ast.AST) -> str:
-    """Returns the first name of a chain of names; empty where there is none."""
+    """Returns the first name of a chain of names: `a` of `a.b.c`; empty where there is none, as in `f().b`."""
     while type(node) is ast.Attribute:
         node = node.value
     return node.id if type(node) is ast.Name else ""
 
 
 def chain_of(node: ast.AST) -> tuple[str, ...]:
-    """Returns `a.b.c` as its names; empty where there is no name before the first point."""
+    """Returns a chain of names as a tuple: `("a", "b")` of `a.b`; empty where no name comes first, as in `f().b`."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

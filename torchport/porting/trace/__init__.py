@@ -6,8 +6,7 @@ Every trace has a process of its own: what is assumed stays in torch and in the 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchport import shard
@@ -31,15 +30,17 @@ Calls = Mapping[str, Sequence[recorder.NetworkCall]]
 @dataclasses.dataclass
 class TraceReport:
     stoppers: list[Stopper]
-    constants: list[Constant]
+    constants: list[Constant]  #: The largest first.
     programs: list[Program]
     stages: list[str]
-    skipped: dict[str, str]
-    operators: dict[str, str] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, str]  #: Why a stage is not traced, by its name.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)  #: By stage, which operators agree, in words.
 
 
 @dataclasses.dataclass
 class Program:
+    """What XLA would compile for a stage's network."""
+
     stage: str
     times: int  #: How often the stage calls it in this job; 0 for one of another job.
     because: str  #: What makes it another program than the stage's first; empty of that.
@@ -64,6 +65,7 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
 
 
 def _ended(end: child.Ended) -> TopologyError:
+    """Returns the error for a tracing process that ended without a report."""
     return TopologyError("torchport trace", f"The process that traces {end}", "Mend that, or trace another job")
 
 
@@ -76,8 +78,8 @@ def called(request: Request) -> Calls:
         if stage.network is not None and stage.like is not None:
             with in_force(task, [stage]):
                 # Without what `pickle` cannot carry.
-                found = _calls(task, stage)
-                result[stage.name] = [dataclasses.replace(call, output=None, kept={}) for call in found]
+                calls = _network_calls(task, stage)
+                result[stage.name] = [dataclasses.replace(call, output=None, kept={}) for call in calls]
     return result
 
 
@@ -99,7 +101,7 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
         ends = f"nothing: the trace of {stage.name} ends here"
         try:
             with Raised() as raised:
-                report.programs += _trace_one(task, stage, notes, calls, report.operators)
+                report.programs += _trace_stage(task, stage, notes, calls, report.operators)
         except TorchportError as error:
             if not notes.stoppers:
                 raise  # after a stopper, the values assumed there may be what is refused: it is one more stopper
@@ -113,59 +115,57 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
     return report
 
 
-def _trace_one(task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]) -> list[Program]:
+def _trace_stage(
+    task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]
+) -> list[Program]:
     """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
     It returns none for a trace without patches, where the calls are given.
     """
     patches = task.patches([stage])
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
-    # `loud` is for lowering, where constants are noted; `quiet` is called on shapes alone.
-    calling = (functools.partial(_going_on, notes, stage.call or _plain_call, counts) for counts in (False, True))
-    quiet, loud = (dataclasses.replace(stage, call=call, prepare=_guarded(stage, notes)) for call in calling)
+    on_shapes, lowered = _going_on(stage, notes, lowers=False), _going_on(stage, notes, lowers=True)
     with assumed(notes), modules_go_on(notes):
         with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
             network.check_classes(task)
-            found = calls[stage.name] if calls is not None else _calls(task, quiet)
+            stage_calls = calls[stage.name] if calls is not None else _network_calls(task, on_shapes)
             mesh = shard.make_mesh(task.job.mesh, devices.devices(task.machine))
-            parts = network.as_shapes(task, loud)
-            network.restore_attributes(task, str(loud.network), parts[str(loud.network)])
-            module = network.module_of(loud, parts)
-            compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
-            for call in found:
+            parts = network.as_shapes(task, lowered)
+            network.restore_attributes(task, str(lowered.network), parts[str(lowered.network)])
+            module = network.module_of(lowered, parts)
+            compiled = network.compiled(task, lowered, module, network.shapes(task, lowered, module, mesh), mesh)
+            for call in stage_calls:
                 compiled.lowered(compiled.shapes(call.inputs), call.static)  # what stops it goes into `notes`
             operators[stage.name] = compiled.operators.text()
         if calls is not None:
             return []
         with in_force(task, [stage], entries=entries, explained=False):
-            return _programs(task, quiet, found, notes)
+            return _programs(task, on_shapes, stage_calls, notes)
 
 
-def _plain_call(module: Any, settings: Any, **inputs: Any) -> Any:
-    return plainly(module, **inputs)
+def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
+    """Returns a stage whose call and `prepare` note what they raise, and go on.
 
+    Args:
+        lowers: Whether it is for lowering, where constants are noted; else its network is called on shapes alone.
+    """
+    call, prepare = stage.call, stage.prepare
 
-def _going_on(notes: Notes, call: Callable[..., Any], counts: bool, module: Any, settings: Any, **inputs: Any) -> Any:
-    notes.lowers = counts
-    with GoingOn(notes, counts):
-        return call(module, settings=settings, **inputs)
+    def noted_call(module: Any, settings: Any, **inputs: Any) -> Any:
+        notes.lowers = lowers
+        with GoingOn(notes, lowers):
+            return plainly(module, **inputs) if call is None else call(module, settings=settings, **inputs)
 
-
-def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
-    """Returns a stage's `prepare` that notes an exception instead of raising it; None if the stage has no `prepare`."""
-    if stage.prepare is None:
-        return None
-    prepare = stage.prepare
-
-    def guarded(parts: Mapping[str, Any], settings: Any) -> None:
+    def noted_prepare(parts: Mapping[str, Any], settings: Any) -> None:
         with Raised() as raised:
-            prepare(parts, settings)
+            prepare(parts, settings)  # type: ignore[misc]  # it is not called without one
         if raised.error is not None:
             notes.record(raised.error, "the rest of prepare is left out")
 
-    return guarded
+    return dataclasses.replace(stage, call=noted_call, prepare=noted_prepare if prepare is not None else None)
 
 
-def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
+def _network_calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
+    """Returns the calls that a stage makes of its network, with the shapes of their inputs."""
     with preflight.without_values():
         parts = network.as_shapes(task, stage)
         module, how = network.module_of(stage, parts), network.how(stage, task)
@@ -179,10 +179,10 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
     first = calls[0]
     result = [Program(stage.name, first.times, "")]
     result += [Program(stage.name, call.times, _difference(first, call)) for call in calls[1:]]
-    for words, other in _others(task):
+    for words, other in _other_jobs(task):
         try:
             with notes.of_another_job(), Raised() as raised:
-                new = [call for call in _calls(other, stage) if all(_difference(call, old) for old in calls)]
+                new = [call for call in _network_calls(other, stage) if all(_difference(call, old) for old in calls)]
                 result += [Program(stage.name, 0, f"{words}: {_difference(first, call)}") for call in new]
             error: BaseException | None = raised.error
         except TorchportError as refusal:
@@ -195,21 +195,22 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
     return result
 
 
-def _others(task: Task) -> list[tuple[str, Task]]:
-    """Returns jobs with other settings that a service may be asked for, each with what differs in words."""
-    current = task.settings
-    scale = 1.0 if current.guidance_scale > 1.0 else 5.0
-    word = "without guidance" if scale == 1.0 else "with guidance"
-    others = {
-        f"{word} (guidance_scale {scale})": dataclasses.replace(current, guidance_scale=scale),
-        f"with {current.steps + 1} steps": dataclasses.replace(current, steps=current.steps + 1),
-    }
-    return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others.items()]
+def _other_jobs(task: Task) -> Iterator[tuple[str, Task]]:
+    """Yields jobs with other settings that a service may be asked for, each with what differs in words."""
+    scale, steps = (1.0 if task.settings.guidance_scale > 1.0 else 5.0), task.settings.steps + 1
+    with_scale = dataclasses.replace(task.settings, guidance_scale=scale)
+    with_steps = dataclasses.replace(task.settings, steps=steps)
+    word = "without" if scale == 1.0 else "with"
+    yield f"{word} guidance (guidance_scale {scale})", dataclasses.replace(task, settings=with_scale)
+    yield f"with {steps} steps", dataclasses.replace(task, settings=with_steps)
 
 
 def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
-    """Returns in words how the arguments of two calls differ; empty if one program takes both."""
-    before, after = outputs.leaves(first.inputs), outputs.leaves(other.inputs)
+    """Returns how the arguments of two calls differ, such as "'x' is [1, 8], not [1, 4]"; empty if one program takes
+    both.
+    """
+    before = outputs.leaves(first.inputs)
+    after = outputs.leaves(other.inputs)
     words = [f"'{name}' is only in one of them" for name in sorted(before.keys() ^ after.keys())]
     for name in sorted(before.keys() & after.keys()):
         old, new = before[name], after[name]
@@ -217,7 +218,8 @@ def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str
             words.append(f"'{name}' is {list(new.shape)}, not {list(old.shape)}")
         elif old.dtype != new.dtype:
             words.append(f"'{name}' is {new.dtype}, not {old.dtype}".replace("torch.", ""))
-    was, statics = dict(first.static), dict(other.static)
+    was = dict(first.static)
+    statics = dict(other.static)
     changed = [key for key in sorted(was | statics) if was.get(key) != statics.get(key)]
     words += [f"'{key}' is {statics.get(key)!r}, not {was.get(key)!r}" for key in changed]
     return "; ".join(words)

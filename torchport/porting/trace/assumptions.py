@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchport import engine
-from torchport.compile.failure import running_frames
+from torchport.compile.failure import OURS, running_frames
 from torchport.errors import HostTensorError
 from torchport.load.foreign import is_cuda
 from torchport.porting.trace.notes import PACKAGE, Notes, Raised
@@ -57,31 +57,21 @@ class GoingOn(TorchFunctionMode):
         """Calls a function under the trace; if it raises, notes that and returns an assumed result."""
         kwargs = kwargs or {}
         if self.counts:
-            self._note_constants(function, args, kwargs)
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            for tensor in tensors if any(map(is_networks, tensors)) else ():
+                if constants.is_host(tensor) and tensor.ndim:  # the program has it as a constant
+                    used = constants.place()
+                    self.notes.note_constant(tensor, self.made.get(tensor, used), used)
         with Raised() as raised:
             output = function(*args, **kwargs)
         if raised.error is not None:
             return self._result_after(raised.error, function, args, kwargs)
-        self._remember(function, output, args, kwargs)
+        if isinstance(output, torch.Tensor):
+            if constants.is_host(output) and output.ndim and output not in self.made:
+                self.made[output] = constants.place()
+            if output.dtype == torch.bool and not output.ndim:
+                self.by[output] = getattr(function, "__name__", "")
         return output
-
-    def _remember(self, function: Callable[..., Any], output: Any, args: Any, kwargs: Any) -> None:
-        """Notes the line that made a tensor of the host, and which function made a truth value."""
-        if not isinstance(output, torch.Tensor):
-            return
-        if constants.is_host(output) and output.ndim and output not in self.made:
-            self.made[output] = constants.place()
-        if output.dtype == torch.bool and not output.ndim:
-            self.by[output] = getattr(function, "__name__", "")
-
-    def _note_constants(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Notes tensors of the host that a function takes beside the network's: the program has them as constants."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(map(is_networks, tensors)):
-            for tensor in tensors:
-                if constants.is_host(tensor) and tensor.ndim:
-                    used = constants.place()
-                    self.notes.note_constant(tensor, self.made.get(tensor, used), used)
 
     def _result_after(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns a plausible result for a function that raised, or raises the error if there is none."""
@@ -91,7 +81,7 @@ class GoingOn(TorchFunctionMode):
             return self._result_without_host(error, function, args, kwargs)
         if is_cuda(error):
             self.notes.record(error, "the tensor stays where it is")
-            args, kwargs = pytree.tree_map(self._off_cuda, (args, kwargs))
+            args, kwargs = pytree.tree_map(_off_cuda, (args, kwargs))
             return args[0] if name == "cuda" else function(*args, **kwargs)
         if name in _SCALARS and tensors and engine.is_traced_value(error):
             return self._assumed_scalar(error, name, tensors[0])
@@ -103,7 +93,8 @@ class GoingOn(TorchFunctionMode):
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
         """Returns an assumed Python value for a tensor: a truth value where one is asked for, else 1."""
-        frame = self.notes.here()
+        frames = reversed(running_frames(self.notes.owners))
+        frame = next((frame for frame in frames if frame.owner in OURS), None)
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
         if is_truth:
@@ -125,17 +116,19 @@ class GoingOn(TorchFunctionMode):
         if name in ("__getitem__", "masked_select") and isinstance(args[1], torch.Tensor):
             self.notes.record(error, "the mask is true everywhere")
             return args[0].flatten(0, args[1].ndim - 1)
-        shape = _first_network(args, kwargs)
-        self.notes.record(error, f"the result is zeros like the first argument, {list(shape.shape)}")
-        return torch.zeros_like(shape)
+        first = _first_of_network(args, kwargs)
+        self.notes.record(error, f"the result is zeros like the first argument, {list(first.shape)}")
+        return torch.zeros_like(first)
 
     def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns zeros of the output's shapes, which the operator computes on the meta device."""
-        template = _first_network(args, kwargs)
-        meta = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        template = _first_of_network(args, kwargs)
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), (args, kwargs)
+        )
         self.notes.record(error, "the result is zeros")
         with torch._C.DisableTorchFunction():
-            output = function(*meta[0], **meta[1])
+            output = function(*args, **kwargs)
         return pytree.tree_map_only(
             torch.Tensor, lambda leaf: template.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
         )
@@ -154,35 +147,28 @@ class GoingOn(TorchFunctionMode):
             self.notes.record(error, "nothing is written", made)
             return args[0]
         self.notes.record(error, "the host's tensor is zeros of the network", made)
-        args, kwargs = _replaced(args, kwargs, hosts, template)
+        narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}  # the network has no wider ones
+
+        def replaced(leaf: torch.Tensor) -> torch.Tensor:
+            if not constants.is_host(leaf):
+                return leaf
+            return template.new_zeros(tuple(leaf.shape), dtype=narrow.get(leaf.dtype, leaf.dtype))
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
         return function(*args, **kwargs)
 
-    def _off_cuda(self, value: Any) -> Any:
-        is_device = isinstance(value, torch.device) and value.type == "cuda"
-        return "cpu" if is_device or (isinstance(value, str) and re.match(r"cuda(:\d+)?$", value)) else value
+
+def _off_cuda(value: Any) -> Any:
+    """Returns "cpu" for a device of CUDA, such as "cuda:0"; any other value as it is."""
+    is_device = isinstance(value, torch.device) and value.type == "cuda"
+    return "cpu" if is_device or (isinstance(value, str) and re.match(r"cuda(:\d+)?$", value)) else value
 
 
-def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], template: torch.Tensor) -> Any:
-    """Returns arguments with zeros, made like `template`, a tensor of the network, in place of the host's tensors."""
-    ids = {id(host) for host in hosts}
-    narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-
-    def replaced(leaf: torch.Tensor) -> torch.Tensor:
-        if id(leaf) not in ids:
-            return leaf
-        return template.new_zeros(tuple(leaf.shape), dtype=narrow.get(leaf.dtype, leaf.dtype))
-
-    return pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
-
-
-def _first_network(args: Any, kwargs: Any) -> torch.Tensor:
+def _first_of_network(args: Any, kwargs: Any) -> torch.Tensor:
+    """Returns the first argument that is a tensor of the network."""
     leaves = pytree.tree_leaves((args, kwargs))
     first: torch.Tensor = next(leaf for leaf in leaves if is_networks(leaf))
     return first
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 class Anything(types.ModuleType):
@@ -192,7 +178,7 @@ class Anything(types.ModuleType):
 
     def __init__(self, name: str, notes: Notes) -> None:
         super().__init__(name)
-        self.__dict__["_notes"] = notes
+        self.__dict__["_notes"] = notes  # not by `self._notes`: code may ask the package for that name
 
     def __getattr__(self, name: str) -> Anything:
         if name.startswith("__"):
@@ -215,6 +201,7 @@ class Anything(types.ModuleType):
         return Anything(f"{self.__name__}[]", self.__dict__["_notes"])
 
     def __int__(self) -> int:
+        """Returns 0, where code takes what a package gives as a number."""
         return 0
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
@@ -226,15 +213,21 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
-        self.packages: set[str] = set()
+        self.packages: set[str] = set()  # those that a stand-in was found for
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns a spec of a stand-in where upstream cannot do without the package."""
+        """Returns a spec of a stand-in where upstream's own code imports the package, and without a `try`."""
         package = name.partition(".")[0]
         if package not in self.packages:
-            if package in sys.modules or not self._is_needed(name):
+            if package in sys.modules:
+                return None
+            ours = (PACKAGE, "torchport.patch.live", "importlib")
+            stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
+            importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
+            # An import that torch makes is torch's own to do without.
+            if importer is None or importer.owner != "upstream" or not is_needed(importer.file, importer.line):
                 return None
             self.packages.add(package)
             error = ModuleNotFoundError(f"No module named '{name}'", name=name)
@@ -246,14 +239,6 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Does nothing: there is no code."""
-
-    def _is_needed(self, name: str) -> bool:
-        """Returns whether upstream's own code makes the import that runs now, and without a `try` around it."""
-        ours = (PACKAGE, "torchport.patch.live", "importlib")
-        stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
-        importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
-        # An import that torch makes is torch's own to do without.
-        return importer is not None and importer.owner == "upstream" and is_needed(importer.file, importer.line)
 
 
 @functools.cache
@@ -315,7 +300,8 @@ def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: An
 @contextlib.contextmanager
 def assumed(notes: Notes) -> Iterator[None]:
     """Answers upstream as if absent packages, CUDA and a process group were there; each answer is noted."""
-    finder, before = _AbsentPackages(notes), []
+    finder = _AbsentPackages(notes)
+    before = []
     for home, answers in _ANSWERS.items():
         module = importlib.import_module(home)
         for name, answer in answers.items():
@@ -354,7 +340,8 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
     """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced. What the
     network itself raises ends its trace: nobody can say what it would return.
     """
-    original, depth = torch.nn.Module.__call__, 0
+    original = torch.nn.Module.__call__
+    depth = 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a module; where one inside of the network raises, it returns an assumed output."""

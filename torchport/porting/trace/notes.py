@@ -7,17 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from torchport.compile.failure import (
-    CURES,
-    OURS,
-    Failure,
-    Frame,
-    Owners,
-    culprit,
-    frames_of,
-    running_frames,
-    shown_frames,
-)
+from torchport.compile.failure import CURES, Failure, Owners, culprit, frames_of, running_frames, shown_frames
 from torchport.errors import HostTensorError, TorchportError
 
 PACKAGE = "torchport.porting.trace"
@@ -25,6 +15,8 @@ PACKAGE = "torchport.porting.trace"
 
 @dataclasses.dataclass
 class Stopper:
+    """A place that stops a network from being traced."""
+
     id: str
     stage: str
     place: str  #: `file:line`.
@@ -39,6 +31,8 @@ class Stopper:
 
 @dataclasses.dataclass
 class Constant:
+    """A tensor of the host that became a part of a program."""
+
     stage: str
     made: str  #: `file:line` that made it.
     used: str  #: `file:line` of the code in which it meets the network.
@@ -61,9 +55,9 @@ class Notes:
 
     def record(self, error: BaseException, assumed: str, made: str | None = None) -> None:
         """Notes an exception of the code under trace, what the trace goes on with, and what made a host's tensor."""
-        stack = [other for other in running_frames(self.owners) if not other.module.startswith(PACKAGE)]
-        stack += [other for other in frames_of([error], self.owners) if not other.module.startswith(PACKAGE)]
-        frame = culprit(error, [other for other in stack if other.owner != "torchport"])
+        frames = [*running_frames(self.owners), *frames_of([error], self.owners)]
+        stack = [frame for frame in frames if not frame.module.startswith(PACKAGE)]
+        frame = culprit(error, [frame for frame in stack if frame.owner != "torchport"])
         if frame is None:
             raise error
         failure = Failure(self.owners, error, frame, stack)
@@ -74,15 +68,17 @@ class Notes:
             return
         self._met_lowered[key] = self.lowers
         if isinstance(error, TorchportError):
-            fact, remedy, entry = error.fact, error.remedy, None
+            fact = error.fact
+            remedy = error.remedy
+            entry = None
         else:
             fact, remedy, entry = CURES[kind](failure)
         if made is not None and made not in fact:
             fact += f" (the tensor is made at {made})"
-        listed = [other.text().strip() for other in shown_frames(stack, frame)]
+        lines = [shown.text().strip() for shown in shown_frames(stack, frame)]
         text = "" if entry is None else entry.text
-        folded = len(stack) - len(listed)
-        self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, listed, folded, text, assumed)
+        folded = len(stack) - len(lines)
+        self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, lines, folded, text, assumed)
 
     @contextlib.contextmanager
     def of_another_job(self) -> Iterator[None]:
@@ -96,15 +92,12 @@ class Notes:
             self.stoppers, self.constants = before
 
     def note_constant(self, tensor: Any, made: str, used: str) -> None:
+        """Notes a tensor of the host, with the `file:line` that made it and that at which it meets the network."""
         shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.dtype.itemsize
         constant = Constant(self.stage, made, used, dtype, list(shape), size)
         self.constants.setdefault((made, used, shape), constant)
-
-    def here(self) -> Frame | None:
-        """Returns the innermost frame of upstream, of the family or of a patch."""
-        return next((frame for frame in reversed(running_frames(self.owners)) if frame.owner in OURS), None)
 
 
 class Raised:
