@@ -137,12 +137,27 @@ def test_a_mask_of_integers_and_heads_that_do_not_divide_are_refused():
     )
 
 
-def test_dropout_two_masks_and_five_dims_are_refused():
+@pytest.mark.parametrize("mask", [None, (9,), (6, 9), (4, 6, 9), (1, 1, 1, 1, 9), (2, 3, 1, 6, 9), (3, 1, 1, 9)])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}, {"is_causal": True}, {"enable_gqa": True}])
+def test_five_and_six_dims_are_pytorchs(mask, options):
+    if mask and options.get("is_causal"):
+        return
+    heads = 2 if options.get("enable_gqa") else 4
+    q, k, v = drawn((2, 3, 4, 6, 8), (2, 1, heads, 9, 8), (2, 3, heads, 9, 8))
+    if mask:
+        mask = drawn(mask)[0] > -0.5
+        mask[..., 0] = True  # every query sees a key
+    expected = functional.scaled_dot_product_attention(q, k.expand(2, 3, -1, -1, -1), v, mask, **options)
+    found = ours(q, k, v, mask, **options)
+    assert found.shape == expected.shape
+    assert apart(found, expected) < 1e-5
+
+
+def test_dropout_and_two_masks_are_refused():
     q, k, v = drawn((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8))
     assert "dropout_p is 0.1. It must be 0" in refusal(lambda: ours(q, k, v, dropout_p=0.1))
     mask = torch.ones(4, 4, dtype=torch.bool)
     assert "causal and has a mask" in refusal(lambda: ours(q, k, v, mask, is_causal=True))
-    assert "At most 4 dims" in refusal(lambda: ours(q[None], k[None], v[None]))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     order of keys does not change the result. Any other mask is applied as it is, if it fits into `MASK_LIMIT` bytes.
 
     Args:
-        query: [..., S, D], two to four dims.
+        query: [..., S, D], two dims or more; the one before S are the heads.
         key: [..., T, D]; a batch or head of one stands for all of the queries', and the other way round.
         attn_mask: bool or float, broadcast to [..., S, T].
         dropout_p: 0.
@@ -51,8 +51,13 @@ def scaled_dot_product_attention(
         raise AttentionError("scaled_dot_product_attention", "It is causal and has a mask", "PyTorch takes one of them")
     dims = max(x.ndim for x in (query, key, value))
     if dims > 4:
-        fact = f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-        raise AttentionError("scaled_dot_product_attention", fact, "At most 4 dims are known")
+        batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+        if attn_mask is not None and attn_mask.ndim > 3:
+            is_same = math.prod(attn_mask.shape[:-3]) == 1  # for all samples: copies of it would take memory
+            attn_mask = _one_batch(attn_mask, (1,) * len(batch) if is_same else batch)
+        query, key, value = (_one_batch(x, batch) for x in (query, key, value))
+        folded = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+        return folded.reshape(*batch, *folded.shape[1:])
     q, k, v = (_with_four_dims(x) for x in (query, key, value))
     if enable_gqa:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
@@ -86,6 +91,12 @@ def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
 def _with_four_dims(x: jax.Array) -> jax.Array:
     """Returns an array with dims of 1 before its own, up to four: [T] becomes [1, 1, 1, T]."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _one_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Returns an array of five or more dims with four: [2, 5, H, S, D] becomes [10, H, S, D] for the batch (2, 5)."""
+    x = x.reshape((1,) * (3 - x.ndim) + x.shape)
+    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
