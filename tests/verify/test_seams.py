@@ -151,9 +151,8 @@ def stopped(run, parts, call, settings, steps, inputs):
 def test_a_clean_port_has_no_seam_that_differs(root, pack, model, hunyuan, wan):
     known = {"hunyuan": hunyuan, "wan": wan}
     one = known[model] if model in known else world(root, pack, model)
-    assert [
-        row for row in seams.compare(one.port, one.folder, {0}, one.reference, one.likes).seams if row.distance
-    ] == []
+    rows, _ = seams.compare(one.port, one.folder, {0}, one.reference, one.likes)
+    assert [row for row in rows if row.distance] == []
 
 
 def test_in_bfloat16_a_clean_port_has_no_seam_that_differs(root, pack):
@@ -185,10 +184,10 @@ def test_the_first_seam_that_differs_is_named(hunyuan, faults, first):
 
 
 def test_a_loop_that_stops_is_noted_where_a_seam_before_differs(hunyuan):
-    one = seams.compare(
+    _, notes = seams.compare(
         port_with(hunyuan, denoise=scheduled(overrun)), hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes
     )
-    assert any(line.startswith("the loop after step 2: the port's stops with index ") for line in one.unlike)
+    assert any(line.startswith("the loop after step 2: the port's stops with index ") for line in notes)
 
 
 def test_a_loop_that_stops_is_an_error_where_nothing_before_differs(hunyuan):
@@ -268,7 +267,7 @@ def test_zeros_that_no_mask_hides_are_seen():
 
 
 def test_words_say_what_both_have(hunyuan):
-    rows = seams.compare(hunyuan.port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes).seams
+    rows, _ = seams.compare(hunyuan.port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes)
     assert next(row for row in rows if row.name == "sigmas").port == "float32 [4] (1, 0.857143, 0.6, 0)"
 
 

@@ -120,7 +120,7 @@ def write_report(file: Path, verification: Verification) -> None:
 
     with _naming(f"--report {file}"):
         if file.suffix == ".html":
-            report.write(file, verification)
+            atomic.write_text(file, report.page_of(verification))
         elif file.suffix == ".json":
             atomic.write_json(file, report.data(verification))
         else:

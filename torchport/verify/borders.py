@@ -46,8 +46,7 @@ Values = dict[Border, Any]
 class WatchedCall:
     """One call of a network with hooks on the modules `paths`: records their arguments and outputs, or replaces them.
 
-    A tensor is replaced only by one with its shape, if both or neither are floating-point: a port may pad a tensor, or
-    pass a mask in another form.
+    A tensor is replaced only by one of its shape and kind: a port may pad a tensor, or pass a mask in another form.
 
     Args:
         to_network: Converts a host tensor for the network, to the dtype of its second argument, the tensor replaced.
@@ -136,22 +135,25 @@ class WatchedCall:
         self.patches[border] = frozenset(key for key, n in counts.items() if n != self._patch_counts.get(key, 0))
         self._patch_counts = counts
 
-    def _replaced(self, value: Any, other: Any) -> Any:
-        """Returns `value` with those tensors of `other` that agree in shape; unchanged if the trees differ."""
-        if type(value) is dict and isinstance(other, Mapping):
-            return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
+    def _replaced(self, value: Any, replacement: Any) -> Any:
+        """Returns `value` with those tensors of `replacement` that fit, converted for the network.
+
+        A tensor fits if both have one shape, and both or neither are floating-point. If the trees differ in structure,
+        the value is unchanged; of a module's arguments, each is such a tree.
+        """
+        if type(value) is dict and isinstance(replacement, Mapping):
+            known = {key: self._replaced(value[key], replacement[key]) for key in value if key in replacement}
+            return {**value, **known}
         leaves, structure = pytree.tree_flatten(value)
-        others, other_structure = pytree.tree_flatten(other)
+        replacements, other_structure = pytree.tree_flatten(replacement)
         if structure != other_structure:
             return value
-        return pytree.tree_unflatten([self._fitting(*pair) for pair in zip(leaves, others, strict=True)], structure)
-
-    def _fitting(self, value: Any, other: Any) -> Any:
-        """Returns `other`, converted for the network, if both are tensors of one shape and sort; else `value`."""
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-            return value
-        fits = value.shape == other.shape and value.is_floating_point() == other.is_floating_point()
-        return self.to_network(other, value) if fits else value
+        for number, (leaf, other) in enumerate(zip(leaves, replacements, strict=True)):
+            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+                continue
+            if leaf.shape == other.shape and leaf.is_floating_point() == other.is_floating_point():
+                leaves[number] = self.to_network(other, leaf)
+        return pytree.tree_unflatten(leaves, structure)
 
 
 class Copies:
@@ -278,6 +280,7 @@ class Port:
         counts = functools.partial(call_counts, self.ledger)
 
         def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:
+            """Returns a tensor of the host as the engine's, in the dtype of the tensor that it replaces."""
             return engine.constant(tensor.to(template.dtype))
 
         call = WatchedCall(self.module, paths, replacements, to_engine, to_host, skipped, counts=counts, whole=whole)

@@ -33,7 +33,7 @@ from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, recording, seams
 from torchport.verify.borders import Port, call_counts, compiled_network, to_host
 from torchport.verify.recording import BlockKey, LoopStop, RecordedCall, Recording
-from torchport.verify.report import Decoded, Drift, Unit, Verdict
+from torchport.verify.report import Decoded, Drift, Seam, Unit, Verdict
 from torchport.verify.units import MeasuredUnit, Outputs, Units, measured_units, original_outputs, with_effects
 from torchport.verify.yardstick import distance, least_rounding
 
@@ -47,7 +47,7 @@ class Measurements:
 
     networks: list[Unit] = dataclasses.field(default_factory=list)  #: The outputs of whole networks.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
-    seams: Any = None
+    seams: list[Seam] = dataclasses.field(default_factory=list)
     #: Notes, a line each: what was not compared.
     unlike: list[str] = dataclasses.field(default_factory=list)
     drift: list[Drift] = dataclasses.field(default_factory=list)
@@ -87,7 +87,8 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         if recorded.decoded is not None:
             found.decoded = decoder.compare(task, folder, recorded.decoded)
         before = call_counts(ledger)
-        found.seams = seams.compare(task, folder, recorded.steps, recorded.seams, recorded.likes)
+        found.seams, notes = seams.compare(task, folder, recorded.steps, recorded.seams, recorded.likes)
+        found.unlike = [*notes, *found.unlike]
         found.loop_patches = frozenset(key for key, count in call_counts(ledger).items() if count != before[key])
     return found
 
@@ -239,14 +240,10 @@ class _WatchedProgram:
         self.call = call
         self.step = self.first = first  #: The step that the loop begins with, from 0.
         self.last = last  #: The number of the last step, from 1.
-        self.batches, self.drops = call.batches, call.drops
+        self.batches, self.drops, self.place = call.batches, call.drops, call.place
         self.inputs: list[dict[str, Any]] = []
         self.outputs: list[Any] = []
         self.latents: dict[int, Any] = {}
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        placed: dict[str, Any] = self.call.place(**inputs)
-        return placed
 
     def __call__(self, **inputs: Any) -> Any:
         """Calls the network; in the first compared step it also records inputs and outputs in the host's memory."""

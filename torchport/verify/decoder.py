@@ -89,24 +89,16 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
     return Decoded(rounding=float(original.max()), added=float(by_frame.max()), frame=worst, pictures=pictures)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parting:
-    """The first module of a decoder, in the order of the port's calls, whose output differs from the original's."""
+def first_fault(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
+    """Returns the first module of the decoder, in the order of the port's calls, whose error is that of a fault.
 
-    name: str
-    ratio: float  #: Its error divided by the original's rounding there.
-    patches: frozenset[str]  #: Those that were called in it.
-
-    @property
-    def words(self) -> str:
-        return f"{self.name} ({self.ratio:.3g} times the rounding)"
-
-
-def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> Parting | None:
-    """Returns the first module whose error is above `FAULT` roundings; None if no module that both call has one."""
+    Returns:
+        The module with its error, as "vae.decoder.mid_block (5.2 times the rounding)", and the ids of the patches that
+        are called in it; both empty if no module that port and original call has an error above `FAULT` roundings.
+    """
     stage = task.family.STAGES[-1]
     if stage.network is None:
-        return None
+        return "", frozenset()
     exact, rounded = _Returned(), _Returned()
     with stage_in_force(original, stage):
         for returned, is_wide in ((exact, True), (rounded, False)):
@@ -120,8 +112,8 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
         added, rounding = distance(*with_exact), distance(with_rounded[1], with_exact[1])
         ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(with_rounded[1]))
         if ratio > FAULT:
-            return Parting(f"{stage.network}.{path}", ratio, patches[path])
-    return None
+            return f"{stage.network}.{path} ({ratio:.3g} times the rounding)", patches[path]
+    return "", frozenset()
 
 
 def _port_returns(

@@ -30,10 +30,6 @@ class Yardstick:
     wide: Values  #: The same outputs, computed in the wider dtype.
     roundings: dict[str, float]  #: The distance of the original from the yardstick, by output of the stage.
 
-    def allowed(self, name: str) -> float:
-        """Returns the distance that an output of the port may have from the original's: the roundings of both."""
-        return (1 + FAULT) * self.roundings.get(name, 0.0)
-
 
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
     """Runs the original's encoders in their own dtype and in a wider one; the original's patches must be in force. The

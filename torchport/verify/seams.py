@@ -31,7 +31,7 @@ from torchport.stages.stand_in import NetworkStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 from torchport.task import Task
 from torchport.verify import encoders
-from torchport.verify.report import Seam, Verdict
+from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import difference
 
 LARGE = 2**20
@@ -87,15 +87,17 @@ class LoopRecord:
 
         return outputs.map_leaves(copied, "", value)
 
-    def add(self, call: ConditionCall) -> None:
-        """Adds a call of a network to the current step, without tensors that are too large to keep."""
-        tensors = {name: self.copy_of(tensor) for name, tensor in call.tensors.items()}
-        call.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self.calls.append(call)
+    def add(self, network: str, condition: str, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> int:
+        """Adds a call of a network to the current step, without tensors that are too large to keep.
 
-    def count(self, network: str, condition: str) -> int:
-        """Returns how often a network was called with a condition since the last step."""
-        return sum(call.network == network and call.condition == condition for call in self.calls)
+        Returns:
+            How often the network was called with this condition in this step before.
+        """
+        number = sum(call.network == network and call.condition == condition for call in self.calls)
+        copies = {name: self.copy_of(tensor) for name, tensor in tensors.items()}
+        kept = {name: tensor for name, tensor in copies.items() if tensor is not None}
+        self.calls.append(ConditionCall(network, condition, number, kept, values))
+        return number
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -180,8 +182,7 @@ class _MadeUpNetwork:
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
             condition = self._condition(row)
-            number = self.record.count(self.network, condition)
-            self.record.add(ConditionCall(self.network, condition, number, row, values))
+            number = self.record.add(self.network, condition, row, values)
             seeds.append(1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE))
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
@@ -299,32 +300,26 @@ class SideRecord:
     #: The modules of a port's encoders on the devices that differ most.
     modules: list[Seam] = dataclasses.field(default_factory=list)
 
-    @property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return {**{name: x for values in self.encoded.values() for name, x in values.items()}, **self.moments}
-
-
-@dataclasses.dataclass(frozen=True)
-class Seams:
-    seams: tuple[Seam, ...]
-    unlike: tuple[str, ...]
-
 
 def compare(
     port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, Any]
-) -> Seams:
-    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`."""
+) -> tuple[list[Seam], list[str]]:
+    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`.
+
+    Returns:
+        The seams, and notes on what was not compared, a line each.
+    """
     side = record(port, folder, chosen, likes, reference)
-    rows, unlike = differences(reference, side), []
+    rows, notes = differences(reference, side), list[str]()
     if side.stopped is not None:  # reported as a consequence of a seam that differs; raised if none does
         if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
             raise side.stopped
-        unlike.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
+        notes.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
     if any(stage.network for stage in _encoders(port)):
-        unlike.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
+        notes.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
     if not _has_upstream_loop(port):
-        unlike.append("the loop: that of the family is both the port's and the original's")
-    return Seams(tuple(rows), tuple(unlike))
+        notes.append("the loop: that of the family is both the port's and the original's")
+    return rows, notes
 
 
 def _encoders(task: Task) -> list[Stage]:
@@ -366,7 +361,8 @@ def record(
                 side.encoded[stage.name] = values
             else:
                 side.moments.update(values)
-        inputs = (reference or side).inputs
+        source = reference or side
+        inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
         with side.loop.recording():
             try:
                 _denoise(task, folder, side.loop, likes, inputs)
@@ -418,8 +414,10 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
     if original.yardstick is not None:
-        allowed = {row.name: max(row.allowed, original.yardstick.allowed(row.name)) for row in rows}
-        rows = [*port.modules, *(dataclasses.replace(row, allowed=allowed[row.name]) for row in rows)]
+        roundings = original.yardstick.roundings
+        allowed = [max(row.allowed, (1 + FAULT) * roundings.get(row.name, 0.0)) for row in rows]  # both may be rounded
+        pairs = zip(rows, allowed, strict=True)
+        rows = [*port.modules, *(dataclasses.replace(row, allowed=distance) for row, distance in pairs)]
     # If the port's loop stopped, its number of steps comes last: it is a consequence of what differs before.
     return [
         *rows,
@@ -453,8 +451,7 @@ def value_seams(
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields comparisons of two loops' values, in their order: step by step, scheduler, networks' inputs, latents."""
-    counts = str(len(original.steps)), str(len(port.steps))
-    yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), allowed=0.0)
+    yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
         constant = _unchanged_fields(original.steps[0], theirs) & _unchanged_fields(port.steps[0], ours) if n else set()
         suffix = " of the scheduler" if n else ""
@@ -481,26 +478,28 @@ def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}
 
 
-def _call_seams(theirs: list[ConditionCall], ours: list[ConditionCall], step: int) -> Iterator[Seam]:
+def _text_seam(name: str, step: int | None, original: str, port: str) -> Seam:
+    """Returns the comparison of two texts about the loop: they are equal, or infinitely far from each other."""
+    return Seam(name, LOOP, step, original, port, 0.0 if original == port else math.inf, allowed=0.0)
+
+
+def _call_seams(original: list[ConditionCall], port: list[ConditionCall], step: int) -> Iterator[Seam]:
     """Yields comparisons of the networks' inputs in a step; calls of one network and condition belong together."""
-    known, calls = ({(c.network, c.condition, c.number): c for c in each} for each in (theirs, ours))
-    words, other = (", ".join(sorted(_call_words(key) for key in each)) or "none" for each in (known, calls))
-    yield Seam("calls of networks", LOOP, step, words, other, _distance_unless(known.keys() == calls.keys()), 0.0)
-    for key in known:
+    known, calls = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
+    names = [", ".join(sorted(map(_call_name, side))) or "none" for side in (known.values(), calls.values())]
+    yield _text_seam("calls of networks", step, *names)
+    for key, call in known.items():
         if key in calls:
-            both = known[key].values.keys() & calls[key].values.keys()
-            inputs, others = (
-                {**each.tensors, **{name: each.values[name] for name in sorted(both)}}
-                for each in (known[key], calls[key])
-            )
-            suffix = " of the negative prompt" if known[key].condition == NEGATIVE else ""
-            yield from value_seams(LOOP, inputs, others, step, suffix)
+            both = sorted(call.values.keys() & calls[key].values.keys())
+            inputs, other = ({**c.tensors, **{name: c.values[name] for name in both}} for c in (call, calls[key]))
+            suffix = " of the negative prompt" if call.condition == NEGATIVE else ""
+            yield from value_seams(LOOP, inputs, other, step, suffix)
 
 
-def _call_words(key: tuple[str, str, int]) -> str:
-    network, condition, number = key
-    prompt = " with the negative prompt" if condition == NEGATIVE else " with the prompt"
-    return f"{network}{prompt}" + (f" again ({number + 1})" if number else "")
+def _call_name(call: ConditionCall) -> str:
+    """Returns a call as a person reads it: `transformer with the negative prompt again (2)`."""
+    prompt = " with the negative prompt" if call.condition == NEGATIVE else " with the prompt"
+    return f"{call.network}{prompt}" + (f" again ({call.number + 1})" if call.number else "")
 
 
 def _step_values(step: SchedulerStep) -> dict[str, Any]:
@@ -549,10 +548,6 @@ def _is_same(first: Any, other: Any) -> bool:
     """Returns whether two values are equal, at most one being a tensor; one of a single element counts as a number."""
     values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (first, other)]
     return not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
-
-
-def _distance_unless(same: bool) -> float:
-    return 0.0 if same else math.inf
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
