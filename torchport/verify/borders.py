@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torchport import engine, patch, shard
 from torchport.compile import Compiled, network
 from torchport.compile.eager import Eager
+from torchport.stages import outputs
 from torchport.stages.family import Stage
 from torchport.stages.recorder import unit_paths
 from torchport.task import Task
@@ -154,6 +155,28 @@ class WatchedCall:
             if leaf.shape == other.shape and leaf.is_floating_point() == other.is_floating_point():
                 leaves[number] = self.to_network(other, leaf)
         return pytree.tree_unflatten(leaves, structure)
+
+
+@contextlib.contextmanager
+def outputs_kept(modules: Mapping[str, torch.nn.Module], keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Calls `keep(name, tensor)` with the first tensor of each module's output, for the length of a `with`."""
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(_OutputHook(name, keep)))
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _OutputHook:
+    """A forward hook of `outputs_kept`; a class of torchport's, which no port counts as its model's part."""
+
+    name: str
+    keep: Callable[[str, torch.Tensor], None]
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [leaf for leaf in outputs.leaves({"": output}).values() if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            self.keep(self.name, tensors[0])
 
 
 class Copies:

@@ -32,10 +32,10 @@ from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, recording, seams
 from torchport.verify.borders import Port, call_counts, compiled_network, to_host
-from torchport.verify.recording import BlockKey, LoopStop, RecordedCall, Recording
+from torchport.verify.recording import LoopStop, RecordedCall, Recording
 from torchport.verify.report import Decoded, Drift, Seam, Unit, Verdict
 from torchport.verify.units import MeasuredUnit, Outputs, Units, measured_units, original_outputs, with_effects
-from torchport.verify.yardstick import distance, least_rounding
+from torchport.verify.yardstick import distance
 
 _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 """A constant in the text of a program; the group is its shape and dtype."""
@@ -106,16 +106,16 @@ def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
     return found.drift
 
 
-def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -> list[MeasuredUnit]:
+def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> list[MeasuredUnit]:
     """Returns the measured modules of a block that `record_modules` recorded; runs in a process of its own."""
-    task, call = accept(request), key.call_of(recording.read(file))
+    task, call = accept(request), recording.read(file).call_of(block.network, block.step, block.call)
     prepare(task.machine)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
         units.blocks()  # leaves in `units` what `modules` needs
-        return with_effects(units, units.modules(key.block))
+        return with_effects(units, units.modules(block.path))
 
 
 class _StageComparison:
@@ -224,10 +224,8 @@ class _StageComparison:
                 shapes = f"{', '.join(map(str, ours))}, and the original's {', '.join(map(str, theirs))}"
                 self.found.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue
-            rounding = max(call.rounding, least_rounding(call.output))
-            unit = Unit(
-                step, call.number, call.network, "", 0, "network", call.network, rounding, added, inherited=added
-            )
+            place = step, call.number, call.network, ""
+            unit = Unit(*place, 0, "network", call.network, call.rounding, added, inherited=added)
             self.found.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
                 self.found.network_inputs[call.network, step] = loop.inputs

@@ -10,13 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 from torchport import engine, patch, shard
 from torchport.compile import network
@@ -24,7 +23,7 @@ from torchport.compile.in_force import stage_in_force
 from torchport.stages import frames
 from torchport.stages.family import Steps
 from torchport.task import Task
-from torchport.verify.borders import WideNetwork, call_counts, compiled_network, on_one_device
+from torchport.verify.borders import WideNetwork, call_counts, compiled_network, on_one_device, outputs_kept
 from torchport.verify.report import FAULT, Decoded
 from torchport.verify.yardstick import distance, is_sampled, least_rounding, sampled, shape_of, wide_dtype
 
@@ -52,24 +51,8 @@ def _frames(
         if returned is not None:
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
-    with _watched(None if call is None or returned is None else call.module, keep):
+    with outputs_kept({} if call is None or returned is None else _inner_modules(call.module), keep):
         return frames.levels(stage.run(parts, call, task.settings, Steps(), **latents)["frames"])
-
-
-@contextlib.contextmanager
-def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Calls `keep(path, tensor)` with the first tensor of each module's output, for the length of a `with`."""
-
-    def returns(path: str, _: Any, __: Any, output: Any) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if tensors:
-            keep(path, tensors[0])
-
-    named = [] if module is None else [(path, each) for path, each in module.named_modules() if path]
-    with contextlib.ExitStack() as hooks:
-        for path, each in named:
-            hooks.enter_context(each.register_forward_hook(functools.partial(returns, path)))
-        yield
 
 
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
@@ -138,12 +121,18 @@ def _port_returns(
         jax.debug.callback(functools.partial(store, path), engine.array(tensor), ordered=True)
 
     module = network.module_of(stage, parts)
-    for path, each in module.named_modules():
-        each.register_forward_pre_hook(functools.partial(enter, path))
-    with _watched(module, keep):
+    modules = _inner_modules(module)
+    for path, part in modules.items():
+        part.register_forward_pre_hook(functools.partial(enter, path))
+    with outputs_kept(modules, keep):
         stage.run(parts, call, task.settings, Steps(), **latents)
     jax.effects_barrier()
     return returned, patches
+
+
+def _inner_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Returns all modules in a module by their paths, without the module itself."""
+    return {path: part for path, part in module.named_modules() if path}
 
 
 def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -12,9 +12,8 @@ import torch
 from torchport.compile import network, ported
 from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Stage, Steps
-from torchport.stages.outputs import leaves
 from torchport.task import Task, encoder_names
-from torchport.verify.borders import to_host
+from torchport.verify.borders import outputs_kept, to_host
 from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import computing_in, distance, sampled, wide_dtype
 
@@ -70,29 +69,13 @@ def _watched(
 ) -> tuple[Values, dict[str, torch.Tensor]]:
     """Runs a stage, and returns the outputs of all modules of its encoders, and the outputs of the stage."""
     values: Values = []
-    hooks = [
-        module.register_forward_hook(_Note(values, f"{name}.{path}".rstrip(".")))
+    modules = {
+        f"{name}.{path}".rstrip("."): module
         for name, encoder in encoders.items()
         for path, module in encoder.named_modules()
-    ]
-    try:
+    }
+    with outputs_kept(modules, lambda path, tensor: values.append((path, sampled(to_host(tensor))))):
         return values, stage.run(parts, None, task.settings, Steps())
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Note:
-    """A forward hook that notes a module's output; a class of torchport's, which no port counts as its model's part."""
-
-    values: Values
-    path: str
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        first = next(iter(leaves({"": output}).values()), None)
-        if first is not None:
-            self.values.append((self.path, sampled(to_host(first))))
 
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:

@@ -38,7 +38,8 @@ from torchport.stages.replay import all_latents
 from torchport.task import Request, Task, accept
 from torchport.verify import decoder, seams
 from torchport.verify.borders import Original, Values, inner_paths, total_bytes
-from torchport.verify.yardstick import by_place, distance
+from torchport.verify.report import Unit
+from torchport.verify.yardstick import by_place, distance, least_rounding
 
 PAUSE = 0.1
 """Seconds between two looks at the folder."""
@@ -65,18 +66,19 @@ class RecordedCall:
 
     @property
     def rounding(self) -> float:
-        """The distance of the original's output from the yardstick's."""
-        return distance(self.output, self.wide_output) or 0.0
+        """The distance of the original's output from the yardstick's, and at least the epsilon of its dtype."""
+        return max(distance(self.output, self.wide_output) or 0.0, least_rounding(self.output))
 
 
 def split_by_call(outputs: Sequence[Any], calls: Sequence[RecordedCall]) -> list[list[torch.Tensor]] | None:
     """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ. A port's
     call may batch several conditions of guidance, for each of which the original has a call.
     """
-    ours, theirs = (zip(*map(tensors_of, found), strict=True) for found in (outputs, [c.wide_output for c in calls]))
+    ported = zip(*map(tensors_of, outputs), strict=True)
+    originals = zip(*(tensors_of(call.wide_output) for call in calls), strict=True)
     parts = []
-    for made, wide in zip(ours, theirs, strict=True):
-        rows, counts = torch.cat([output.float() for output in made]), [output.shape[0] for output in wide]
+    for batches, tensors in zip(ported, originals, strict=True):
+        rows, counts = torch.cat([batch.float() for batch in batches]), [tensor.shape[0] for tensor in tensors]
         if rows.shape[0] != sum(counts):
             return None
         parts.append(torch.split(rows, counts))
@@ -90,8 +92,8 @@ def tensors_of(output: Any) -> Sequence[torch.Tensor]:
 
 def latents_in(state: Mapping[str, torch.Tensor]) -> Any:
     """Returns copies of the latents in a loop's state: a tensor, or a list with the sound's; None without any."""
-    found = [_copied(latents) for latents in all_latents(state)]
-    return found if len(found) > 1 else next(iter(found), None)
+    copies = [_copied(latents) for latents in all_latents(state)]
+    return copies if len(copies) > 1 else next(iter(copies), None)
 
 
 @dataclasses.dataclass
@@ -119,19 +121,13 @@ class Recording:
     def steps(self) -> tuple[int, ...]:
         return tuple(sorted({call.step for call in self.calls}))
 
+    def call_of(self, network: str, step: int, number: int) -> RecordedCall:
+        """Returns the recorded call of a network with a number in a denoising step, both counted from 0."""
+        return next(c for c in self.calls if (c.network, c.step, c.number) == (network, step, number))
+
 
 class LoopStop(BaseException):
     """Leaves a denoising loop after the last step that is compared."""
-
-
-def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the outputs of the stages before denoising, by stage; the original's patches must be in force."""
-    outputs: dict[str, dict[str, torch.Tensor]] = {}
-    for stage in task.family.STAGES[: task.family.STAGES.index(task.denoising[0])]:
-        parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
-        call = network.eager(task, stage, parts, folder) if stage.network is not None else None
-        outputs[stage.name] = stage.run(parts, call, task.settings, Steps())
-    return outputs
 
 
 def write(recording: Any, file: Path) -> None:
@@ -162,18 +158,25 @@ def read(path: Path) -> Recording:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
-    """Records the original, and writes the recording to a file; runs in a process of its own. Denoising steps are
-    counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
+    """Records the original, and writes the recording to a file; runs in a process of its own.
+
+    Args:
+        steps: The denoising steps to record, from 0; None: those that `_StepWatch` finds.
+        decodes: Whether the decoder's frames are recorded, too.
     """
     write(recording_of(accept(request), steps, decodes), file)
 
 
 def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
-    """Runs the original, and returns its recording; for `steps` see `record`. With `decodes`, frames are recorded."""
+    """Runs the original, and returns its recording; for the arguments see `record`."""
     with in_force(task, task.family.STAGES):
         preflight.check(task)
         folder = checkpoint_of(task).folder
-        recording = Recording(_encoder_outputs(task, folder))
+        recording = Recording({})
+        for stage in seams.encoding_stages(task):
+            parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
+            call = None if stage.network is None else network.eager(task, stage, parts, folder)
+            recording.encoded[stage.name] = stage.run(parts, call, task.settings, Steps())
         for stage in task.denoising:
             if not decodes and steps is not None and len(recording.latents) > max(steps):
                 break
@@ -181,9 +184,8 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
         if decodes:
             recording.decoded = decoder.original_frames(task, folder, recording.ends[task.denoising[-1].name])
         outputs = {call.network: call.output for call in reversed(recording.calls)}
-        for network_name in (str(stage.network) for stage in task.denoising):
-            output = outputs.get(network_name, recording.calls[0].output)
-            recording.likes[network_name] = output
+        names = [str(stage.network) for stage in task.denoising]
+        recording.likes = {name: outputs.get(name, recording.calls[0].output) for name in names}
         recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
     return recording
 
@@ -221,7 +223,7 @@ class _RecordedLoop:
         outputs = self._loop(call, parts, (self.start, self.state) if self.start else None)
         if outputs is not None:
             recording.ends[stage.name] = outputs
-        for step, state in self.watch.found() if self.watch is not None else ():
+        for step, state in [] if self.watch is None else self.watch.steps_with_states():
             recording.states[step] = state
             self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
             self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))  # `call` records
@@ -277,7 +279,7 @@ class _StepWatch:
         self._calls = []
         self._state = {name: _copied(tensor) for name, tensor in state.items()}
 
-    def found(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    def steps_with_states(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
         """Returns pairs of a step and the state before it: the last step, and the first of each kind but the start."""
         steps = {**self._steps, self._last[0]: self._last[1]}
         return [(step, steps[step]) for step in sorted(steps) if step > self.start]
@@ -354,27 +356,12 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockKey:
-    """Names a recorded call, and a block of the network in it."""
-
-    network: str
-    step: int  #: The denoising step, from 0.
-    number: int  #: The call in this step, from 0.
-    block: str
-
-    def call_of(self, recording: Recording) -> RecordedCall:
-        """Returns the call of a recording that the key names."""
-        key = self.network, self.step, self.number
-        return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
-
-
-def record_modules(request: Request, key: BlockKey, file: Path) -> None:
+def record_modules(request: Request, block: Unit, file: Path) -> None:
     """Adds the values of all modules in a block to a recording, and writes it again; runs in a process of its own."""
     recording = read(file)
-    call = key.call_of(recording)
+    call = recording.call_of(block.network, block.step, block.call)
     with original_network(accept(request), call) as original:
-        paths = inner_paths(original.eager.module, key.block)
+        paths = inner_paths(original.eager.module, block.path)
         call.values = {**call.values, **original.observed(call.inputs, paths)[1]}
         call.inner = original.yardstick(call.inputs, [*original.units, *paths], call.values)[1]
     write(recording, file)

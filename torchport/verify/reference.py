@@ -195,8 +195,10 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
 
 def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
     """Keeps as many blocks as the limit allows, evenly over the depth; returns the names of those left out."""
-    blocks = [(n, call, row, path) for call, row in calls for n, path in enumerate(spread(_blocks(call)))]
-    left_out = []
+    blocks, left_out = [], []
+    for call, row in calls:
+        paths = list(dict.fromkeys(border.path for border in call.outer if border.path))  # in the order of the call
+        blocks += [(number, call, row, path) for number, path in enumerate(spread(paths))]
     for borders_of, place in ((_outer_of, ""), (_inner_of, " inside")):  # modules inside only after all blocks
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
             borders = borders_of(call, path)
@@ -213,11 +215,6 @@ def _keep(row: dict[str, Any], borders: Mapping[str, Values], table: TensorTable
         row[name] += [[list(border), table.add(value)] for border, value in values.items()]
 
 
-def _blocks(call: RecordedCall) -> list[str]:
-    """Returns the paths of a call's blocks, in the order of the call."""
-    return list(dict.fromkeys(border.path for border in call.outer if border.path))
-
-
 def spread(paths: list[str]) -> list[str]:
     """Returns paths in an order whose beginning is spread evenly: the first, the last, the middle, the quarters."""
     last, order = len(paths) - 1, dict.fromkeys([0])
@@ -228,9 +225,13 @@ def spread(paths: list[str]) -> list[str]:
 
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
     """Returns the values that are kept of a block: its inputs, whole, and some rows of its outputs."""
-    values = {border: value for border, value in call.values.items() if border.path == block}
-    wide = {border: value for border, value in call.outer.items() if border.path == block and border.side == "out"}
-    return {"values": _rows(values), "outer": _rows(wide)}
+    values = {
+        border: value if border.side == "in" else moved(value, sampled)
+        for border, value in call.values.items()
+        if border.path == block
+    }
+    wide = {b: moved(value, sampled) for b, value in call.outer.items() if b.path == block and b.side == "out"}
+    return {"values": values, "outer": wide}
 
 
 def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
@@ -238,14 +239,6 @@ def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
     inside = [border for border in call.inner if border.path == block or border.path.startswith(f"{block}.")]
     values = {b: call.values[b] for b in inside if b in call.values and b.path != block}
     return {"values": values, "inner": {border: call.inner[border] for border in inside}}
-
-
-def _rows(values: Values) -> Values:
-    """Returns values of which the outputs have only some rows; inputs stay whole."""
-    return {
-        border: pytree.tree_map_only(torch.Tensor, sampled, value) if border.side == "out" else value
-        for border, value in values.items()
-    }
 
 
 def read(folder: Path) -> Recording:
@@ -264,15 +257,13 @@ def read(folder: Path) -> Recording:
     moments = restored(seams["moments"], tensors)
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
-    return Recording(**parts, calls=[_restored_call(row, tensors) for row in data["calls"]], seams=side)
-
-
-def _restored_call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
-    """Returns the call of a row that `_call_data` made."""
-    fields = {name: row[name] for name in FACTS} | {name: restored(row[name], tensors) for name in TREES}
-    for name in BORDERS:
-        fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
-    return RecordedCall(**fields)
+    calls = []
+    for row in data["calls"]:
+        fields = {name: row[name] for name in FACTS} | {name: restored(row[name], tensors) for name in TREES}
+        for name in BORDERS:
+            fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
+        calls.append(RecordedCall(**fields))
+    return Recording(**parts, calls=calls, seams=side)
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -295,13 +286,14 @@ def check(folder: Path, task: Task) -> tuple[list[str], int]:
     """Raises if a capture is not of this task; returns notes for the report, and how many blocks the capture lacks."""
     text, _ = _read(folder)
     identity = _identity(task)
-    for name, theirs, ours in _differences(text, identity):
-        fact = f"It was captured for {name} {theirs!r}, and this verification has {ours!r}"
+    for name, captured, asked in _differences(text, identity):
+        fact = f"It was captured for {name} {captured!r}, and this verification has {asked!r}"
         remedy = f"Verify with what it was captured for, or capture again: {MADE_BY}"
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)
     notes = [f"the capture lacks {_list_words(text['left_out'])}"] if text["left_out"] else []
-    theirs, ours = (each["versions"].get("torch") for each in (text, identity))
-    notes += [] if theirs == ours else [f"the capture is of torch {theirs}, and this machine has {ours}"]
+    captured, installed = (facts["versions"].get("torch") for facts in (text, identity))
+    if captured != installed:
+        notes.append(f"the capture is of torch {captured}, and this machine has {installed}")
     return notes, len(text["left_out"])
 
 

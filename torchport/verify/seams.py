@@ -315,14 +315,14 @@ def compare(
         if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
             raise side.stopped
         notes.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
-    if any(stage.network for stage in _encoders(port)):
+    if any(stage.network for stage in encoding_stages(port)):
         notes.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
     if not _has_upstream_loop(port):
         notes.append("the loop: that of the family is both the port's and the original's")
     return rows, notes
 
 
-def _encoders(task: Task) -> list[Stage]:
+def encoding_stages(task: Task) -> list[Stage]:
     """Returns the stages before denoising, which encode the prompt and the image."""
     names = [stage.name for stage in task.family.STAGES]
     return list(task.family.STAGES[: names.index(task.denoising[0].name)])
@@ -346,7 +346,7 @@ def record(
     """
     with in_force(task, task.stages):
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
-        for stage in _encoders(task):
+        for stage in encoding_stages(task):
             if stage.network is not None and reference is not None:
                 continue
             if task.encodes_on_devices(stage) and reference is not None:
@@ -376,7 +376,7 @@ def record(
 def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
     """Runs an encoding stage on the host, and returns its outputs."""
     with patch.applied(task.patches([stage]), stage=stage.name):
-        parts = network.loaded(task, _unprepared(stage) if task.original else stage, folder)
+        parts = _loaded(task, stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)
         return stage.run(parts, call, task.settings, Steps())
 
@@ -390,23 +390,23 @@ def _denoise(
     start = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
-            by_stage = [network.loaded(task, _unprepared(stage), folder) for stage in task.denoising]
+            by_stage = [_loaded(task, stage, folder) for stage in task.denoising]
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
             _run_upstream(task, parts, calls, start)
         return
     done: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
-            parts = network.loaded(task, _unprepared(stage) if task.original else stage, folder)
+            parts = _loaded(task, stage, folder)
             state = {name: value for name, value in done.items() if name != "done"}
             steps = Steps(resume=(int(done["done"]), state) if done else None)
             done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
             start = dict(inputs)
 
 
-def _unprepared(stage: Stage) -> Stage:
-    """Returns a stage without the family's `prepare`, as the original runs it."""
-    return dataclasses.replace(stage, prepare=None)
+def _loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
+    """Returns a stage's components; the original's do not go through the family's `prepare`."""
+    return network.loaded(task, dataclasses.replace(stage, prepare=None) if task.original else stage, folder)
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:

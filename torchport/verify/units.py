@@ -19,7 +19,7 @@ from torchport.errors import MachineError
 from torchport.processes import child
 from torchport.task import Request, accept
 from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths, inner_values
-from torchport.verify.recording import BlockKey, RecordedCall, original_network, read
+from torchport.verify.recording import RecordedCall, original_network, read
 from torchport.verify.report import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.yardstick import by_place, channel_ratio, distance, is_sampled, least_rounding, matched, shape_of
 
@@ -57,7 +57,7 @@ class Units:
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
         #: The rounding of the network's output; see `estimate_rounding`.
-        self.rounding = max(call.rounding, least_rounding(call.output))
+        self.rounding = call.rounding
         #: The port's values if only the network gets the original's inputs.
         self.free_values: Values = {}
         #: The port's call in which each block gets the original's inputs.
@@ -350,22 +350,27 @@ def port_outputs(port: Port, call: RecordedCall) -> Outputs:
 
 def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
     """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
-    key = BlockKey(call.network, call.step, call.number, "")
-
-    def ended(end: child.Ended) -> MachineError:
-        return MachineError("torchport verify", f"The original's process {end}", "Free memory")
 
     def outputs(changes: Sequence[Values]) -> list[Any]:
-        function = "torchport.verify.units:_call_original"
-        environment = {"PYTHONWARNINGS": "ignore"}
-        found: list[Any] = child.call(function, request, file, key, list(changes), ended=ended, environment=environment)
-        return found
+        computed: list[Any] = child.call(
+            "torchport.verify.units:outputs_of_original",
+            *(request, file, (call.network, call.step, call.number), list(changes)),
+            ended=lambda end: MachineError("torchport verify", f"The original's process {end}", "Free memory"),
+            environment={"PYTHONWARNINGS": "ignore"},
+        )
+        return computed
 
     return outputs
 
 
-def _call_original(request: Request, file: Path, key: BlockKey, changes: Sequence[Values]) -> list[Any]:
-    """Returns the outputs of the original's network in one call, one for each set of values at borders."""
-    call = key.call_of(read(file))
+def outputs_of_original(
+    request: Request, file: Path, place: tuple[str, int, int], changes: Sequence[Values]
+) -> list[Any]:
+    """Returns the outputs of the original's network in a recorded call, one for each set of values at borders.
+
+    Args:
+        place: The network, the denoising step and the number of the call in it, both from 0.
+    """
+    call = read(file).call_of(*place)
     with original_network(accept(request), call) as original:
         return [original.output(call.inputs, values) for values in changes]

@@ -31,7 +31,7 @@ from torchport.task import Request, Task, accept, devices
 from torchport.verify import decoder, reference, seams
 from torchport.verify.borders import Port, inner_values
 from torchport.verify.comparing import Measurements
-from torchport.verify.recording import BlockKey, RecordedCall, read, split_by_call, tensors_of
+from torchport.verify.recording import RecordedCall, read, split_by_call, tensors_of
 from torchport.verify.report import FAULT, Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
 from torchport.verify.units import MeasuredUnit, Units
 from torchport.verify.yardstick import LEVELS, channel_ratio, distance
@@ -135,9 +135,8 @@ def _measure_modules(found: Measurements, request: Request, original: Request, f
         return
     if any(item.block == unit.path and item.unit.kind != "block" for item in found.measured):
         return
-    key = BlockKey(unit.network, unit.step, unit.call, unit.path)
-    _call("recording:record_modules", original, key, file)
-    found.measured += _call("comparing:compare_modules", request, key, found.folder, file)
+    _call("recording:record_modules", original, unit, file)
+    found.measured += _call("comparing:compare_modules", request, unit, found.folder, file)
 
 
 def capture_original(request: Request, options: Options, folder: Path, limit: int) -> str:
@@ -282,7 +281,7 @@ class Search:
 def causes_of_unit(request: Request, file: Path, folder: Path, measured: MeasuredUnit) -> Search:
     """Returns the patch that causes a unit's error; runs in a process of its own."""
     task, unit = accept(request), measured.unit
-    call = BlockKey(unit.network, unit.step, unit.call, "").call_of(read(file))
+    call = read(file).call_of(unit.network, unit.step, unit.call)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     devices.prepare(task.machine)
     entries = candidates(task, stage, measured)
