@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,10 +130,12 @@ def _distance_data(distance: Distance) -> dict[str, Any]:
 def lines(comparison: Comparison) -> list[str]:
     """Returns what `torchport compare` prints: both folders, what differs, and the tables of frames and latents."""
     other = comparison.other_video
-    text = [f"A and B are two different videos: {_rows(other)}"] if other else []
+    text = [f"A and B are two different videos: {_words(other)}"] if other else []
     text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
-        text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {_rows(comparison.floor.differences)}")
+        text.append(
+            f"floor  {comparison.floor.run.folder}: the job of A but for {_words(comparison.floor.differences)}"
+        )
     rows = [row for row in comparison.b.differences if row not in other]
     text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)] if rows else []
     text += [f"warning: {comparison.b.warning}"] if comparison.b.warning else []
@@ -144,35 +146,28 @@ def lines(comparison: Comparison) -> list[str]:
     return [*text, *dict.fromkeys(f"{each.unkept}." for each in comparison.distances if each.unkept)]
 
 
-def _rows(rows: Sequence[Difference]) -> str:
+def _words(rows: Sequence[Difference]) -> str:
+    """Returns differences in one line: `mesh: tp=4 and tp=2; seed: 1 and 2`."""
     return "; ".join(row.words() for row in rows)
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:
     """Returns a table of how far B's frames are from A's, and those of the floor, A's job on another mesh."""
     count, _, height, width = comparison.a.frames.shape
-    cells: dict[str, Callable[[Distance], str]] = {
-        "PSNR, dB": lambda d: _decibels(d.frames.psnr),
-        "PSNR of the worst frame": lambda d: _of_frame(_decibels(d.frames.worst_psnr), d.frames.worst_psnr_frame),
-        "SSIM": lambda d: _similarity(d.frames.ssim),
-        "SSIM of the worst frame": lambda d: _of_frame(_similarity(d.frames.worst_ssim), d.frames.worst_ssim_frame),
-        "greatest difference": lambda d: f"{d.frames.greatest} of 255",
-    }
-    head = [f"{count} frames of {height} x {width}, bytes before the codec", "B", "floor"]
-    rows = [[label, *(cell(each) for each in comparison.distances)] for label, cell in cells.items()]
-    return table([head[: 1 + len(comparison.distances)], *rows], left=1)
-
-
-def _decibels(value: float) -> str:
-    return "equal" if math.isinf(value) else f"{value:.2f}"
-
-
-def _similarity(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5f}"
-
-
-def _of_frame(value: str, frame: int | None) -> str:
-    return value if value in ("equal", "-") else f"{value} (frame {frame})"
+    columns = [
+        [
+            f"{count} frames of {height} x {width}, bytes before the codec",
+            *("PSNR, dB", "PSNR of the worst frame", "SSIM", "SSIM of the worst frame", "greatest difference"),
+        ]
+    ]
+    for name, distance in zip(("B", "floor"), comparison.distances, strict=False):
+        frames = distance.frames
+        psnr, worst_psnr = ("equal" if math.isinf(x) else f"{x:.2f}" for x in (frames.psnr, frames.worst_psnr))
+        ssim, worst_ssim = ("-" if x is None else f"{x:.5f}" for x in (frames.ssim, frames.worst_ssim))
+        worst_psnr += "" if worst_psnr == "equal" else f" (frame {frames.worst_psnr_frame})"
+        worst_ssim += "" if worst_ssim == "-" else f" (frame {frames.worst_ssim_frame})"
+        columns.append([name, psnr, worst_psnr, ssim, worst_ssim, f"{frames.greatest} of 255"])
+    return table(list(zip(*columns, strict=True)), left=1)
 
 
 def _latent_lines(comparison: Comparison) -> list[str]:

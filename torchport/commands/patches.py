@@ -60,14 +60,15 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
 
     The locks of the packs that --path names are written, or torchport's own if none is named.
     """
-    from torchport.commands.check import require_applied, stages_of
+    from torchport.commands import check, findings, static_check
 
     checkout = None if upstream_path is None else checkout_folder(upstream_path)
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     pack = find_pack(paths)
-    stages = stages_of(pack)
-    check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout, stages=stages)
+    cards = static_check.read_cards(pack, pack.models(), findings.Report())  # those that can be read
+    stages = check.stage_patches(pack, [card for card, _ in cards])
+    check_apply = functools.partial(check.require_applied, pack.folders, upstream_path=checkout, stages=stages)
     lines = lock(pack.folders, names, only_check, check_apply, [lower.patches for lower in pack.checked])
     for line in lines:
         terminal.say(line)
