@@ -73,7 +73,7 @@ class Report:
 
 
 def error_finding(error: TorchportError, step: str, patch: str = "", review: str = "") -> Finding:
-    """Returns the finding that says what an error says."""
+    """Returns an error as a finding of a check's step; see `Finding` for `review`."""
     return Finding(error.id, error.place, f"{error.fact}. {error.remedy}.", patch, step, review)
 
 
@@ -244,5 +244,6 @@ def check_report_file(file: Path, formats: Collection[str]) -> None:
 
 
 def write_report(report: AnyReport, file: Path, formats: Mapping[str, Callable[[AnyReport], str]]) -> None:
+    """Writes a report to a file, in the format that goes with the file's ending: `.sarif`, `.json`, `.xml`, `.txt`."""
     with writing(file) as temporary:
         temporary.write_text(formats[ENDINGS[file.suffix]](report) + "\n", encoding="utf-8")

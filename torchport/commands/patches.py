@@ -85,10 +85,6 @@ def _print_schema() -> None:
     terminal.say_json(schema("patch"))
 
 
-def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.Entry]:
-    return patch.read(folders, list(names) or patch.upstreams(folders))
-
-
 def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Returns a row of facts for each patch, such as its target, its promised equivalence and whether it is locked."""
     return [
@@ -102,14 +98,14 @@ def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, An
             "locked": entry.target in read_lock(entry.folder),
             "place": entry.place,
         }
-        for entry in entries_of(folders, names)
+        for entry in patch.read(folders, list(names) or patch.upstreams(folders))
     ]
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
     """Returns all fields of a patch, its packages' versions and its rows in the lock; raises for an unknown id."""
     versions.installed.cache_clear()
-    entries = {entry.id: entry for entry in entries_of(folders)}
+    entries = {entry.id: entry for entry in patch.read(folders, patch.upstreams(folders))}
     if key not in entries:
         raise UnknownNameError("torchport patches show", f"No patch '{key}'", nearest(key, entries))
     entry = entries[key]

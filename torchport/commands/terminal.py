@@ -54,6 +54,8 @@ command: Callable[[str], Callable[[Callable[..., None]], click.Command]] = funct
 
 
 class Group(click.Group):
+    """A click group whose commands and groups are those of this module."""
+
     command_class = Command
     group_class = type
 
@@ -187,19 +189,18 @@ class _Output:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        """Returns an attribute of the stream; `write` and `flush` raise `_UnwrittenError` where they fail."""
+        attribute = getattr(self._stream, name)
+        if name not in ("write", "flush"):
+            return attribute
 
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise _UnwrittenError(error.errno, error.strerror) from error
+        def checked(*texts: str) -> Any:
+            try:
+                return attribute(*texts)
+            except OSError as error:
+                raise _UnwrittenError(error.errno, error.strerror) from error
 
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise _UnwrittenError(error.errno, error.strerror) from error
+        return checked
 
 
 def _run_with_output(command: click.Command) -> int:
@@ -222,6 +223,7 @@ def _run_with_output(command: click.Command) -> int:
 
 
 def _exit_code(command: click.Command) -> int:
+    """Runs a command, and returns its exit code; click's errors are raised."""
     try:
         return int(command.main(prog_name=command.name, standalone_mode=False) or 0)
     except SystemExit as stop:

@@ -87,7 +87,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         if recorded.decoded is not None:
             found.decoded = decoder.compare(task, folder, recorded.decoded)
         before = call_counts(ledger)
-        found.seams, notes = seams.compare(task, folder, recorded.steps, recorded.seams, recorded.likes)
+        found.seams, notes = seams.compare(task, folder, recorded.seams, recorded.templates)
         found.unlike = [*notes, *found.unlike]
         found.loop_patches = frozenset(key for key, count in call_counts(ledger).items() if count != before[key])
     return found
@@ -114,8 +114,8 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.blocks()  # leaves in `units` what `modules` needs
-        return with_effects(units, units.modules(block.path))
+        units.measure_blocks()  # leaves in `units` what `measure_modules` needs
+        return with_effects(units, units.measure_modules(block.path))
 
 
 class _StageComparison:
@@ -276,6 +276,7 @@ class LoweredProgram:
 
     @property
     def digest(self) -> str:
+        """The first 16 digits of the SHA-256 of the text, by which a person tells programs apart."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 

@@ -109,16 +109,18 @@ class Recording:
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     seams: Any = None
     #: An output of each network, whose shape and dtype made-up outputs take.
-    likes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    templates: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: Frames of the original and of the yardstick, and the latents; None where they are not compared.
     decoded: Any = None
 
     @property
     def embeddings(self) -> dict[str, torch.Tensor]:
+        """The outputs of all stages before denoising, by name: the inputs of a denoising stage."""
         return {name: tensor for outputs in self.encoded.values() for name, tensor in outputs.items()}
 
     @property
     def steps(self) -> tuple[int, ...]:
+        """The denoising steps of which calls were recorded, from 0."""
         return tuple(sorted({call.step for call in self.calls}))
 
     def call_of(self, network: str, step: int, number: int) -> RecordedCall:
@@ -185,8 +187,8 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
             recording.decoded = decoder.original_frames(task, folder, recording.ends[task.denoising[-1].name])
         outputs = {call.network: call.output for call in reversed(recording.calls)}
         names = [str(stage.network) for stage in task.denoising]
-        recording.likes = {name: outputs.get(name, recording.calls[0].output) for name in names}
-        recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
+        recording.templates = {name: outputs.get(name, recording.calls[0].output) for name in names}
+        recording.seams = seams.record(task, folder, recording.steps, recording.templates, encoded=recording.encoded)
     return recording
 
 
@@ -308,6 +310,7 @@ class _RecordedNetwork:
         self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
 
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are, where a compiled network would move them to the devices."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:

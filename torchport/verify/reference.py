@@ -58,6 +58,7 @@ class TensorTable:
         self._names: dict[str, str] = {}
 
     def add(self, value: Any) -> Any:
+        """Stores the tensors of a tree, and returns the tree as data of JSON that names them; see `restored`."""
         return tree.as_data(value, self._entry)
 
     def cost(self, values: Iterable[Any]) -> int:
@@ -67,9 +68,10 @@ class TensorTable:
         return sum(size for digest, size in new.items() if digest not in self._names)
 
     def _entry(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        """Returns what stands for a tensor in JSON: `{"tensor": "t7"}`, and for a sampled one also its row numbers."""
         rows = getattr(tensor, ROWS, None)
-        sampled = {} if rows is None else {"rows": self._name(rows), "shape": list(shape_of(tensor))}
-        return {"tensor": self._name(tensor)} | sampled
+        sample = {} if rows is None else {"rows": self._name(rows), "shape": list(shape_of(tensor))}
+        return {"tensor": self._name(tensor)} | sample
 
     def _name(self, tensor: torch.Tensor) -> str:
         """Stores a tensor, unless its values are stored already, and returns its name in the table."""
@@ -82,6 +84,7 @@ class TensorTable:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    """Returns a hash of a tensor's dtype, shape and bytes."""
     sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     sha.update(_contiguous(tensor).reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
@@ -96,6 +99,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
 
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
+        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled one."""
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
             setattr(tensor, ROWS, tensors[entry["rows"]])
@@ -164,7 +168,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add({name: map_tensors(each, lambda x: x[:1].clone()) for name, each in original.likes.items()}),
+        "likes": table.add({name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}),
         "seams": {
             "moments": table.add(original.seams.moments),
             "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},
@@ -247,7 +251,7 @@ def read(folder: Path) -> Recording:
     data = text["recording"]
     seams = data["seams"]
     parts: dict[str, Any] = {
-        name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded", "likes")
+        name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded")
     }
     loop = LoopRecord(seams["chosen"])
     for row in seams["steps"]:
@@ -263,7 +267,7 @@ def read(folder: Path) -> Recording:
         for name in BORDERS:
             fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
         calls.append(RecordedCall(**fields))
-    return Recording(**parts, calls=calls, seams=side)
+    return Recording(**parts, calls=calls, seams=side, templates=restored(data["likes"], tensors))
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -79,6 +79,7 @@ class LoopRecord:
         """Returns a copy of a tree, in which None replaces large tensors if this step is not one of the chosen."""
 
         def copied(_: str, leaf: Any) -> Any:
+            """Returns a copy of a leaf if it is a tensor that is kept."""
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.numel() > LARGE and len(self.steps) not in self.chosen:
@@ -171,6 +172,7 @@ class _MadeUpNetwork:
         self.batches = self.drops = is_port
 
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are, where a compiled network would move them to the devices."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
@@ -187,6 +189,7 @@ class _MadeUpNetwork:
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
         def drawn(template: torch.Tensor) -> torch.Tensor:
+            """Returns normal noise with a row for each seed, in the shape and dtype of a template's rows."""
             rows = [torch.randn(template.shape[1:], generator=generator) for generator in generators]
             return torch.stack(rows).to(template.dtype)
 
@@ -212,6 +215,8 @@ def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
 
 
 class _UpstreamLoop(Loop):
+    """A loop of upstream's that calls the networks in each step; its base class may return saved results instead."""
+
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.tracks[track].real(*args, **kwargs)
 
@@ -290,9 +295,9 @@ LOOP = "denoise"
 class SideRecord:
     """The values of one side, the original or the port, that pass in or out of its loop."""
 
-    encoded: dict[str, dict[str, torch.Tensor]]
-    moments: dict[str, torch.Tensor]
-    loop: LoopRecord
+    encoded: dict[str, dict[str, torch.Tensor]]  #: The outputs of the stages that encode the prompt, by stage.
+    moments: dict[str, torch.Tensor]  #: The outputs of the stage that encodes an image with the VAE.
+    loop: LoopRecord  #: The scheduler's steps, and the calls of networks in each.
     #: The exception that upstream raised in a port's loop; None where the loop came to its end.
     stopped: Exception | None = None
     #: The original's encoders, where a port encodes on the devices; without modules in a capture.
@@ -302,14 +307,17 @@ class SideRecord:
 
 
 def compare(
-    port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, Any]
+    port: Task, folder: Path, reference: SideRecord, templates: Mapping[str, Any]
 ) -> tuple[list[Seam], list[str]]:
     """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`.
+
+    Args:
+        templates: An output of each network, whose shape and dtype the made-up ones have.
 
     Returns:
         The seams, and notes on what was not compared, a line each.
     """
-    side = record(port, folder, chosen, likes, reference)
+    side = record(port, folder, reference.loop.chosen, templates, reference)
     rows, notes = differences(reference, side), list[str]()
     if side.stopped is not None:  # reported as a consequence of a seam that differs; raised if none does
         if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
@@ -332,7 +340,7 @@ def record(
     task: Task,
     folder: Path,
     chosen: Collection[int],
-    likes: Mapping[str, Any],
+    templates: Mapping[str, Any],
     reference: SideRecord | None = None,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> SideRecord:
@@ -340,6 +348,7 @@ def record(
 
     Args:
         chosen: Steps, from 0, whose large tensors are compared.
+        templates: An output of each network, whose shape and dtype the made-up ones have.
         reference: The original's record, if `task` is a port: the port's loop gets the original's embeddings, so that
             an error of an encoder is reported once.
         encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
@@ -365,7 +374,7 @@ def record(
         inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
         with side.loop.recording():
             try:
-                _denoise(task, folder, side.loop, likes, inputs)
+                _denoise(task, folder, side.loop, templates, inputs)
             except refusals() as error:
                 if reference is None:
                     raise
@@ -382,11 +391,11 @@ def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _denoise(
-    task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
+    task: Task, folder: Path, record: LoopRecord, templates: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
 ) -> None:
-    """Takes all denoising steps, with made-up outputs shaped as `likes`; fills `record`."""
+    """Takes all denoising steps, with made-up outputs shaped as `templates`; fills `record`."""
     is_port = not task.original
-    calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in likes.items()}
+    calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in templates.items()}
     start = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
@@ -429,9 +438,9 @@ def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
     """Yields a seam, a comparison, for each value in two trees of tensors and numbers, and each differing dtype."""
-    ours, theirs = outputs.leaves(port), outputs.leaves(original)
-    for name in [*theirs, *(name for name in ours if name not in theirs)]:
-        expected, other = theirs.get(name), ours.get(name)
+    originals, ported = outputs.leaves(original), outputs.leaves(port)
+    for name in {**originals, **ported}:
+        expected, other = originals.get(name), ported.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
             distance = 0.0 if _is_same(expected, other) else math.inf
             yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, allowed=0.0)
@@ -439,9 +448,9 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
-        longer, shorter = expected, other
-        expected = _without_padding(longer, shorter, _masks(name, longer, theirs), stage)
-        other = _without_padding(shorter, longer, _masks(name, shorter, ours), stage)
+        whole = expected, other  # either may be the longer one
+        expected = _without_padding(expected, whole[1], _masks(name, expected, originals), stage)
+        other = _without_padding(other, whole[0], _masks(name, other, ported), stage)
         index = _worst_index(expected, other)
         words = _words(expected, index), _words(other, index)
         # The distance that rounding in the original's dtype may cause.
@@ -452,16 +461,17 @@ def value_seams(
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields comparisons of two loops' values, in their order: step by step, scheduler, networks' inputs, latents."""
     yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
-    for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
-        constant = _unchanged_fields(original.steps[0], theirs) & _unchanged_fields(port.steps[0], ours) if n else set()
-        suffix = " of the scheduler" if n else ""
-        step = n if n else None
-        yield from value_seams(LOOP, _state(theirs, constant), _state(ours, constant), step, suffix)
+    for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
         if n == 0:
-            noise, other = ({"noise": each.arguments.get("sample")} for each in (theirs, ours))
+            yield from value_seams(LOOP, _state(expected, set()), _state(ported, set()))
+            noise, other = ({"noise": step.arguments.get("sample")} for step in (expected, ported))
             yield from value_seams(LOOP, noise, other)
-        yield from _call_seams(theirs.calls, ours.calls, n)
-        yield from value_seams(LOOP, _step_values(theirs), _step_values(ours), n)
+        else:
+            constant = _unchanged_fields(original.steps[0], expected) & _unchanged_fields(port.steps[0], ported)
+            states = _state(expected, constant), _state(ported, constant)
+            yield from value_seams(LOOP, *states, n, " of the scheduler")
+        yield from _call_seams(expected.calls, ported.calls, n)
+        yield from value_seams(LOOP, _step_values(expected), _step_values(ported), n)
 
 
 def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Units:
         self._distance: float | None = None  # of the port's output from the yardstick's
         self._uncompared: dict[Border, list[str]] = {}
 
-    def blocks(self) -> list[MeasuredUnit]:
+    def measure_blocks(self) -> list[MeasuredUnit]:
         """Measures the network's blocks, and the code of its forward between them."""
         paths = ["", *self.port.units]
         output, free = self.port.called(self.call.inputs, paths, {})
@@ -79,10 +79,10 @@ class Units:
         blocks = list(self._measured(forced, self.call.outer, paths, "", ()))
         for block in blocks:
             block.skipped = self._skipped(block.border.path)
-        return self._with_shapes(blocks)
+        return self._note_reshaped(blocks)
 
-    def modules(self, block: str) -> list[MeasuredUnit]:
-        """Measures the modules of a block, and the code of their forwards; `blocks` must have been called."""
+    def measure_modules(self, block: str) -> list[MeasuredUnit]:
+        """Measures the modules of a block, and the code of their forwards; `measure_blocks` must have been called."""
         assert self.forced_call is not None
         all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
         values = inner_values(self.call.values)
@@ -92,9 +92,9 @@ class Units:
         self._uncompared = _uncompared(free.observed, all_paths, paths)
         borders |= {border: value for border, value in values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], borders, skipped)
-        return self._with_shapes(list(self._measured(forced, self.call.inner, paths, block, skipped)))
+        return self._note_reshaped(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
-    def _with_shapes(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
+    def _note_reshaped(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
         """Returns units; those after the first module whose output has another shape than the original's name it."""
         assert self.forced_call is not None
         patches: frozenset[str] = frozenset()
@@ -207,7 +207,7 @@ class Units:
             if rounding is None or added is None or not matched(value, original):
                 continue
             is_free = not block and border in self.free_values
-            kind, path, name = self._named(border, paths, block)
+            kind, path, name = self._unit_at(border, paths, block)
             if kind == "forward" and self._uncompared.get(border):
                 name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self._uncompared[border])}"
             unit = Unit(
@@ -235,9 +235,11 @@ class Units:
                 skipped=skipped,
             )
 
-    def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
-        """Returns the unit that ends at a border, as its kind, its module's path and its name: a block, a module in a
-        block, or the code of a module's `forward` before its next submodule or its end.
+    def _unit_at(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
+        """Returns the unit that ends at a border, as its kind, its module's path and its name.
+
+        It is a block, a module in a block, or the code of a module's `forward` before its next submodule or its end:
+        at the input of `blocks.0.norm`, `("forward", "blocks.0", ".blocks.0.forward before norm")`.
         """
         path = border.path
         inside = [other for other in paths if other != path and _within(other, path)]
@@ -301,12 +303,12 @@ def measured_units(units: Units, has_fault_before: bool) -> list[MeasuredUnit]:
     at fault, neither effects nor modules are measured.
     """
     if has_fault_before:
-        return [_mark_behind(measured) for measured in units.blocks()]
-    outer = with_effects(units, units.blocks())
+        return [_mark_behind(measured) for measured in units.measure_blocks()]
+    outer = with_effects(units, units.measure_blocks())
     bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
     if not bad or not bad[0].block or not units.call.inner:
         return outer
-    return [*outer, *with_effects(units, units.modules(bad[0].block))]
+    return [*outer, *with_effects(units, units.measure_modules(bad[0].block))]
 
 
 def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:

@@ -419,7 +419,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
 
     def distance_without(entries: Collection[patch.Entry]) -> float:
         reduced = _task_without(task, entries)
-        rows, _ = seams.compare(reduced, folder, recorded.steps, recorded.seams, recorded.likes)
+        rows, _ = seams.compare(reduced, folder, recorded.seams, recorded.templates)
         key = seam.name, seam.stage, seam.step
         same = [row.distance for row in rows if (row.name, row.stage, row.step) == key]
         return max(same, default=0.0)

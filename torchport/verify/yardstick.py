@@ -116,6 +116,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_sampled(tree: Any) -> bool:
+    """Returns whether a tree has a tensor of which only some rows were kept; see `sampled`."""
     return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
 
 
@@ -202,6 +203,7 @@ K1, K2 = 0.01, 0.03
 
 
 def mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the mean squared difference of two tensors."""
     return float((a.double() - b.double()).square().mean())
 
 
