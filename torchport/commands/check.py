@@ -158,14 +158,14 @@ def check(
     """Returns all findings for the patches of the named upstreams or files; without names, for those of all.
 
     Args:
+        upstream_path: A checkout of an upstream that is not installed.
         called: Runs a model with tiny weights, and returns findings for patches that were not called.
         stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
         chosen: The folders whose patches are tried; None: all.
     """
     report = Report()
-    groups = _processes(folders, static_check.known_names(folders, names), stages, report)
-    groups = [dataclasses.replace(group, chosen=chosen) for group in groups]
-    alive = []  # without upstreams that ended their process: they would also end the one that all share
+    groups = _processes(folders, static_check.known_names(folders, names), stages, chosen, report)
+    alive = []  # upstreams that did not end their process: others would end the process that all share below, too
     for number, group in enumerate(progress.track(groups, "check", "upstream"), 1):
         progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
         result, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
@@ -179,20 +179,27 @@ def check(
 
 
 def _processes(
-    folders: patch.Folders, names: Iterable[str], stages: Sequence[StagePatches], report: Report
+    folders: patch.Folders,
+    names: Iterable[str],
+    stages: Sequence[StagePatches],
+    chosen: tuple[Path, ...] | None,
+    report: Report,
 ) -> list[CheckProcess]:
-    """Returns what each process tries: an upstream, once with each set of other patches that its stages need."""
+    """Returns what each process tries: an upstream, once with each set of other upstreams' patches that a stage needs.
+
+    A set that another one includes is left out. Patch files that cannot be read are added to `report`.
+    """
     by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         by_upstream.setdefault(name.partition("/")[0], []).append(name)
     needed = {stage: _needed_at_import(folders, stage, report) for stage in stages}
     groups = []
-    for upstream, chosen in by_upstream.items():
-        own_ids = {entry.id for entry in static_check.read(folders, chosen, Report())}
+    for upstream, files in by_upstream.items():
+        ids = {entry.id for entry in static_check.read(folders, files, Report())}
         users = [stage for stage in needed if any(name.partition("/")[0] == upstream for name in stage.names)]
-        beside = [needed[stage] - own_ids for stage in users]
-        sets = [ids for ids in dict.fromkeys(beside) if not any(ids < other for other in beside)]
-        groups += [CheckProcess(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
+        beside = [needed[stage] - ids for stage in users]
+        sets = [others for others in dict.fromkeys(beside) if not any(others < wider for wider in beside)]
+        groups += [CheckProcess(tuple(files), tuple(sorted(s)), chosen) for s in sets or [frozenset[str]()]]
     return groups
 
 
@@ -240,7 +247,12 @@ def require_applied(
 def _in_fresh_process(
     folders: patch.Folders, groups: Sequence[CheckProcess], mode: str, upstream_path: Path | None
 ) -> tuple[Report, bool]:
-    """Returns the findings of one process for some groups, and whether the process died."""
+    """Tries upstreams' patches in one new process; returns the findings, and whether the process died.
+
+    Args:
+        groups: What the process tries, one after the other.
+        mode: As for `try_groups`: when the targets are imported.
+    """
     ends: list[child.Ended] = []
 
     def refusal(end: child.Ended) -> PatchError:
@@ -263,8 +275,10 @@ def _in_fresh_process(
 
 
 def try_groups(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
-    """Tries groups one after the other in this process, which must be fresh, and returns the findings. The `mode`
-    "armed" imports the targets while the patches are in force, "late" before the patches.
+    """Tries the patches of each group in this process, which must be fresh, and returns the findings.
+
+    Args:
+        mode: "armed" imports the targets while their patches are in force, as a run does; "late" before.
     """
     report = Report()
     for group in groups:

@@ -61,7 +61,7 @@ def command(
 
 
 def _form(as_json: bool, as_sarif: bool, emit: Path | None) -> str:
-    """Returns the format to print; raises if flags ask for two."""
+    """Returns the format to print, "text", "json" or "sarif"; raises if flags ask for two."""
     if as_json and as_sarif:
         raise BadValueError("--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report")
     form = "json" if as_json else "sarif" if as_sarif else "text"

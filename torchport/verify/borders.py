@@ -33,9 +33,9 @@ from torchport.verify.yardstick import computing_in, sampled, wide_dtype, wide_m
 
 
 class Border(NamedTuple):
-    """Where a value enters a module or leaves it."""
+    """Where a value enters a module or leaves it: `Border("blocks.0.norm", 0, "in")` is that of a norm's arguments."""
 
-    path: str
+    path: str  #: The module's, as `named_modules` gives it; empty for the network.
     number: int  #: Which call of the module in this call of the network, from 0.
     side: str  #: `in` or `out`.
 
@@ -128,7 +128,7 @@ class WatchedCall:
         return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), value)
 
     def _observe(self, border: Border, value: Any) -> None:
-        """Records what enters or leaves a module, and which patches were called since a value was recorded last."""
+        """Records what enters or leaves a module, and the patches whose counts rose since the border before."""
         is_whole = self.whole is None or border in self.whole
         keep = self.to_host if is_whole else lambda tensor: sampled(self.to_host(tensor))
         self.observed[border] = pytree.tree_map_only(torch.Tensor, keep, value)

@@ -102,31 +102,37 @@ def first_fault(task: Task, original: Task, folder: Path, recorded: Mapping[str,
 def _port_returns(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], ledger: patch.Ledger
 ) -> tuple[_Returned, dict[str, frozenset[str]]]:
-    """Returns the outputs of each module of the port's decoder on one device, and the patches called in each."""
+    """Decodes with the port on one device; returns the outputs of each module, and the ids of the patches in its call.
+
+    The decoder is compiled, so the hooks see values only while it is traced: each puts a callback into the program,
+    which gets the module's output when the program runs.
+    """
     task = on_one_device(task)
     stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
     call, parts = compiled_network(task, stage, folder)
-    opened: dict[str, dict[str, int]] = {}
+    counts_before: dict[str, dict[str, int]] = {}
 
-    def enter(path: str, *_: Any) -> None:
-        opened[path] = call_counts(ledger)
+    def count_patches(path: str, *_: Any) -> None:
+        """Notes how often each patch was called before a module is."""
+        counts_before[path] = call_counts(ledger)
 
     def store(path: str, array: Any) -> None:
+        """Keeps what a module has returned."""
         returned[path].append(sampled(shard.to_torch(array)))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
+        """Makes the program keep the output of a module, which is traced now."""
         if path not in returned:
-            counts = call_counts(ledger).items()
-            returned[path], patches[path] = [], frozenset(key for key, count in counts if count != opened[path][key])
+            before, after = counts_before[path], call_counts(ledger)
+            returned[path], patches[path] = [], frozenset(key for key in after if after[key] != before[key])
         jax.debug.callback(functools.partial(store, path), engine.array(tensor), ordered=True)
 
-    module = network.module_of(stage, parts)
-    modules = _inner_modules(module)
-    for path, part in modules.items():
-        part.register_forward_pre_hook(functools.partial(enter, path))
+    modules = _inner_modules(network.module_of(stage, parts))
+    for path, module in modules.items():
+        module.register_forward_pre_hook(functools.partial(count_patches, path))
     with outputs_kept(modules, keep):
         stage.run(parts, call, task.settings, Steps(), **latents)
-    jax.effects_barrier()
+    jax.effects_barrier()  # the callbacks have run then
     return returned, patches
 
 
@@ -135,15 +141,19 @@ def _inner_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {path: part for path, part in module.named_modules() if path}
 
 
-def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns two modules' outputs, all calls of each concatenated, if this gives both one shape; else None."""
-    if len(ours) == len(theirs) == 1:
-        return (ours[0], theirs[0]) if shape_of(ours[0]) == shape_of(theirs[0]) else None
-    if not theirs or len({tensor.ndim for tensor in (*ours, *theirs)}) != 1 or is_sampled([*ours, *theirs]):
+def _joined(port: Sequence[torch.Tensor], original: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns two modules' outputs, all calls of each concatenated along some dim, if this gives both one shape.
+
+    A port may return all frames in one call, [1, C, 5, H, W], and the original in two, with 2 and 3 frames. None if no
+    dim gives one shape.
+    """
+    if len(port) == len(original) == 1:
+        return (port[0], original[0]) if shape_of(port[0]) == shape_of(original[0]) else None
+    if not original or len({tensor.ndim for tensor in (*port, *original)}) != 1 or is_sampled([*port, *original]):
         return None
-    for dim in range(ours[0].ndim):
+    for dim in range(port[0].ndim):
         with contextlib.suppress(RuntimeError):  # `torch.cat` refuses these shapes along this dim
-            pair = torch.cat(tuple(ours), dim), torch.cat(tuple(theirs), dim)
+            pair = torch.cat(tuple(port), dim), torch.cat(tuple(original), dim)
             if pair[0].shape == pair[1].shape:
                 return pair
     return None
@@ -162,6 +172,7 @@ def frame_pictures(original_CHW: torch.Tensor, port_CHW: torch.Tensor) -> dict[s
 
 
 def _png(frame_CHW: torch.Tensor) -> bytes:
+    """Returns a uint8 frame as the bytes of a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()

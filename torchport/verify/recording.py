@@ -211,6 +211,8 @@ class _RecordedLoop:
         self.chosen = [step for step in chosen if step >= self.start]
         #: Finds more steps to record; None where the user chose the steps.
         self.watch = _StepWatch(self.start, self.state) if steps is None else None
+        #: The number of the step after which the loop is left. One above the last lets it end: the decoder needs its
+        #: latents, and without chosen steps its last step has to be known.
         self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
 

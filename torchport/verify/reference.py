@@ -42,8 +42,10 @@ TREES = ("inputs", "output", "wide_output")
 """The fields of a call that are trees of tensors."""
 BORDERS = ("values", "outer", "inner")
 """The fields of a call that are values at borders."""
-SETTINGS = ("prompt", "negative_prompt", "seed", "height", "width", "frames", "steps", "guidance_scale")
-OPTIONAL = ("vae_tiling", "variant", "call", "guider", "scheduler")
+SETTINGS = (
+    *("prompt", "negative_prompt", "seed", "height", "width", "frames", "steps", "guidance_scale"),
+    *("vae_tiling", "variant", "call", "guider", "scheduler"),
+)
 """Settings in which a capture and a verification must agree."""
 PACKAGES = ("diffusers", "transformers")
 """Packages whose code is the original's: another version is another original."""
@@ -143,7 +145,7 @@ def _list_words(names: list[str]) -> str:
 def _identity(task: Task) -> dict[str, Any]:
     """Returns the facts in which a capture and a verification must agree; only that of torch may differ."""
     image = task.settings.image
-    settings = {name: getattr(task.settings, name) for name in (*SETTINGS, *OPTIONAL)}
+    settings = {name: getattr(task.settings, name) for name in SETTINGS}
     settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]
     known = versions()
     return {

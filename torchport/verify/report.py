@@ -472,6 +472,7 @@ def _cell(unit: Unit | None) -> dict[str, Any] | None:
     if unit is None:
         return None
     kind = "bad" if unit.verdict is Verdict.OTHER else "unclear" if unit.ratio > ROUNDING else "same"
+    # A logarithmic scale, from 0 at a tenth of the rounding to 1 at `HOTTEST`.
     heat = math.log(max(min(unit.ratio, HOTTEST), 0.1) / 0.1) / math.log(HOTTEST / 0.1)
     return {"text": f"{unit.ratio:.2g}", "kind": kind, "shade": 0.15 + 0.85 * heat}
 

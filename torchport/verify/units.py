@@ -178,17 +178,20 @@ class Units:
         return None if move is None else move / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
-        """Returns the other blocks that need not be called, as the original's whole outputs are recorded."""
+        """Returns all blocks but one, as far as they need not be called: the original's whole outputs stand for them."""
         assert self.forced_call is not None
         others = [path for path in self.port.units if path != block]
         return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
 
     def _is_alike(self, path: str, observed: Values) -> bool:
-        """Returns whether the port calls a module as often as the original, with tensors of the same shapes."""
+        """Returns whether the port calls a module as often as the original, with tensors of the same shapes.
+
+        Only such a module can get the original's values. Beside a capture, some modules have only rows of theirs.
+        """
         borders = {border for border in self.call.values if border.path == path}
         if not borders or borders != {border for border in observed if border.path == path}:
             return False
-        if is_sampled([self.call.values[border] for border in borders]):  # some rows cannot replace an output
+        if is_sampled([self.call.values[border] for border in borders]):
             return False
         return all(_shapes(self.call.values[border]) == _shapes(observed[border]) for border in borders)
 
@@ -312,10 +315,11 @@ def measured_units(units: Units, has_fault_before: bool) -> list[MeasuredUnit]:
 
 
 def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-    """Returns units with the effects of those that have an error above rounding, up to the first faulty unit.
+    """Returns units with their effects: how far the error of each alone moves the network's output, in roundings.
 
-    After `HARMLESS` of them, only effects of errors above `FAULT` are measured. If all units together move the output
-    by no more than rounding, that is taken for the effect of each.
+    An effect takes calls of the original, so it is measured only for errors above rounding, up to the first faulty
+    unit; after `HARMLESS` of them only for errors above `FAULT`. If all units together move the output by no more than
+    rounding, that is taken for the effect of each.
     """
     joint_effect = units.joint_effect
     if joint_effect is not None and joint_effect <= ROUNDING:
@@ -328,12 +332,12 @@ def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUni
         if item.unit.ratio > (ROUNDING if len(candidates) < HARMLESS else FAULT):
             candidates.append(item)
     for start in range(0, len(candidates), HARMLESS):
-        some = candidates[start : start + HARMLESS]
-        for item, effect in zip(some, units.effects(some), strict=True):
+        batch = candidates[start : start + HARMLESS]
+        for item, effect in zip(batch, units.effects(batch), strict=True):
             item.unit = dataclasses.replace(item.unit, effect=effect)
-        if any(item.unit.verdict is Verdict.OTHER for item in some):
+        if any(item.unit.verdict is Verdict.OTHER for item in batch):
             break
-    first = next((i for i, item in enumerate(measured) if item.unit.verdict is Verdict.OTHER), len(measured))
+    first = next((n for n, item in enumerate(measured) if item.unit.verdict is Verdict.OTHER), len(measured))
     return [*measured[: first + 1], *map(_mark_behind, measured[first + 1 :])]
 
 

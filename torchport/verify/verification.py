@@ -264,7 +264,7 @@ class _TaskWithout(Task):
 
 
 def _task_without(task: Task, entries: Collection[patch.Entry]) -> _TaskWithout:
-    """Returns a task that leaves out some of its patches."""
+    """Returns a copy of a task that leaves out some of its patches; all its other fields are the same objects."""
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
     return _TaskWithout(**fields, without=frozenset(entry.id for entry in entries))
 

@@ -29,6 +29,7 @@ def widened(tree: Any, dtype: torch.dtype) -> Any:
     """Returns a tree whose floating-point tensors are cast to a dtype, unless theirs is as wide."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in `dtype` if its own is a narrower floating-point one; else the tensor."""
         narrower = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
         return tensor.to(dtype) if narrower else tensor
 
