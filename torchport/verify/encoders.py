@@ -80,14 +80,15 @@ def _watched(
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
     """Returns for each encoder its first faulty module; if none is, that with the greatest error / allowed error."""
-    found: dict[str, Seam] = {}
-    for (path, expected), (_, wide), (_, ours) in zip(yardstick.host, yardstick.wide, port, strict=True):
-        error, rounding = distance(ours, wide) or 0.0, distance(expected, wide) or 0.0
-        allowed = FAULT * max(rounding, torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0)
+    worst: dict[str, Seam] = {}  # by encoder
+    outputs = zip(yardstick.host, yardstick.wide, port, strict=True)
+    for (path, original), (_, wide), (_, output) in outputs:
+        error, rounding = distance(output, wide) or 0.0, distance(original, wide) or 0.0
+        allowed = FAULT * max(rounding, torch.finfo(original.dtype).eps if original.is_floating_point() else 0.0)
         words = f"{rounding:.2g} from the yardstick", f"{error:.2g} from it"
-        seam = Seam(path, stage, None, *words, error, allowed)
-        worst = found.setdefault(path.partition(".")[0], seam)
-        is_fault = worst.verdict is Verdict.OTHER
-        if not is_fault and seam.distance * worst.allowed > worst.distance * seam.allowed:
-            found[path.partition(".")[0]] = seam
-    return [*found.values()]
+        seam, encoder = Seam(path, stage, None, *words, error, allowed), path.partition(".")[0]
+        before = worst.setdefault(encoder, seam)
+        is_worse = seam.distance * before.allowed > before.distance * seam.allowed
+        if before.verdict is Verdict.SAME and is_worse:
+            worst[encoder] = seam
+    return [*worst.values()]

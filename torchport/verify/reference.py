@@ -308,7 +308,7 @@ def _differences(text: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterat
     if text["model"] != identity["model"]:
         yield "model", text["model"], identity["model"]
     for kind, prefix in (("settings", ""), ("dtypes", "dtype of "), ("checkpoint", "checkpoint "), ("versions", "")):
-        theirs, ours = text[kind], identity[kind]
-        for name in [*theirs, *(name for name in ours if name not in theirs)]:
-            if theirs.get(name) != ours.get(name) and name != "torch":
-                yield f"{prefix}{name}", theirs.get(name), ours.get(name)
+        captured, asked = text[kind], identity[kind]
+        for name in {**captured, **asked}:
+            if captured.get(name) != asked.get(name) and name != "torch":
+                yield f"{prefix}{name}", captured.get(name), asked.get(name)

@@ -82,8 +82,8 @@ class FinishedRun:
         name = save.step_name(stage, number)
         tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
         assert manifest is not None  # hand-written ports have no such files
-        theirs, ours = origin(manifest), origin(self.manifests[stage])
-        differing = [field for field in {**ours, **theirs} if theirs.get(field) != ours.get(field)]
+        origins = origin(self.manifests[stage]), origin(manifest)
+        differing = [field for field in {**origins[0], **origins[1]} if origins[0].get(field) != origins[1].get(field)]
         if differing or manifest.done != number or "latents" not in tensors:
             what = _field_words(differing[0]) if differing else "the step"
             fact = f"It is not of the run that made {stage}.safetensors: {what} is another"
@@ -314,10 +314,10 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
     )
 
 
-def _check_shape(run: FinishedRun, stage: str, name: str, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+def _check_shape(run: FinishedRun, stage: str, name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
     """Raises if a tensor of a run has another shape than the first run's."""
-    if theirs.shape != ours.shape:
-        fact = f"Its '{name}' have the shape {list(theirs.shape)}, and those of the first run {list(ours.shape)}"
+    if tensor.shape != first.shape:
+        fact = f"Its '{name}' have the shape {list(tensor.shape)}, and those of the first run {list(first.shape)}"
         remedy = "Compare runs of one model, one size and one number of frames"
         raise ArtefactForeignError(str(save.file_of(run.folder, stage)), fact, remedy, name=name)
 

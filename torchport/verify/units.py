@@ -105,8 +105,8 @@ class Units:
                 continue
             shapes, other = _shapes(value), _shapes(known)
             places = [place for place in other if shapes.get(place) != other[place]]
-            ours, theirs = (", ".join(str(list(x[place])) for place in places if place in x) for x in (shapes, other))
-            words = f"{self.call.network}.{border.path} returns {ours}, and the original's {theirs}"
+            port, original = (", ".join(str(list(x[place])) for place in places if place in x) for x in (shapes, other))
+            words = f"{self.call.network}.{border.path} returns {port}, and the original's {original}"
             for item in measured:
                 if not _within(item.border.path, border.path):
                     item.reshaped, item.reshaped_patches = words, patches
@@ -178,7 +178,7 @@ class Units:
         return None if move is None else move / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
-        """Returns all blocks but one, as far as they need not be called: the original's whole outputs stand for them."""
+        """Returns all blocks but one, as far as they need not be called: the original's outputs take their place."""
         assert self.forced_call is not None
         others = [path for path in self.port.units if path != block]
         return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))

@@ -60,15 +60,15 @@ def verify(request: Request, options: Options) -> Verification:
     with atomic.scratch() as folder:
         file = folder / "original.pt"
         notes, left_out = ([], 0) if options.reference is None else reference.check(options.reference, task)
-        found = _measure_both(task, original, options, file, seconds)
-        if original is not None and any(item.unit.verdict is Verdict.OTHER for item in found.measured):
+        results = _measure_both(task, original, options, file, seconds)
+        if original is not None and any(item.unit.verdict is Verdict.OTHER for item in results.measured):
             with _timed("the faulty block", seconds):
-                _measure_modules(found, request, original, file)
-        verification = dataclasses.replace(_verification(task, options, found, notes), left_out=left_out)
+                _measure_modules(results, request, original, file)
+        verification = dataclasses.replace(_verification(task, options, results, notes), left_out=left_out)
         is_decoder_bad = verification.decoded is not None and verification.decoded.verdict is not Verdict.SAME
         if verification.bad_seams or verification.culprits or is_decoder_bad:
             with _timed("the patch at fault", seconds):
-                verification = _with_causes(verification, found, request, original, file)
+                verification = _with_causes(verification, results, request, original, file)
         if floor is not None and verification.drift:
             with _timed("the floor", seconds):
                 verification = _with_floor(verification, floor, f"the same port on {options.floor}", file)
@@ -103,10 +103,10 @@ def _measure_both(
 
     def compare() -> Measurements:
         try:
-            found: Measurements = _call(
+            results: Measurements = _call(
                 "comparing:compare", task.request, file, original, os.getpid(), stop=no_original
             )
-            return found
+            return results
         except BaseException:
             no_port.set()
             raise
@@ -128,15 +128,15 @@ def _measure_both(
             raise
 
 
-def _measure_modules(found: Measurements, request: Request, original: Request, file: Path) -> None:
+def _measure_modules(results: Measurements, request: Request, original: Request, file: Path) -> None:
     """Measures the modules of the first faulty block, unless they were: a recording of all modules may be too large."""
-    unit = next(item.unit for item in found.measured if item.unit.verdict is Verdict.OTHER)
+    unit = next(item.unit for item in results.measured if item.unit.verdict is Verdict.OTHER)
     if unit.kind != "block":
         return
-    if any(item.block == unit.path and item.unit.kind != "block" for item in found.measured):
+    if any(item.block == unit.path and item.unit.kind != "block" for item in results.measured):
         return
     _call("recording:record_modules", original, unit, file)
-    found.measured += _call("comparing:compare_modules", request, unit, found.folder, file)
+    results.measured += _call("comparing:compare_modules", request, unit, results.folder, file)
 
 
 def capture_original(request: Request, options: Options, folder: Path, limit: int) -> str:
@@ -200,52 +200,52 @@ def _on_mesh(task: Task, mesh: str) -> Request:
     return request
 
 
-def _verification(task: Task, options: Options, found: Measurements, notes: list[str]) -> Verification:
+def _verification(task: Task, options: Options, results: Measurements, notes: list[str]) -> Verification:
     """Returns the report of all measurements; the causes of errors are added later."""
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
-    units = (*found.networks, *(measured.unit for measured in found.measured))
+    units = (*results.networks, *(measured.unit for measured in results.measured))
     remedy = "--decode compares it" if options.reference is None else "capture with --decode"
-    absent = [f"the decoder ({remedy})"] if found.decoded is None else []
+    absent = [f"the decoder ({remedy})"] if results.decoded is None else []
     absent.append("the weights of the text encoders")
     return Verification(
         model=task.card.model,
         config=task.request.config,
         dtypes={name: task.dtype(name) for name in names},
-        yardstick={name: found.yardstick.get(name, "none") for name in names},
+        yardstick={name: results.yardstick.get(name, "none") for name in names},
         strategy=task.job.strategy,
         mesh={str(axis): size for axis, size in task.job.mesh.items()},
         steps=tuple(sorted({unit.step for unit in units})),
         total=task.settings.steps,
-        seams=tuple(found.seams),
+        seams=tuple(results.seams),
         units=units,
-        drift=tuple(found.drift),
-        decoded=found.decoded,
+        drift=tuple(results.drift),
+        decoded=results.decoded,
         against="original" if options.reference is None else f"run:{options.reference}",
-        unlike=(*notes, *found.unlike, f"not compared: {', and '.join(absent)}"),
-        programs=tuple(found.programs),
-        operators=found.operators,
+        unlike=(*notes, *results.unlike, f"not compared: {', and '.join(absent)}"),
+        programs=tuple(results.programs),
+        operators=results.operators,
     )
 
 
 def _with_causes(
-    verification: Verification, found: Measurements, request: Request, original: Request | None, file: Path
+    verification: Verification, results: Measurements, request: Request, original: Request | None, file: Path
 ) -> Verification:
     """Returns a verification with the patch that causes its first fault, or with a clue where no single patch does."""
     decoded = verification.decoded
     search: Search
     if verification.bad_seams:
         seam = verification.bad_seams[0]
-        search = _call("verification:causes_of_seam", request, file, found.folder, seam, found.loop_patches)
+        search = _call("verification:causes_of_seam", request, file, results.folder, seam, results.loop_patches)
     elif verification.culprits:
         unit = verification.culprits[0]
-        measured = next((item for item in found.measured if item.unit == unit), None)
+        measured = next((item for item in results.measured if item.unit == unit), None)
         if measured is None:
-            inputs = found.network_inputs[unit.network, unit.step]
-            search = _call("verification:causes_of_network", request, file, found.folder, unit, inputs)
+            inputs = results.network_inputs[unit.network, unit.step]
+            search = _call("verification:causes_of_network", request, file, results.folder, unit, inputs)
         else:
-            search = _call("verification:causes_of_unit", request, file, found.folder, measured)
+            search = _call("verification:causes_of_unit", request, file, results.folder, measured)
     else:
-        search = _call("verification:causes_of_decoder", request, original, file, found.folder, decoded)
+        search = _call("verification:causes_of_decoder", request, original, file, results.folder, decoded)
     if decoded is not None and search.parting:
         decoded = dataclasses.replace(decoded, parting=search.parting)
     clue = "" if search.causes else search.clue

@@ -164,10 +164,10 @@ def channel_ratio(value: Any, wide: Any, original: Any) -> float:
     size 1. So each channel's error is divided by the channel's greatest value. Some quantiles of these errors are
     compared, and the largest ratio is returned: the rounding of a single channel may be small by luck.
     """
-    ours, exact, theirs = by_place(value), by_place(wide), by_place(original)
+    ported, exact, originals = by_place(value), by_place(wide), by_place(original)
     ratios = [0.0]
-    for place in ours.keys() & exact.keys() & theirs.keys():
-        tensors = ours[place], exact[place], theirs[place]
+    for place in ported.keys() & exact.keys() & originals.keys():
+        tensors = ported[place], exact[place], originals[place]
         if _are_alike(*tensors):
             least = torch.finfo(tensors[2].dtype).eps
             errors, rounding = (_channel_errors(tensor, tensors[1], least) for tensor in (tensors[0], tensors[2]))
