@@ -256,6 +256,7 @@ def _in_fresh_process(
     ends: list[child.Ended] = []
 
     def refusal(end: child.Ended) -> PatchError:
+        """Notes that the process died, and returns the error for it."""
         ends.append(end)
         names = ", ".join(name for group in groups for name in group.names)
         fact = f"The process that checks '{names}' {end}"

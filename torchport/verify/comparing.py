@@ -119,7 +119,7 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
 
 
 class _StageComparison:
-    """Compares the network of one stage with a recording, and adds the results to `results`."""
+    """Compares the network of one stage with a recording, and adds the figures to `results`."""
 
     def __init__(
         self,

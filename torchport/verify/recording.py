@@ -204,8 +204,8 @@ class _RecordedLoop:
         steps: tuple[int, ...] | None,
         decodes: bool,
     ) -> None:
-        self.task, self.stage, self.folder = task, dataclasses.replace(stage, prepare=None), folder
-        self.recording = recording
+        self.task, self.folder, self.recording = task, folder, recording
+        self.stage = dataclasses.replace(stage, prepare=None)  # the original, without the family's changes
         self.start, self.state = start_of(recording.ends, stage)
         chosen = (self.start,) if steps is None else steps
         self.chosen = [step for step in chosen if step >= self.start]

@@ -62,7 +62,7 @@ def verify(request: Request, options: Options) -> Verification:
         notes, left_out = ([], 0) if options.reference is None else reference.check(options.reference, task)
         results = _measure_both(task, original, options, file, seconds)
         if original is not None and any(item.unit.verdict is Verdict.OTHER for item in results.measured):
-            with _timed("the faulty block", seconds):
+            with _timed("the faulty block", seconds):  # whose modules a large recording lacks
                 _measure_modules(results, request, original, file)
         verification = dataclasses.replace(_verification(task, options, results, notes), left_out=left_out)
         is_decoder_bad = verification.decoded is not None and verification.decoded.verdict is not Verdict.SAME
