@@ -232,11 +232,12 @@ def spread(paths: list[str]) -> list[str]:
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
     """Returns the values that are kept of a block: its inputs, whole, and some rows of its outputs."""
     values = {
-        border: value if border.side == "in" else moved(value, sampled)
+        border: value if border.side == "in" else map_tensors(value, sampled)
         for border, value in call.values.items()
         if border.path == block
     }
-    wide = {b: moved(value, sampled) for b, value in call.outer.items() if b.path == block and b.side == "out"}
+    outputs = [border for border in call.outer if border.path == block and border.side == "out"]
+    wide = {border: map_tensors(call.outer[border], sampled) for border in outputs}
     return {"values": values, "outer": wide}
 
 
