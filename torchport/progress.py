@@ -43,7 +43,7 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
 
 
 def note(text: str) -> None:
-    """Logs what a bar would show, where there is none."""
+    """Logs a text that a bar would show, where standard error is no terminal and there are no bars."""
     if not sys.stderr.isatty():
         log.info("%s", text)
 

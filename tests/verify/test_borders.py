@@ -7,7 +7,7 @@ import torch
 
 from torchport.stages.recorder import unit_paths
 from torchport.verify import yardstick
-from torchport.verify.borders import Border, Copies, WatchedCall, inner_paths, total_bytes
+from torchport.verify.borders import Border, Copies, WatchedCall, inner_paths, outputs_kept, total_bytes
 from torchport.verify.yardstick import distance
 
 
@@ -154,3 +154,15 @@ def test_large_tensors_are_noted_in_rows_but_where_they_are_wanted_whole(monkeyp
     _, watch = called(network(), torch.ones(3, 4), ["inlet", "blocks.0", "blocks.1"], whole=[border])
     assert {value.shape for key, value in watch.observed.items() if key == border} == {(3, 4)}
     assert {value.shape for key, value in watch.observed.items() if key.side == "out" and key != border} == {(2, 4)}
+
+
+def test_each_modules_first_tensor_is_kept_and_the_hooks_are_removed():
+    class Pair(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x), {"cache": x}
+
+    module, kept = torch.nn.Sequential(Pair(2, 3), torch.nn.Identity()), {}
+    with outputs_kept(dict(module.named_children()), kept.__setitem__):
+        (out, _) = module(torch.ones(1, 2))
+    assert set(kept) == {"0", "1"} and torch.equal(kept["0"], out)
+    assert not any(each._forward_hooks for each in module.modules())

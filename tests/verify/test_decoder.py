@@ -38,15 +38,3 @@ def test_frames_that_are_numbers_are_compared_in_levels_of_255(monkeypatch, tmp_
     decoded = decoder.compare(task, tmp_path, {"original": exact, "yardstick": exact, "latents": {"latents": video}})
     assert (decoded.frame, decoded.added, decoded.rounding) == (1, 25.0, 0.0)
     assert all(picture.startswith(b"\x89PNG") for picture in decoded.pictures.values())
-
-
-def test_each_modules_first_tensor_is_kept_and_the_hooks_are_removed():
-    class Pair(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x), {"cache": x}
-
-    module, kept = torch.nn.Sequential(Pair(2, 3), torch.nn.Identity()), {}
-    with decoder._watched(module, kept.__setitem__):
-        (out, _) = module(torch.ones(1, 2))
-    assert set(kept) == {"0", "1"} and torch.equal(kept["0"], out)
-    assert not any(each._forward_hooks for each in module.modules())

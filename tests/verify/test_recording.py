@@ -102,7 +102,7 @@ def watched(kinds):
         for batch in batches:
             watch.called({"hidden_states": torch.zeros(batch, 2), "timestep": number, "skips": False})
         watch.finished(number + 1, {"latents": torch.tensor(number + 1)})
-    return [(step, {name: int(tensor) for name, tensor in state.items()}) for step, state in watch.found()]
+    return [(step, {name: int(tensor) for name, tensor in state.items()}) for step, state in watch.steps_with_states()]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def recording(width=8):
         states={1: {"latents": random(1, 2)}},
         ends={"denoise": {"latents": random(1, 3)}},
         seams=SideRecord(encoded, {}, trace),
-        likes={"transformer": random(2, 4)},
+        templates={"transformer": random(2, 4)},
     )
 
 
@@ -75,7 +75,7 @@ def test_what_is_written_is_read_again(tmp_path, task):
     [step] = again.seams.loop.steps
     assert step.arguments == {"timestep": 3.0}
     assert step.calls[0].condition == "negative_"
-    assert again.likes["transformer"].shape == (1, 4)
+    assert again.templates["transformer"].shape == (1, 4)
     assert again.steps == (0, 1)
 
 

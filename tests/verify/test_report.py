@@ -126,10 +126,8 @@ def test_data_is_json_without_infinity():
     assert data["units"][2]["ratio"] == 900
 
 
-def test_the_page_shows_blocks_by_steps_and_error_against_depth(tmp_path):
-    file = tmp_path / "page.html"
-    report.write(file, verification(*CLEAN, unit(0, 1e-6, "network")))
-    page = file.read_text()
+def test_the_page_shows_blocks_by_steps_and_error_against_depth():
+    page = report.page_of(verification(*CLEAN, unit(0, 1e-6, "network")))
     assert "step 0</th><th>step 3" in page
     assert page.count('class="cell"') == 10
     assert "error against depth" in page

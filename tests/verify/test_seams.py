@@ -37,9 +37,11 @@ def world(root, pack, model, **fields):
     folder = tiny.write(port.card, file_of(pack, port.card, ""))
     with in_force(port, port.stages):
         calls = {str(stage.network): preflight.rehearse(port, stage).calls[0] for stage in port.denoising}
-        likes = {name: call.output if torch.is_tensor(call.output) else call.output[0] for name, call in calls.items()}
+        templates = {
+            name: call.output if torch.is_tensor(call.output) else call.output[0] for name, call in calls.items()
+        }
     return types.SimpleNamespace(
-        port=port, folder=folder, likes=likes, reference=seams.record(original, folder, {0, 1, 2}, likes)
+        port=port, folder=folder, templates=templates, reference=seams.record(original, folder, {0, 1, 2}, templates)
     )
 
 
@@ -74,7 +76,7 @@ def bad(world, **faults):
     """The seams that differ where stages are wrapped in faults."""
     port = port_with(world, **faults)
     known = None if "encode" in faults else world.reference.encoded  # encoders take most of the time
-    own = seams.record(port, world.folder, {0, 1, 2}, world.likes, world.reference, known)
+    own = seams.record(port, world.folder, {0, 1, 2}, world.templates, world.reference, known)
     rows = seams.differences(world.reference, own)
     return [(row.name, row.stage, row.step) for row in rows if row.verdict is not Verdict.SAME]
 
@@ -151,9 +153,8 @@ def stopped(run, parts, call, settings, steps, inputs):
 def test_a_clean_port_has_no_seam_that_differs(root, pack, model, hunyuan, wan):
     known = {"hunyuan": hunyuan, "wan": wan}
     one = known[model] if model in known else world(root, pack, model)
-    assert [
-        row for row in seams.compare(one.port, one.folder, {0}, one.reference, one.likes).seams if row.distance
-    ] == []
+    rows, _ = seams.compare(one.port, one.folder, one.reference, one.templates)
+    assert [row for row in rows if row.distance] == []
 
 
 def test_in_bfloat16_a_clean_port_has_no_seam_that_differs(root, pack):
@@ -185,16 +186,16 @@ def test_the_first_seam_that_differs_is_named(hunyuan, faults, first):
 
 
 def test_a_loop_that_stops_is_noted_where_a_seam_before_differs(hunyuan):
-    one = seams.compare(
-        port_with(hunyuan, denoise=scheduled(overrun)), hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes
+    _, notes = seams.compare(
+        port_with(hunyuan, denoise=scheduled(overrun)), hunyuan.folder, hunyuan.reference, hunyuan.templates
     )
-    assert any(line.startswith("the loop after step 2: the port's stops with index ") for line in one.unlike)
+    assert any(line.startswith("the loop after step 2: the port's stops with index ") for line in notes)
 
 
 def test_a_loop_that_stops_is_an_error_where_nothing_before_differs(hunyuan):
     port = port_with(hunyuan, denoise=stopped)
     with pytest.raises(IndexError, match="index 3 is out of bounds"):
-        seams.compare(port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes)
+        seams.compare(port, hunyuan.folder, hunyuan.reference, hunyuan.templates)
 
 
 class Guided:
@@ -268,7 +269,7 @@ def test_zeros_that_no_mask_hides_are_seen():
 
 
 def test_words_say_what_both_have(hunyuan):
-    rows = seams.compare(hunyuan.port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes).seams
+    rows, _ = seams.compare(hunyuan.port, hunyuan.folder, hunyuan.reference, hunyuan.templates)
     assert next(row for row in rows if row.name == "sigmas").port == "float32 [4] (1, 0.857143, 0.6, 0)"
 
 

@@ -25,7 +25,7 @@ import click
 
 from torchport import patch, progress
 from torchport.commands import findings, options, static_check, terminal
-from torchport.commands.findings import Finding, Report, exit_code, of_entry, of_error
+from torchport.commands.findings import Finding, Report, entry_finding, error_finding, exit_code
 from torchport.config.card import STAGES, Card
 from torchport.config.checkout import checkout_folder
 from torchport.config.pack import Pack, find_pack
@@ -120,7 +120,7 @@ def report_of(
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
     if models:  # a name that the pack lacks is a finding of the card already
         known = patch.upstreams(pack.folders)
-        listed = dict.fromkeys(name for stage in _stage_patches(pack, cards) for name in stage.names)
+        listed = dict.fromkeys(name for stage in stage_patches(pack, cards) for name in stage.names)
         names += [name for name in listed if name.partition("/")[0] in known]
     if models and not names:  # the card cannot be read
         return report
@@ -134,16 +134,11 @@ def report_of(
     called = None
     if model is not None:
         called = functools.partial(_not_called_by, pack, model, upstream_path)
-    report.extend(check(pack.folders, names, checkout, called, _stage_patches(pack, cards), chosen))
+    report.extend(check(pack.folders, names, checkout, called, stage_patches(pack, cards), chosen))
     return report
 
 
-def stages_of(pack: Pack) -> list[StagePatches]:
-    """Returns the patches of each stage of a pack's cards; cards that cannot be read are left out."""
-    return _stage_patches(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
-
-
-def _stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
+def stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
     """Returns the patches of each stage of cards, once for each set that a choice of implementations gives."""
     return [
         StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
@@ -163,41 +158,48 @@ def check(
     """Returns all findings for the patches of the named upstreams or files; without names, for those of all.
 
     Args:
+        upstream_path: A checkout of an upstream that is not installed.
         called: Runs a model with tiny weights, and returns findings for patches that were not called.
         stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
         chosen: The folders whose patches are tried; None: all.
     """
     report = Report()
-    groups = _groups(folders, static_check.known_names(folders, names), stages, report)
-    groups = [dataclasses.replace(group, chosen=chosen) for group in groups]
-    alive = []  # without upstreams that ended their process: they would also end the one that all share
+    groups = _processes(folders, static_check.known_names(folders, names), stages, chosen, report)
+    alive = []  # upstreams that did not end their process: others would end the process that all share below, too
     for number, group in enumerate(progress.track(groups, "check", "upstream"), 1):
         progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
         result, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
         report.extend(result)
         alive += [] if ended else [group]
     with progress.waiting("check patches after their modules"):
-        report.extend(_late(folders, alive, upstream_path))
+        report.extend(_check_late(folders, alive, upstream_path))
     if called is not None:
         report.extend(called())
     return report
 
 
-def _groups(
-    folders: patch.Folders, names: Iterable[str], stages: Sequence[StagePatches], report: Report
+def _processes(
+    folders: patch.Folders,
+    names: Iterable[str],
+    stages: Sequence[StagePatches],
+    chosen: tuple[Path, ...] | None,
+    report: Report,
 ) -> list[CheckProcess]:
-    """Returns what each process tries: an upstream, once with each set of other patches that its stages need."""
+    """Returns what each process tries: an upstream, once with each set of other upstreams' patches that a stage needs.
+
+    A set that another one includes is left out. Patch files that cannot be read are added to `report`.
+    """
     by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         by_upstream.setdefault(name.partition("/")[0], []).append(name)
     needed = {stage: _needed_at_import(folders, stage, report) for stage in stages}
     groups = []
-    for upstream, chosen in by_upstream.items():
-        own_ids = {entry.id for entry in static_check.read(folders, chosen, Report())}
+    for upstream, files in by_upstream.items():
+        ids = {entry.id for entry in static_check.read(folders, files, Report())}
         users = [stage for stage in needed if any(name.partition("/")[0] == upstream for name in stage.names)]
-        beside = [needed[stage] - own_ids for stage in users]
-        sets = [ids for ids in dict.fromkeys(beside) if not any(ids < other for other in beside)]
-        groups += [CheckProcess(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
+        beside = [needed[stage] - ids for stage in users]
+        sets = [others for others in dict.fromkeys(beside) if not any(others < wider for wider in beside)]
+        groups += [CheckProcess(tuple(files), tuple(sorted(s)), chosen) for s in sets or [frozenset[str]()]]
     return groups
 
 
@@ -216,7 +218,7 @@ def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Repor
     return frozenset(entry.id for entry in entries if entry.plumbing or entry.stub or entry.id in needed)
 
 
-def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
+def _check_late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
     """Returns the findings for patches that are applied after their modules are imported. All groups share a process;
     if it dies, each is tried again in a process of its own, to find the upstream that ends it.
     """
@@ -227,7 +229,7 @@ def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Pat
         return report
     report = Report()
     for group in groups:
-        report.extend(_late(folders, [group], upstream_path))
+        report.extend(_check_late(folders, [group], upstream_path))
     return report
 
 
@@ -245,10 +247,16 @@ def require_applied(
 def _in_fresh_process(
     folders: patch.Folders, groups: Sequence[CheckProcess], mode: str, upstream_path: Path | None
 ) -> tuple[Report, bool]:
-    """Returns the findings of one process for some groups, and whether the process died."""
+    """Tries upstreams' patches in one new process; returns the findings, and whether the process died.
+
+    Args:
+        groups: What the process tries, one after the other.
+        mode: As for `try_groups`: when the targets are imported.
+    """
     ends: list[child.Ended] = []
 
     def refusal(end: child.Ended) -> PatchError:
+        """Notes that the process died, and returns the error for it."""
         ends.append(end)
         names = ", ".join(name for group in groups for name in group.names)
         fact = f"The process that checks '{names}' {end}"
@@ -263,34 +271,36 @@ def _in_fresh_process(
             first=[] if upstream_path is None else [upstream_path],
         )
     except TorchportError as error:
-        return Report([of_error(error, "apply")]), bool(ends)
+        return Report([error_finding(error, "apply")]), bool(ends)
     return report, False
 
 
 def try_groups(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
-    """Tries groups one after the other in this process, which must be fresh, and returns the findings. The `mode`
-    "armed" imports the targets while the patches are in force, "late" before the patches.
+    """Tries the patches of each group in this process, which must be fresh, and returns the findings.
+
+    Args:
+        mode: "armed" imports the targets while their patches are in force, as a run does; "late" before.
     """
     report = Report()
     for group in groups:
         entries = static_check.read(folders, group.names, report)
-        mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
-        good = [entry for entry in mine if _is_sound(entry, entries, report)]
-        aids = _applied_first(folders, group, good, report)
+        chosen = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
+        sound = [entry for entry in chosen if _is_sound(entry, entries, report)]
+        needed = _applied_first(folders, group, sound, report)
         if mode == "late":  # stubs come first even here: without its stub a module cannot be imported at all
-            aids, good = [*aids, *(entry for entry in good if entry.stub)], [entry for entry in good if not entry.stub]
-        while good:  # when a patch raises, it is a finding, and the others are tried again without it
+            needed += [entry for entry in sound if entry.stub]
+            sound = [entry for entry in sound if not entry.stub]
+        while sound:  # when a patch raises, it is a finding, and the others are tried again without it
             try:
-                with patch.applied(aids, accept_drift=True):
-                    _apply_and_undo(good, mode, report)
+                with patch.applied(needed, accept_drift=True):
+                    _apply_and_undo(sound, mode, report)
                 break
             except PatchError as error:
                 culprit = str(vars(error).get("patch", ""))
                 report.add(error, "apply", culprit)
-                count = len(good) + len(aids)
-                good, aids = ([entry for entry in part if entry.id != culprit] for part in (good, aids))
-                if len(good) + len(aids) == count:  # no patch is to blame: it would raise again
+                if culprit not in {entry.id for entry in (*sound, *needed)}:  # it would raise again
                     break
+                sound, needed = ([entry for entry in part if entry.id != culprit] for part in (sound, needed))
     return report
 
 
@@ -306,11 +316,11 @@ def _applied_first(
     chosen = {entry.id for entry in entries}
     reading = Report()  # only its findings are kept: cases of these entries belong to their own upstreams
     everything = static_check.read(folders, patch.upstreams(folders), reading)
-    aids = [e for e in everything if e.id in group.beside or e.lifetime.while_importing in packages]
-    aids = [entry for entry in aids if entry.id not in chosen and (entry.stub or is_there(entry.package))]
-    aids = [entry for entry in aids if _is_sound(entry, everything, reading)]
+    needed = [e for e in everything if e.id in group.beside or e.lifetime.while_importing in packages]
+    needed = [entry for entry in needed if entry.id not in chosen and (entry.stub or is_there(entry.package))]
+    needed = [entry for entry in needed if _is_sound(entry, everything, reading)]
     report.findings += reading.findings
-    return aids
+    return needed
 
 
 def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> bool:
@@ -350,7 +360,7 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         with patch.applied(entries, accept_drift=True):
             pass
         if _namespaces(modules) != patched:
-            report.findings.append(of_entry(entries[0], "A second application changed something.", "apply"))
+            report.findings.append(entry_finding(entries[0], "A second application changed something.", "apply"))
     after = _namespaces(modules)
     first = {entry.module: entry for entry in reversed(entries)}
     for entry in first.values():
@@ -361,10 +371,11 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         known = {name for name, _ in before[key]}
         if [pair for pair in after[key] if pair[0] in known or pair[1] not in imported] != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
-            report.findings.append(of_entry(first[key.partition(":")[0]], text, "undo"))
+            report.findings.append(entry_finding(first[key.partition(":")[0]], text, "undo"))
 
 
 def _import_all(modules: Sequence[str]) -> None:
+    """Imports modules; raises a `TargetError` with the line of upstream that raises."""
     for module in modules:
         with replacement.Explained(functools.partial(_not_importable, module)):
             importlib.import_module(module)
@@ -405,11 +416,8 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
     card, document = pack.card(model)
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
-
-    def ended(end: child.Ended) -> PatchError:
-        remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
-        return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
-
+    place = f"--model {card.model}"
+    remedy = f'Run it: torchport run {place} --config {card.demo} --prompt "..."'
     with atomic.scratch() as folder:
         out = folder / "out"
         fields: dict[str, Any] = {"prompt": card.tiny.prompt, "cache": False}
@@ -419,9 +427,13 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
         request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=upstream_path, **fields)
         try:
             with progress.waiting(f"run {model}'s demo"):
-                child.call("torchport.run.path:run", request, ended=ended)
+                child.call(
+                    "torchport.run.path:run",
+                    request,
+                    ended=lambda end: PatchError(place, f"The process of its demo {end}", remedy),
+                )
         except TorchportError as error:
-            return Report([of_error(error, "called")])
+            return Report([error_finding(error, "called")])
         report = Report()
         for stage in STAGES:
             names = card.patch_names(stage, {})

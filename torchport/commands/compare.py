@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torchport.errors import BadValueError
 from torchport.progress import table
 
 if TYPE_CHECKING:
-    from torchport.verify.runs import Difference, Distance, FinishedRun
+    from torchport.verify.runs import Difference, Distance, FinishedRun, Latents
 
 OTHER_MESH = "Run the job of A again on another mesh: --set mesh=..., with --out of its own"
 
@@ -59,7 +59,7 @@ class Comparison:
         """The differences in the settings that say what a video shows, such as the prompt."""
         from torchport.verify import runs
 
-        return [row for row in self.b.differences if row.key in runs.WHAT]
+        return [row for row in self.b.differences if row.key in runs.VIDEO_FIELDS]
 
     @property
     def distances(self) -> list[Distance]:
@@ -75,29 +75,28 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
         if other is not None and other.resolve() == a.resolve():
             raise BadValueError(place, "It is the folder of the first run", "Name another run")
     first = runs.read(a)
-    of_floor = None if floor is None else runs.read(floor)
-    if of_floor is not None:
-        _check_floor(first, of_floor)
+    floored = None if floor is None else runs.read(floor)
+    if floored is not None:
+        _check_floor(first, floored)
     second = runs.distance(first, runs.read(b))
-    return Comparison(first, second, floor=None if of_floor is None else runs.distance(first, of_floor))
+    return Comparison(first, second, floor=None if floored is None else runs.distance(first, floored))
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
     """Raises if the floor is a lossy run, or differs from A in nothing, or in more than fields that change rounding."""
     from torchport.verify import runs
 
+    place = f"--floor {floor.folder}"
     lossy = runs.lossy(floor.manifests)
     if lossy is not None:
         fact = f"It was made with {lossy}, which is lossy: a floor shows rounding alone"
-        raise BadValueError(f"--floor {floor.folder}", fact, "Name a run without it, on another mesh than A")
+        raise BadValueError(place, fact, "Name a run without it, on another mesh than A")
     rows = runs.differences(a.manifests, floor.manifests)
-    for row in rows:
-        if row.key not in runs.MESH or runs.LOSSY_ATTENTION in (row.a, row.b):
-            fact = f"It is another job than A: {row.words()}"
-            raise BadValueError(f"--floor {floor.folder}", fact, OTHER_MESH)
     if not rows:
-        fact = "It is the job of A on the same mesh, which shows nothing of rounding"
-        raise BadValueError(f"--floor {floor.folder}", fact, OTHER_MESH)
+        raise BadValueError(place, "It is the job of A on the same mesh, which shows nothing of rounding", OTHER_MESH)
+    for row in rows:
+        if row.key not in runs.ROUNDING_FIELDS or runs.LOSSY_ATTENTION in (row.a, row.b):
+            raise BadValueError(place, f"It is another job than A: {row.words()}", OTHER_MESH)
 
 
 def data(comparison: Comparison) -> dict[str, Any]:
@@ -130,10 +129,12 @@ def _distance_data(distance: Distance) -> dict[str, Any]:
 def lines(comparison: Comparison) -> list[str]:
     """Returns what `torchport compare` prints: both folders, what differs, and the tables of frames and latents."""
     other = comparison.other_video
-    text = [f"A and B are two different videos: {_rows(other)}"] if other else []
+    text = [f"A and B are two different videos: {_words(other)}"] if other else []
     text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
-        text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {_rows(comparison.floor.differences)}")
+        text.append(
+            f"floor  {comparison.floor.run.folder}: the job of A but for {_words(comparison.floor.differences)}"
+        )
     rows = [row for row in comparison.b.differences if row not in other]
     text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)] if rows else []
     text += [f"warning: {comparison.b.warning}"] if comparison.b.warning else []
@@ -144,48 +145,41 @@ def lines(comparison: Comparison) -> list[str]:
     return [*text, *dict.fromkeys(f"{each.unkept}." for each in comparison.distances if each.unkept)]
 
 
-def _rows(rows: Sequence[Difference]) -> str:
+def _words(rows: Sequence[Difference]) -> str:
+    """Returns differences in one line: `mesh: tp=4 and tp=2; seed: 1 and 2`."""
     return "; ".join(row.words() for row in rows)
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:
     """Returns a table of how far B's frames are from A's, and those of the floor, A's job on another mesh."""
     count, _, height, width = comparison.a.frames.shape
-    cells: dict[str, Callable[[Distance], str]] = {
-        "PSNR, dB": lambda d: _decibels(d.frames.psnr),
-        "PSNR of the worst frame": lambda d: _of_frame(_decibels(d.frames.worst_psnr), d.frames.worst_psnr_frame),
-        "SSIM": lambda d: _similarity(d.frames.ssim),
-        "SSIM of the worst frame": lambda d: _of_frame(_similarity(d.frames.worst_ssim), d.frames.worst_ssim_frame),
-        "greatest difference": lambda d: f"{d.frames.greatest} of 255",
-    }
-    head = [f"{count} frames of {height} x {width}, bytes before the codec", "B", "floor"]
-    rows = [[label, *(cell(each) for each in comparison.distances)] for label, cell in cells.items()]
-    return table([head[: 1 + len(comparison.distances)], *rows], left=1)
-
-
-def _decibels(value: float) -> str:
-    return "equal" if math.isinf(value) else f"{value:.2f}"
-
-
-def _similarity(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5f}"
-
-
-def _of_frame(value: str, frame: int | None) -> str:
-    return value if value in ("equal", "-") else f"{value} (frame {frame})"
+    columns = [
+        [
+            f"{count} frames of {height} x {width}, bytes before the codec",
+            *("PSNR, dB", "PSNR of the worst frame", "SSIM", "SSIM of the worst frame", "greatest difference"),
+        ]
+    ]
+    for name, distance in zip(("B", "floor"), comparison.distances, strict=False):
+        frames = distance.frames
+        psnr, worst_psnr = ("equal" if math.isinf(x) else f"{x:.2f}" for x in (frames.psnr, frames.worst_psnr))
+        ssim, worst_ssim = ("-" if x is None else f"{x:.5f}" for x in (frames.ssim, frames.worst_ssim))
+        worst_psnr += "" if worst_psnr == "equal" else f" (frame {frames.worst_psnr_frame})"
+        worst_ssim += "" if worst_ssim == "-" else f" (frame {frames.worst_ssim_frame})"
+        columns.append([name, psnr, worst_psnr, ssim, worst_ssim, f"{frames.greatest} of 255"])
+    return table(list(zip(*columns, strict=True)), left=1)
 
 
 def _latent_lines(comparison: Comparison) -> list[str]:
     """Returns the table of latents: a line for each step, with two columns for B and two for the floor."""
     head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
+    columns: list[dict[str, Latents]] = []  # for B and the floor, the latents by the name of their row
+    for distance in comparison.distances:
+        steps = {"last" if latents.step is None else str(latents.step): latents for latents in distance.latents}
+        columns.append(steps | {f"sound: {name}": latents for name, latents in distance.sound.items()})
     rows = []
-    by_step = [
-        {**{latents.step: latents for latents in each.latents}, **{f"sound: {n}": x for n, x in each.sound.items()}}
-        for each in comparison.distances
-    ]
-    for step in by_step[0]:
-        row = ["last" if step is None else str(step)]
-        for latents in (steps.get(step) for steps in by_step):
+    for name in columns[0]:
+        row = [name]
+        for latents in (column.get(name) for column in columns):
             row += ["-", "-"] if latents is None else [f"{latents.cosine:.8f}", f"{latents.difference:.2e}"]
         rows.append(row)
-    return table([head[: 1 + 2 * len(by_step)], *rows], left=1)
+    return table([head[: 1 + 2 * len(columns)], *rows], left=1)

@@ -100,23 +100,20 @@ def section(key: str) -> str:
 def scan_section(id: str) -> str:
     """Returns the Markdown for a finding of `torchport scan`: meaning, a wrong and a right example, and the cure."""
     rule = RULES[id]
-    blocks = [
-        f"{side}:\n\n```{_language(text)}\n{text}\n```" for side, text in (("Wrong", rule.wrong), ("Right", rule.right))
-    ]
+    parts = [f"{id} {rule.kind}", rule.title, rule.why]
+    for side, text in (("Wrong", rule.wrong), ("Right", rule.right)):
+        language = "sh" if text.startswith(("ln ", "rm ", "chmod ")) else "python"
+        language = "yaml" if text.startswith(("patches:", "strategies:")) else language
+        parts.append(f"{side}:\n\n```{language}\n{text}\n```")
     cure = f"Cure: {rule.do} Effort: {rule.effort}."
-    return "\n\n".join(
-        [f"{id} {rule.kind}", rule.title, rule.why, *blocks, textwrap.fill(cure, 120, break_on_hyphens=False)]
-    )
-
-
-def _language(text: str) -> str:
-    if text.startswith(("patches:", "strategies:")):
-        return "yaml"
-    return "sh" if text.startswith(("ln ", "rm ", "chmod ")) else "python"
+    return "\n\n".join([*parts, textwrap.fill(cure, 120, break_on_hyphens=False)])
 
 
 def _group(kind: type[errors.TorchportError]) -> list[str]:
-    """Returns a paragraph that lists the errors of a group, or names an error's group; empty for any other error."""
+    """Returns a paragraph that lists the errors of a group, or that names the group of an error.
+
+    The list is empty for an error that is neither a group nor in one.
+    """
     inner = kind.__subclasses__()
     if inner:
         listed = "\n".join(f"- {kind.id} `{kind.__name__}`: {_first_line(kind)}" for kind in inner)
@@ -128,6 +125,7 @@ def _group(kind: type[errors.TorchportError]) -> list[str]:
 
 
 def _first_line(kind: type[errors.TorchportError]) -> str:
+    """Returns the first line of an error's docstring."""
     return (inspect.getdoc(kind) or "").splitlines()[0]
 
 
@@ -147,6 +145,7 @@ def _example(key: str) -> list[str]:
 
 @functools.cache
 def examples() -> dict[str, Example]:
+    """Returns the examples of `examples.yaml`, by the id of their error."""
     import yaml  # `torchport --help` answers without it
 
     text = Path(__file__).with_name("examples.yaml").read_text(encoding="utf-8")
@@ -154,7 +153,9 @@ def examples() -> dict[str, Example]:
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Returns the remedy for an id that does not exist: the most similar name, or the nearest number."""
+    """Returns the remedy for an id that does not exist: for `TP108` the known id with the nearest number, and for any
+    other text the most similar id.
+    """
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
         close = errors.closest(key, [*known, *RULES])
         return f"{f'Did you mean {close!r}? ' if close else ''}`torchport explain --all` lists them"

@@ -62,7 +62,7 @@ class Report:
 
     def add(self, error: TorchportError, step: str, patch: str = "", review: str = "") -> None:
         """Adds an error and its `others`, which were found with it, as findings; none is added twice."""
-        findings = [of_error(mistake, step, patch, review) for mistake in (error, *error.others)]
+        findings = [error_finding(mistake, step, patch, review) for mistake in (error, *error.others)]
         self.findings += [finding for finding in findings if finding not in self.findings]
 
     def extend(self, other: Report) -> None:
@@ -72,11 +72,12 @@ class Report:
         self.notes = [*dict.fromkeys([*self.notes, *other.notes])]
 
 
-def of_error(error: TorchportError, step: str, patch: str = "", review: str = "") -> Finding:
+def error_finding(error: TorchportError, step: str, patch: str = "", review: str = "") -> Finding:
+    """Returns an error as a finding of a check's step; see `Finding` for `review`."""
     return Finding(error.id, error.place, f"{error.fact}. {error.remedy}.", patch, step, review)
 
 
-def of_entry(entry: Entry, text: str, step: str) -> Finding:
+def entry_finding(entry: Entry, text: str, step: str) -> Finding:
     """Returns a finding about an entry for which there is no error class of its own."""
     return Finding(PatchError.id, entry.place, text, entry.id, step)
 
@@ -243,5 +244,6 @@ def check_report_file(file: Path, formats: Collection[str]) -> None:
 
 
 def write_report(report: AnyReport, file: Path, formats: Mapping[str, Callable[[AnyReport], str]]) -> None:
+    """Writes a report to a file, in the format that goes with the file's ending: `.sarif`, `.json`, `.xml`, `.txt`."""
     with writing(file) as temporary:
         temporary.write_text(formats[ENDINGS[file.suffix]](report) + "\n", encoding="utf-8")

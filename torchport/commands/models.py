@@ -17,7 +17,7 @@ def command(paths: tuple[str, ...]) -> None:
     pack, code = find_pack(paths), 0
     for name, read in pack.cards():
         if isinstance(read, TorchportError):
-            terminal.complain(read)
+            terminal.complain(read.report())
             code = 1
             continue
         card, document = read

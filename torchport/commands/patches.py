@@ -60,14 +60,15 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
 
     The locks of the packs that --path names are written, or torchport's own if none is named.
     """
-    from torchport.commands.check import require_applied, stages_of
+    from torchport.commands import check, findings, static_check
 
     checkout = None if upstream_path is None else checkout_folder(upstream_path)
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     pack = find_pack(paths)
-    stages = stages_of(pack)
-    check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout, stages=stages)
+    cards = static_check.read_cards(pack, pack.models(), findings.Report())  # those that can be read
+    stages = check.stage_patches(pack, [card for card, _ in cards])
+    check_apply = functools.partial(check.require_applied, pack.folders, upstream_path=checkout, stages=stages)
     lines = lock(pack.folders, names, only_check, check_apply, [lower.patches for lower in pack.checked])
     for line in lines:
         terminal.say(line)
@@ -84,10 +85,6 @@ def _print_schema() -> None:
     terminal.say_json(schema("patch"))
 
 
-def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.Entry]:
-    return patch.read(folders, list(names) or patch.upstreams(folders))
-
-
 def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Returns a row of facts for each patch, such as its target, its promised equivalence and whether it is locked."""
     return [
@@ -101,14 +98,14 @@ def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, An
             "locked": entry.target in read_lock(entry.folder),
             "place": entry.place,
         }
-        for entry in entries_of(folders, names)
+        for entry in patch.read(folders, list(names) or patch.upstreams(folders))
     ]
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
     """Returns all fields of a patch, its packages' versions and its rows in the lock; raises for an unknown id."""
     versions.installed.cache_clear()
-    entries = {entry.id: entry for entry in entries_of(folders)}
+    entries = {entry.id: entry for entry in patch.read(folders, patch.upstreams(folders))}
     if key not in entries:
         raise UnknownNameError("torchport patches show", f"No patch '{key}'", nearest(key, entries))
     entry = entries[key]

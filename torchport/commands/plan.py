@@ -71,10 +71,21 @@ def command(**given: Any) -> None:
 
 
 def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
-    """Returns the plan or the sweep; with --report, also writes the HTML page, which shows the command `line`."""
+    """Returns the plan or the sweep; with --report, also writes the HTML page, which shows the command `line`.
+
+    Raises:
+        BadValueError: A flag for one plan is given with --sweep, or --jobs without it.
+    """
     if flags.file is not None:
         folder.check_writable("--report", flags.file)
-    _check_combination(flags)
+    if flags.sweep and flags.strategy is not None:
+        raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
+    for name, value in {"--stage": flags.stage, "--report": flags.file}.items():
+        if flags.sweep and value is not None:
+            fact = f"{name} is given, and a sweep is a table of denoising steps"
+            raise BadValueError("torchport plan --sweep", fact, "Leave it out")
+    if flags.jobs is not None and not flags.sweep:
+        raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
     from torchport.plan import plan_report, planning, sweep
 
     bounded = flags.scores != "any"
@@ -85,15 +96,3 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
     if flags.file is not None:
         plan_report.write(flags.file, job, line)
     return terminal.Answer(job.model_dump(mode="json"), plan_report.lines(job), exit_code=int(not job.fits))
-
-
-def _check_combination(flags: PlanFlags) -> None:
-    """Raises if a flag for one plan is given with --sweep, or --jobs without it."""
-    if flags.sweep and flags.strategy is not None:
-        raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
-    for name, value in {"--stage": flags.stage, "--report": flags.file}.items():
-        if flags.sweep and value is not None:
-            fact = f"{name} is given, and a sweep is a table of denoising steps"
-            raise BadValueError("torchport plan --sweep", fact, "Leave it out")
-    if flags.jobs is not None and not flags.sweep:
-        raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")

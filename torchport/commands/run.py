@@ -135,25 +135,14 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
 
 
 def _make_series(file: Path, request: Request, together: int | None, quiet: bool, cluster: Cluster | None) -> int:
-    """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed."""
+    """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed.
+
+    Raises:
+        BadValueError: There is no --out, or a flag does not go with --prompts.
+    """
     from torchport.processes import hosts
     from torchport.run import series
 
-    out = _folder_of_series(file, request)
-    videos = series.accepted(request, series.read_prompts(file))
-    try:
-        sheet = series.make(videos, out, together or series.TOGETHER, cluster)
-    finally:
-        if hosts.is_first():
-            made = [str(video.task.result) for video in videos if video.state in ("done", "reused")]
-            terminal.say(made if quiet else ["", *series.lines(videos)])
-    if sheet is not None and hosts.is_first() and not quiet:
-        terminal.say([f"{sheet}: the pictures, side by side"])
-    return int(any(video.state == "failed" for video in videos))
-
-
-def _folder_of_series(file: Path, request: Request) -> Path:
-    """Returns the folder of --out; raises if there is none, or if a flag does not go with --prompts."""
     place = f"--prompts {file}"
     if request.prompt is not None:
         raise BadValueError(place, "--prompt is given too", "Leave one out: each line of the file has a prompt")
@@ -162,4 +151,13 @@ def _folder_of_series(file: Path, request: Request) -> Path:
         raise BadValueError(place, f"{flag} is given too", "Leave it out: each video goes through all stages")
     if request.out is None:
         raise BadValueError(place, "There is no --out", "Name the folder that has, or gets, a folder for each video")
-    return request.out
+    videos = series.accepted(request, series.read_prompts(file))
+    try:
+        sheet = series.make(videos, request.out, together or series.TOGETHER, cluster)
+    finally:
+        if hosts.is_first():
+            made = [str(video.task.result) for video in videos if video.state in ("done", "reused")]
+            terminal.say(made if quiet else ["", *series.lines(videos)])
+    if sheet is not None and hosts.is_first() and not quiet:
+        terminal.say([f"{sheet}: the pictures, side by side"])
+    return int(any(video.state == "failed" for video in videos))

@@ -7,7 +7,6 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -58,11 +57,11 @@ def command(
         terminal.say(lines)
         sys.exit(code)
     terminal.say(writers[form](report))
-    sys.exit(exit_code(report))
+    sys.exit(1 if report.unpatched() else 0)
 
 
 def _form(as_json: bool, as_sarif: bool, emit: Path | None) -> str:
-    """Returns the format to print; raises if flags ask for two."""
+    """Returns the format to print, "text", "json" or "sarif"; raises if flags ask for two."""
     if as_json and as_sarif:
         raise BadValueError("--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report")
     form = "json" if as_json else "sarif" if as_sarif else "text"
@@ -113,19 +112,17 @@ def _line(finding: ScanFinding) -> str:
 
 def json_text(report: ScanReport, everything: bool = False) -> str:
     """Returns JSON: numbers of files and lines that were read, and the findings, each with all its fields in a line."""
-    rows = [json.dumps(_row(finding)) for finding in shown(report, everything)]
+    rows = []
+    for finding in shown(report, everything):
+        row, rule = dataclasses.asdict(finding), finding.meaning
+        del row["sure"]
+        row |= {"kind": rule.kind, "verdict": finding.verdict, "why": rule.why, "do": rule.do}
+        rows.append(json.dumps({**row, "effort": rule.effort, "draft": rule.draft}))
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
     absent = [dataclasses.asdict(absent) for absent in report.absent]
     head = json.dumps({**facts, "absent": absent}).removesuffix("}")
     listed = ",\n".join(rows)
     return f'{head}, "findings": [\n{listed}\n]}}'
-
-
-def _row(finding: ScanFinding) -> dict[str, Any]:
-    rule = finding.meaning
-    row = {key: value for key, value in dataclasses.asdict(finding).items() if key != "sure"}
-    words = {"kind": rule.kind, "verdict": finding.verdict, "why": rule.why, "do": rule.do}
-    return {**row, **words, "effort": rule.effort, "draft": rule.draft}
 
 
 def sarif(report: ScanReport, everything: bool = False) -> str:
@@ -137,8 +134,3 @@ def sarif(report: ScanReport, everything: bool = False) -> str:
         place = f"{finding.file}:{finding.line}" if finding.line else finding.file
         result.findings.append(findings.Finding(finding.rule, place, text, finding.target, finding.verdict))
     return findings.as_sarif(result)
-
-
-def exit_code(report: ScanReport) -> int:
-    """Returns 1 if unguarded code that the entry leads to needs a patch that is missing, else 0."""
-    return int(bool(report.unpatched()))

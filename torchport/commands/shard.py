@@ -111,7 +111,13 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
-    """Yields each rule with the fitted rules of the tensors for which it is the first that matches."""
+    """Yields each rule with the tensors for which it is the first that matches: by name, the rule as it was fitted.
+
+    A rule that matches nothing is left out if several networks share it: it may be for another network.
+
+    Args:
+        fitted: By a tensor's name, its rule with the spec that divides its shape.
+    """
     from torchport import shard
 
     for rule in rules:

@@ -156,7 +156,13 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
     if not entry.edits:
         return True
     try:
-        state = _drift(entry, entries, report)
+        state = None
+        try:
+            state = drift.check(entry)
+        except DriftError as error:
+            report.add(error, "drift", entry.id, drift.review(entry, entries))
+        if state != "no source":
+            report.try_entry(entry, "drift")
         checks.check_source(entry, loaded)
         if state == "unlocked":
             text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
@@ -170,18 +176,6 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report.add(error, "targets", entry.id)
         return False
     return True
-
-
-def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> str | None:
-    """Returns the state of an entry's target in the lock; None if its source drifted, which is added to `report`."""
-    try:
-        state = drift.check(entry)
-    except DriftError as error:
-        state = None
-        report.add(error, "drift", entry.id, drift.review(entry, entries))
-    if state != "no source":
-        report.try_entry(entry, "drift")
-    return state
 
 
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
@@ -401,18 +395,16 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
 
 
 def _unwritten(tree: ast.Module) -> set[str]:
-    """Returns the names of a file's top-level functions and classes that are still drafts."""
-    return {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and any(map(_is_mark, ast.walk(node)))
-    }
-
-
-def _is_mark(node: ast.AST) -> bool:
-    """Returns whether a node is the `NotImplementedError` by which a draft says that it is to be filled in."""
-    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "NotImplementedError" or not node.args:
-        return False
-    text = node.args[0]
-    return isinstance(text, ast.Constant) and str(text.value).startswith(_MARK)
+    """Returns the names of a file's top-level functions and classes that are still drafts: those in which
+    `NotImplementedError("fill in ...")` stands.
+    """
+    names = set()
+    for definition in tree.body:
+        if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for call in ast.walk(definition):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "NotImplementedError" and call.args:
+                text = call.args[0]
+                if isinstance(text, ast.Constant) and str(text.value).startswith(_MARK):
+                    names.add(definition.name)
+    return names

@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import json
 import logging
@@ -48,12 +49,13 @@ class Command(click.Command):
         return rest
 
 
-def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Returns a decorator that turns a function into a `Command`."""
-    return click.command(name, cls=Command)
+#: Returns a decorator that turns a function into a `Command` of a name.
+command: Callable[[str], Callable[[Callable[..., None]], click.Command]] = functools.partial(click.command, cls=Command)
 
 
 class Group(click.Group):
+    """A click group whose commands and groups are those of this module."""
+
     command_class = Command
     group_class = type
 
@@ -64,13 +66,12 @@ class Group(click.Group):
         except TorchportError as error:
             trace = error.trace or (error.__cause__ and "".join(traceback.format_exception(error.__cause__)))
             if ctx.parent is None and trace and (ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)):
-                _complain(_escaped_lines(trace.rstrip()))
+                complain(_escaped_lines(trace.rstrip()))
             raise
 
 
-def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
-    """Returns a decorator that turns a function into a `Group`."""
-    return click.group(name, cls=Group)
+#: Returns a decorator that turns a function into a `Group` of a name.
+group: Callable[[str], Callable[[Callable[..., None]], click.Group]] = functools.partial(click.group, cls=Group)
 
 
 def _check_value(option: click.Parameter, value: str) -> None:
@@ -122,6 +123,7 @@ class Answer:
 
 
 def _escaped_lines(text: str) -> str:
+    """Returns a text with its control characters escaped, but for line breaks: an ESC becomes `\\x1b`."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
@@ -149,12 +151,12 @@ def run(command: click.Command) -> int:
     try:
         return _run_with_output(command)
     except TorchportError as error:
-        complain(error)
+        complain(error.report())
         return error.exit_code
     except click.ClickException as error:
         usage = io.StringIO()
         error.show(usage)
-        _complain(_escaped_lines(usage.getvalue().rstrip()))
+        complain(_escaped_lines(usage.getvalue().rstrip()))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         hosts.end(StoppedError.exit_code, hosts.AT_ONCE)
@@ -170,13 +172,9 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
     again.start()
 
 
-def complain(error: TorchportError) -> None:
-    """Prints an error to standard error, a line with an id for each mistake."""
-    _complain(error.report())
-
-
-def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # standard error may be closed
+def complain(text: str) -> None:
+    """Prints a text to standard error, which may be closed."""
+    with contextlib.suppress(OSError):
         click.echo(text, err=True)
 
 
@@ -191,19 +189,18 @@ class _Output:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        """Returns an attribute of the stream; `write` and `flush` raise `_UnwrittenError` where they fail."""
+        attribute = getattr(self._stream, name)
+        if name not in ("write", "flush"):
+            return attribute
 
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise _UnwrittenError(error.errno, error.strerror) from error
+        def checked(*texts: str) -> Any:
+            try:
+                return attribute(*texts)
+            except OSError as error:
+                raise _UnwrittenError(error.errno, error.strerror) from error
 
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise _UnwrittenError(error.errno, error.strerror) from error
+        return checked
 
 
 def _run_with_output(command: click.Command) -> int:
@@ -226,6 +223,7 @@ def _run_with_output(command: click.Command) -> int:
 
 
 def _exit_code(command: click.Command) -> int:
+    """Runs a command, and returns its exit code; click's errors are raised."""
     try:
         return int(command.main(prog_name=command.name, standalone_mode=False) or 0)
     except SystemExit as stop:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +13,6 @@ from torchport.progress import size_text
 
 if TYPE_CHECKING:
     from torchport.porting.trace import TraceReport
-    from torchport.porting.trace.notes import Stopper
     from torchport.task import Request
 
 SHOWN = 10
@@ -57,7 +55,16 @@ def request_of(model: str, config: str | None, strict: bool = False, **fields: A
 
 def lines(report: TraceReport, patched: bool) -> list[str]:
     """Returns a trace as lines of text: stoppers, programs, operators, constants, stages left out, and a verdict."""
-    text = [line for stopper in report.stoppers for line in _stopper_lines(stopper)]
+    text: list[str] = []
+    for stopper in report.stoppers:
+        often = f" ({stopper.times} times)" if stopper.times > 1 else ""
+        text += [
+            f"{stopper.id} {stopper.place}: {stopper.fact}{often}. {stopper.remedy}.",
+            *(f"  {frame}" for frame in reversed(stopper.frames)),
+            f"  ({stopper.folded} more frames of JAX, torch and torchport)",
+            f"  assumed, to go on: {stopper.assumed}",
+            *(f"  {line}" for line in stopper.entry.splitlines()),
+        ]
     for program in report.programs:
         if not program.because:
             text.append(f"{program.stage}: one program, called {program.times} times")
@@ -78,23 +85,12 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
     return [*text, _verdict_line(report, patched)]
 
 
-def _stopper_lines(stopper: Stopper) -> Iterator[str]:
-    """Yields the lines on a place that stops the trace: fact, remedy, stack frames, and the patch entry that helps."""
-    often = f" ({stopper.times} times)" if stopper.times > 1 else ""
-    yield f"{stopper.id} {stopper.place}: {stopper.fact}{often}. {stopper.remedy}."
-    for frame in reversed(stopper.frames):
-        yield f"  {frame}"
-    yield f"  ({stopper.folded} more frames of JAX, torch and torchport)"
-    yield f"  assumed, to go on: {stopper.assumed}"
-    yield from (f"  {line}" for line in stopper.entry.splitlines())
-
-
 def _verdict_line(report: TraceReport, patched: bool) -> str:
-    stages = ", ".join(report.stages) or "no stage"
-    patches = "with" if patched else "without"
-    if not report.stoppers:
-        return f"nothing stops {stages} {patches} the card's patches"
+    """Returns whether something stops the stages that were traced: `1 place stops denoise with the card's patches`."""
+    traced = f"{', '.join(report.stages) or 'no stage'} {'with' if patched else 'without'} the card's patches"
     count = len(report.stoppers)
-    word = f"{count} places stop" if count != 1 else "1 place stops"
-    after = "; what follows the first one was traced under the assumptions above" if count > 1 else ""
-    return f"{word} {stages} {patches} the card's patches{after}"
+    if count == 0:
+        return f"nothing stops {traced}"
+    if count == 1:
+        return f"1 place stops {traced}"
+    return f"{count} places stop {traced}; what follows the first one was traced under the assumptions above"

@@ -96,7 +96,12 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
 
     if request.prompt is None:
         request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
-    steps = None if flags.steps is None else _steps(flags.steps)
+    steps = None
+    if flags.steps is not None:
+        if re.fullmatch(r"\d{1,9}(,\d{1,9})*", flags.steps) is None:
+            remedy = "Write the numbers of steps, from 0: 0,1,25"
+            raise BadValueError(f"--steps {flags.steps}", "It is no list of steps", remedy)
+        steps = tuple(sorted({int(step) for step in flags.steps.split(",")}))
     kind, _, name = flags.against.partition(":")
     if flags.against != "original" and (kind != "run" or not name):
         remedy = "Write original, or run:DIR of a --capture DIR"
@@ -120,7 +125,7 @@ def write_report(file: Path, verification: Verification) -> None:
 
     with _naming(f"--report {file}"):
         if file.suffix == ".html":
-            report.write(file, verification)
+            atomic.write_text(file, report.page_of(verification))
         elif file.suffix == ".json":
             atomic.write_json(file, report.data(verification))
         else:
@@ -172,9 +177,3 @@ def findings_of(verification: Verification) -> findings.Report:
         text = f"{cause.patch}: {words}{without}. It promises: {cause.promise}."
         found.findings.append(findings.Finding(PatchError.id, cause.place, text, cause.patch, "verify"))
     return found
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
-        raise BadValueError(f"--steps {text}", "It is no list of steps", "Write the numbers of steps, from 0: 0,1,25")
-    return tuple(sorted({int(part) for part in text.split(",")}))

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torchport import engine, patch, shard
 from torchport.compile import Compiled, network
 from torchport.compile.eager import Eager
+from torchport.stages import outputs
 from torchport.stages.family import Stage
 from torchport.stages.recorder import unit_paths
 from torchport.task import Task
@@ -32,9 +33,9 @@ from torchport.verify.yardstick import computing_in, sampled, wide_dtype, wide_m
 
 
 class Border(NamedTuple):
-    """Where a value enters a module or leaves it."""
+    """Where a value enters a module or leaves it: `Border("blocks.0.norm", 0, "in")` is that of a norm's arguments."""
 
-    path: str
+    path: str  #: The module's, as `named_modules` gives it; empty for the network.
     number: int  #: Which call of the module in this call of the network, from 0.
     side: str  #: `in` or `out`.
 
@@ -46,8 +47,7 @@ Values = dict[Border, Any]
 class WatchedCall:
     """One call of a network with hooks on the modules `paths`: records their arguments and outputs, or replaces them.
 
-    A tensor is replaced only by one with its shape, if both or neither are floating-point: a port may pad a tensor, or
-    pass a mask in another form.
+    A tensor is replaced only by one of its shape and kind: a port may pad a tensor, or pass a mask in another form.
 
     Args:
         to_network: Converts a host tensor for the network, to the dtype of its second argument, the tensor replaced.
@@ -128,7 +128,7 @@ class WatchedCall:
         return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), value)
 
     def _observe(self, border: Border, value: Any) -> None:
-        """Records what enters or leaves a module, and which patches were called since a value was recorded last."""
+        """Records what enters or leaves a module, and the patches whose counts rose since the border before."""
         is_whole = self.whole is None or border in self.whole
         keep = self.to_host if is_whole else lambda tensor: sampled(self.to_host(tensor))
         self.observed[border] = pytree.tree_map_only(torch.Tensor, keep, value)
@@ -136,22 +136,47 @@ class WatchedCall:
         self.patches[border] = frozenset(key for key, n in counts.items() if n != self._patch_counts.get(key, 0))
         self._patch_counts = counts
 
-    def _replaced(self, value: Any, other: Any) -> Any:
-        """Returns `value` with those tensors of `other` that agree in shape; unchanged if the trees differ."""
-        if type(value) is dict and isinstance(other, Mapping):
-            return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
+    def _replaced(self, value: Any, replacement: Any) -> Any:
+        """Returns `value` with those tensors of `replacement` that fit, converted for the network.
+
+        A tensor fits if both have one shape, and both or neither are floating-point. If the trees differ in structure,
+        the value is unchanged; of a module's arguments, each is such a tree.
+        """
+        if type(value) is dict and isinstance(replacement, Mapping):
+            known = {key: self._replaced(value[key], replacement[key]) for key in value if key in replacement}
+            return {**value, **known}
         leaves, structure = pytree.tree_flatten(value)
-        others, other_structure = pytree.tree_flatten(other)
+        replacements, other_structure = pytree.tree_flatten(replacement)
         if structure != other_structure:
             return value
-        return pytree.tree_unflatten([self._fitting(*pair) for pair in zip(leaves, others, strict=True)], structure)
+        for number, (leaf, other) in enumerate(zip(leaves, replacements, strict=True)):
+            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+                continue
+            if leaf.shape == other.shape and leaf.is_floating_point() == other.is_floating_point():
+                leaves[number] = self.to_network(other, leaf)
+        return pytree.tree_unflatten(leaves, structure)
 
-    def _fitting(self, value: Any, other: Any) -> Any:
-        """Returns `other`, converted for the network, if both are tensors of one shape and sort; else `value`."""
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-            return value
-        fits = value.shape == other.shape and value.is_floating_point() == other.is_floating_point()
-        return self.to_network(other, value) if fits else value
+
+@contextlib.contextmanager
+def outputs_kept(modules: Mapping[str, torch.nn.Module], keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Calls `keep(name, tensor)` with the first tensor of each module's output, for the length of a `with`."""
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(_OutputHook(name, keep)))
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _OutputHook:
+    """A forward hook of `outputs_kept`; a class of torchport's, which no port counts as its model's part."""
+
+    name: str
+    keep: Callable[[str, torch.Tensor], None]
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [leaf for leaf in outputs.leaves({"": output}).values() if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            self.keep(self.name, tensors[0])
 
 
 class Copies:
@@ -278,6 +303,7 @@ class Port:
         counts = functools.partial(call_counts, self.ledger)
 
         def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:
+            """Returns a tensor of the host as the engine's, in the dtype of the tensor that it replaces."""
             return engine.constant(tensor.to(template.dtype))
 
         call = WatchedCall(self.module, paths, replacements, to_engine, to_host, skipped, counts=counts, whole=whole)

@@ -32,10 +32,10 @@ from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, recording, seams
 from torchport.verify.borders import Port, call_counts, compiled_network, to_host
-from torchport.verify.recording import BlockKey, LoopStop, RecordedCall, Recording
-from torchport.verify.report import Decoded, Drift, Unit, Verdict
+from torchport.verify.recording import LoopStop, RecordedCall, Recording
+from torchport.verify.report import Decoded, Drift, Seam, Unit, Verdict
 from torchport.verify.units import MeasuredUnit, Outputs, Units, measured_units, original_outputs, with_effects
-from torchport.verify.yardstick import distance, least_rounding
+from torchport.verify.yardstick import distance
 
 _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 """A constant in the text of a program; the group is its shape and dtype."""
@@ -47,7 +47,7 @@ class Measurements:
 
     networks: list[Unit] = dataclasses.field(default_factory=list)  #: The outputs of whole networks.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
-    seams: Any = None
+    seams: list[Seam] = dataclasses.field(default_factory=list)
     #: Notes, a line each: what was not compared.
     unlike: list[str] = dataclasses.field(default_factory=list)
     drift: list[Drift] = dataclasses.field(default_factory=list)
@@ -65,7 +65,7 @@ class Measurements:
 
 def compare(request: Request, file: Path, original: Request | None, parent: int) -> Measurements:
     """Returns how the port differs from the recording in `file`; effects are measured in `original`, if it is given."""
-    task, found = accept(request), Measurements()
+    task, results = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
         planned: dict[str, list[LoweredProgram] | None] = {}
@@ -74,51 +74,52 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
                 planned[stage.name] = plan_programs(task, stage, devices(task.machine)) if stage.like else None
         recording.wait(file, parent)  # until here the original runs in parallel
         recorded = recording.read(file)
-        folder = found.folder = checkpoint_of(task).folder
+        folder = results.folder = checkpoint_of(task).folder
         dtypes = {call.network: recording.tensors_of(call.wide_output)[0].dtype for call in recorded.calls}
-        found.yardstick = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+        results.yardstick = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
             if any(call.stage == stage.name for call in recorded.calls):
                 with stage_in_force(task, stage) as stage_ledger:
-                    comparison = _StageComparison(task, stage, folder, stage_ledger, recorded, found)
+                    comparison = _StageComparison(task, stage, folder, stage_ledger, recorded, results)
                     outputs_of = functools.partial(original_outputs, original, file) if original else None
                     comparison.run(ends, planned[stage.name], outputs_of)
         if recorded.decoded is not None:
-            found.decoded = decoder.compare(task, folder, recorded.decoded)
+            results.decoded = decoder.compare(task, folder, recorded.decoded)
         before = call_counts(ledger)
-        found.seams = seams.compare(task, folder, recorded.steps, recorded.seams, recorded.likes)
-        found.loop_patches = frozenset(key for key, count in call_counts(ledger).items() if count != before[key])
-    return found
+        results.seams, notes = seams.compare(task, folder, recorded.seams, recorded.templates)
+        results.unlike = [*notes, *results.unlike]
+        results.loop_patches = frozenset(key for key, count in call_counts(ledger).items() if count != before[key])
+    return results
 
 
 def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
     """Returns the drift of a port that runs its first `steps` steps by itself; runs in a process of its own."""
-    task, found, recorded = accept(request), Measurements(), recording.read(file)
+    task, results, recorded = accept(request), Measurements(), recording.read(file)
     with in_force(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
         folder, ends = checkpoint_of(task).folder, dict[str, dict[str, torch.Tensor]]()
         for stage in task.denoising:
-            if len(found.drift) < steps:
+            if len(results.drift) < steps:
                 with stage_in_force(task, stage) as ledger:
-                    _StageComparison(task, stage, folder, ledger, recorded, found).run_freely(ends, steps)
-    return found.drift
+                    _StageComparison(task, stage, folder, ledger, recorded, results).run_freely(ends, steps)
+    return results.drift
 
 
-def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -> list[MeasuredUnit]:
+def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> list[MeasuredUnit]:
     """Returns the measured modules of a block that `record_modules` recorded; runs in a process of its own."""
-    task, call = accept(request), key.call_of(recording.read(file))
+    task, call = accept(request), recording.read(file).call_of(block.network, block.step, block.call)
     prepare(task.machine)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.blocks()  # leaves in `units` what `modules` needs
-        return with_effects(units, units.modules(key.block))
+        units.measure_blocks()  # leaves in `units` what `measure_modules` needs
+        return with_effects(units, units.measure_modules(block.path))
 
 
 class _StageComparison:
-    """Compares the network of one stage with a recording, and adds the results to `found`."""
+    """Compares the network of one stage with a recording, and adds the figures to `results`."""
 
     def __init__(
         self,
@@ -127,10 +128,10 @@ class _StageComparison:
         folder: Path,
         ledger: patch.Ledger,
         recorded: Recording,
-        found: Measurements,
+        results: Measurements,
     ) -> None:
         self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
-        self.recorded, self.found = recorded, found
+        self.recorded, self.results = recorded, results
         self.calls = [call for call in recorded.calls if call.stage == stage.name]
 
     def run(
@@ -145,18 +146,18 @@ class _StageComparison:
         for call in self.calls:
             if not call.values:
                 name = f"blocks of {call.network} in call {call.number} of step {call.step}"
-                self.found.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
+                self.results.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
                 continue
-            has_fault_before = any(item.unit.verdict is Verdict.OTHER for item in self.found.measured)
+            has_fault_before = any(item.unit.verdict is Verdict.OTHER for item in self.results.measured)
             units = Units(port, call, None if outputs_of is None else outputs_of(call))
             measured = measured_units(units, has_fault_before)
-            self.found.measured += measured
+            self.results.measured += measured
             if any(item.unit.verdict is Verdict.OTHER for item in measured):
                 continue
-            for number, unit in enumerate(self.found.networks):  # judged again, by a better estimate of the rounding
+            for number, unit in enumerate(self.results.networks):  # judged again, by a better estimate of the rounding
                 if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
                     units.estimate_rounding(unit.added)
-                    self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
+                    self.results.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the first `steps` steps without the original's latents, and notes the distance after each."""
@@ -182,9 +183,9 @@ class _StageComparison:
             if step not in loops:
                 loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
             self._compare_outputs(step, loops[step])
-        self.found.operators[stage.name] = call.called()
+        self.results.operators[stage.name] = call.called()
         if planned is not None:
-            self.found.programs += program_differences(stage, run_programs(call), planned)
+            self.results.programs += program_differences(stage, run_programs(call), planned)
 
     def _run_loop(
         self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]
@@ -205,7 +206,7 @@ class _StageComparison:
             original = self.recorded.latents.get(number)
             drift = None if original is None else distance(latents, original)
             if drift is not None:
-                self.found.drift.append(Drift(number, drift))
+                self.results.drift.append(Drift(number, drift))
 
     def _compare_outputs(self, step: int, loop: _WatchedProgram) -> None:
         """Compares the outputs of the port's programs in a step with those of the original's network, call by call."""
@@ -213,23 +214,22 @@ class _StageComparison:
         parts = recording.split_by_call(loop.outputs, calls)
         if parts is None:
             line = f"{calls[0].network}: its program computes more or fewer conditions than the original"
-            self.found.unlike.append(line)
+            self.results.unlike.append(line)
             return
         for call, part in zip(calls, parts, strict=True):
             wide = recording.tensors_of(call.wide_output)
             added = distance(part, wide)
             if added is None:
-                ours, theirs = ([list(x.shape) for x in each] for each in (part, wide))
-                shapes = f"{', '.join(map(str, ours))}, and the original's {', '.join(map(str, theirs))}"
-                self.found.unlike.append(f"{call.network}: its program returns {shapes}")
+                shapes, expected = (", ".join(str(list(x.shape)) for x in tensors) for tensors in (part, wide))
+                self.results.unlike.append(
+                    f"{call.network}: its program returns {shapes}, and the original's {expected}"
+                )
                 continue
-            rounding = max(call.rounding, least_rounding(call.output))
-            unit = Unit(
-                step, call.number, call.network, "", 0, "network", call.network, rounding, added, inherited=added
-            )
-            self.found.networks.append(unit)
+            place = step, call.number, call.network, ""
+            unit = Unit(*place, 0, "network", call.network, call.rounding, added, inherited=added)
+            self.results.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
-                self.found.network_inputs[call.network, step] = loop.inputs
+                self.results.network_inputs[call.network, step] = loop.inputs
 
 
 class _WatchedProgram:
@@ -239,14 +239,10 @@ class _WatchedProgram:
         self.call = call
         self.step = self.first = first  #: The step that the loop begins with, from 0.
         self.last = last  #: The number of the last step, from 1.
-        self.batches, self.drops = call.batches, call.drops
+        self.batches, self.drops, self.place = call.batches, call.drops, call.place
         self.inputs: list[dict[str, Any]] = []
         self.outputs: list[Any] = []
         self.latents: dict[int, Any] = {}
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        placed: dict[str, Any] = self.call.place(**inputs)
-        return placed
 
     def __call__(self, **inputs: Any) -> Any:
         """Calls the network; in the first compared step it also records inputs and outputs in the host's memory."""
@@ -281,6 +277,7 @@ class LoweredProgram:
 
     @property
     def digest(self) -> str:
+        """The first 16 digits of the SHA-256 of the text, by which a person tells programs apart."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
@@ -331,19 +328,19 @@ def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[Lowe
 
 def _differing_fields(run: LoweredProgram, plan: LoweredProgram) -> Iterator[str]:
     """Yields the differences of two programs in words: fields first, then the first line of text that differs."""
-    for field in ("modules", "static", "arguments", "constants"):
-        ours, theirs = getattr(run, field), getattr(plan, field)
-        for name in [*ours, *(name for name in theirs if name not in ours)]:
-            if ours.get(name) != theirs.get(name):
-                kind = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}[field]
-                run_value, plan_value = ("absent" if each.get(name) is None else each[name] for each in (ours, theirs))
-                yield f"{kind} '{name}' is {run_value} in a run and {plan_value} in a plan".strip()
+    kinds = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}
+    for field, kind in kinds.items():
+        in_run, in_plan = getattr(run, field), getattr(plan, field)
+        for name in {**in_run, **in_plan}:
+            if in_run.get(name) != in_plan.get(name):
+                values = ["absent" if facts.get(name) is None else facts[name] for facts in (in_run, in_plan)]
+                yield f"{kind} '{name}' is {values[0]} in a run and {values[1]} in a plan".strip()
     if run.outputs != plan.outputs:
         yield f"the output is {', '.join(run.outputs)} in a run and {', '.join(plan.outputs)} in a plan"
     pairs = zip(run.text.splitlines(), plan.text.splitlines(), strict=False)
-    other = next(((n, a, b) for n, (a, b) in enumerate(pairs, 1) if a != b), None)
-    if other is not None:
-        number, ours, theirs = other
-        yield f"line {number} of the text is `{ours.strip()[:120]}` in a run and `{theirs.strip()[:120]}` in a plan"
+    difference = next(((number, a, b) for number, (a, b) in enumerate(pairs, 1) if a != b), None)
+    if difference is not None:
+        number, a, b = difference
+        yield f"line {number} of the text is `{a.strip()[:120]}` in a run and `{b.strip()[:120]}` in a plan"
     elif run.text != plan.text:
         yield "the text of one goes on where the other ends"

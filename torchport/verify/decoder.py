@@ -10,13 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 from torchport import engine, patch, shard
 from torchport.compile import network
@@ -24,7 +23,7 @@ from torchport.compile.in_force import stage_in_force
 from torchport.stages import frames
 from torchport.stages.family import Steps
 from torchport.task import Task
-from torchport.verify.borders import WideNetwork, call_counts, compiled_network, on_one_device
+from torchport.verify.borders import WideNetwork, call_counts, compiled_network, on_one_device, outputs_kept
 from torchport.verify.report import FAULT, Decoded
 from torchport.verify.yardstick import distance, is_sampled, least_rounding, sampled, shape_of, wide_dtype
 
@@ -52,24 +51,8 @@ def _frames(
         if returned is not None:
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
-    with _watched(None if call is None or returned is None else call.module, keep):
+    with outputs_kept({} if call is None or returned is None else _inner_modules(call.module), keep):
         return frames.levels(stage.run(parts, call, task.settings, Steps(), **latents)["frames"])
-
-
-@contextlib.contextmanager
-def _watched(module: torch.nn.Module | None, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Calls `keep(path, tensor)` with the first tensor of each module's output, for the length of a `with`."""
-
-    def returns(path: str, _: Any, __: Any, output: Any) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if tensors:
-            keep(path, tensors[0])
-
-    named = [] if module is None else [(path, each) for path, each in module.named_modules() if path]
-    with contextlib.ExitStack() as hooks:
-        for path, each in named:
-            hooks.enter_context(each.register_forward_hook(functools.partial(returns, path)))
-        yield
 
 
 def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
@@ -89,24 +72,16 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
     return Decoded(rounding=float(original.max()), added=float(by_frame.max()), frame=worst, pictures=pictures)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parting:
-    """The first module of a decoder, in the order of the port's calls, whose output differs from the original's."""
+def first_fault(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
+    """Returns the first module of the decoder, in the order of the port's calls, whose error is that of a fault.
 
-    name: str
-    ratio: float  #: Its error divided by the original's rounding there.
-    patches: frozenset[str]  #: Those that were called in it.
-
-    @property
-    def words(self) -> str:
-        return f"{self.name} ({self.ratio:.3g} times the rounding)"
-
-
-def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> Parting | None:
-    """Returns the first module whose error is above `FAULT` roundings; None if no module that both call has one."""
+    Returns:
+        The module with its error, as "vae.decoder.mid_block (5.2 times the rounding)", and the ids of the patches that
+        are called in it; both empty if no module that port and original call has an error above `FAULT` roundings.
+    """
     stage = task.family.STAGES[-1]
     if stage.network is None:
-        return None
+        return "", frozenset()
     exact, rounded = _Returned(), _Returned()
     with stage_in_force(original, stage):
         for returned, is_wide in ((exact, True), (rounded, False)):
@@ -120,49 +95,65 @@ def parting(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any
         added, rounding = distance(*with_exact), distance(with_rounded[1], with_exact[1])
         ratio = (added or 0.0) / max(rounding or 0.0, least_rounding(with_rounded[1]))
         if ratio > FAULT:
-            return Parting(f"{stage.network}.{path}", ratio, patches[path])
-    return None
+            return f"{stage.network}.{path} ({ratio:.3g} times the rounding)", patches[path]
+    return "", frozenset()
 
 
 def _port_returns(
     task: Task, folder: Path, latents: Mapping[str, torch.Tensor], ledger: patch.Ledger
 ) -> tuple[_Returned, dict[str, frozenset[str]]]:
-    """Returns the outputs of each module of the port's decoder on one device, and the patches called in each."""
+    """Decodes with the port on one device; returns the outputs of each module, and the ids of the patches in its call.
+
+    The decoder is compiled, so the hooks see values only while it is traced: each puts a callback into the program,
+    which gets the module's output when the program runs.
+    """
     task = on_one_device(task)
     stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
     call, parts = compiled_network(task, stage, folder)
-    opened: dict[str, dict[str, int]] = {}
+    counts_before: dict[str, dict[str, int]] = {}
 
-    def enter(path: str, *_: Any) -> None:
-        opened[path] = call_counts(ledger)
+    def count_patches(path: str, *_: Any) -> None:
+        """Notes how often each patch was called before a module is."""
+        counts_before[path] = call_counts(ledger)
 
     def store(path: str, array: Any) -> None:
+        """Keeps what a module has returned."""
         returned[path].append(sampled(shard.to_torch(array)))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
+        """Makes the program keep the output of a module, which is traced now."""
         if path not in returned:
-            counts = call_counts(ledger).items()
-            returned[path], patches[path] = [], frozenset(key for key, count in counts if count != opened[path][key])
+            before, after = counts_before[path], call_counts(ledger)
+            returned[path], patches[path] = [], frozenset(key for key in after if after[key] != before[key])
         jax.debug.callback(functools.partial(store, path), engine.array(tensor), ordered=True)
 
-    module = network.module_of(stage, parts)
-    for path, each in module.named_modules():
-        each.register_forward_pre_hook(functools.partial(enter, path))
-    with _watched(module, keep):
+    modules = _inner_modules(network.module_of(stage, parts))
+    for path, module in modules.items():
+        module.register_forward_pre_hook(functools.partial(count_patches, path))
+    with outputs_kept(modules, keep):
         stage.run(parts, call, task.settings, Steps(), **latents)
-    jax.effects_barrier()
+    jax.effects_barrier()  # the callbacks have run then
     return returned, patches
 
 
-def _joined(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns two modules' outputs, all calls of each concatenated, if this gives both one shape; else None."""
-    if len(ours) == len(theirs) == 1:
-        return (ours[0], theirs[0]) if shape_of(ours[0]) == shape_of(theirs[0]) else None
-    if not theirs or len({tensor.ndim for tensor in (*ours, *theirs)}) != 1 or is_sampled([*ours, *theirs]):
+def _inner_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Returns all modules in a module by their paths, without the module itself."""
+    return {path: part for path, part in module.named_modules() if path}
+
+
+def _joined(port: Sequence[torch.Tensor], original: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns two modules' outputs, all calls of each concatenated along some dim, if this gives both one shape.
+
+    A port may return all frames in one call, [1, C, 5, H, W], and the original in two, with 2 and 3 frames. None if no
+    dim gives one shape.
+    """
+    if len(port) == len(original) == 1:
+        return (port[0], original[0]) if shape_of(port[0]) == shape_of(original[0]) else None
+    if not original or len({tensor.ndim for tensor in (*port, *original)}) != 1 or is_sampled([*port, *original]):
         return None
-    for dim in range(ours[0].ndim):
+    for dim in range(port[0].ndim):
         with contextlib.suppress(RuntimeError):  # `torch.cat` refuses these shapes along this dim
-            pair = torch.cat(tuple(ours), dim), torch.cat(tuple(theirs), dim)
+            pair = torch.cat(tuple(port), dim), torch.cat(tuple(original), dim)
             if pair[0].shape == pair[1].shape:
                 return pair
     return None
@@ -181,6 +172,7 @@ def frame_pictures(original_CHW: torch.Tensor, port_CHW: torch.Tensor) -> dict[s
 
 
 def _png(frame_CHW: torch.Tensor) -> bytes:
+    """Returns a uint8 frame as the bytes of a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()

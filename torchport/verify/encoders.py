@@ -12,9 +12,8 @@ import torch
 from torchport.compile import network, ported
 from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Stage, Steps
-from torchport.stages.outputs import leaves
 from torchport.task import Task, encoder_names
-from torchport.verify.borders import to_host
+from torchport.verify.borders import outputs_kept, to_host
 from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import computing_in, distance, sampled, wide_dtype
 
@@ -29,10 +28,6 @@ class Yardstick:
     host: Values  #: The outputs of the encoders' modules.
     wide: Values  #: The same outputs, computed in the wider dtype.
     roundings: dict[str, float]  #: The distance of the original from the yardstick, by output of the stage.
-
-    def allowed(self, name: str) -> float:
-        """Returns the distance that an output of the port may have from the original's: the roundings of both."""
-        return (1 + FAULT) * self.roundings.get(name, 0.0)
 
 
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
@@ -74,41 +69,26 @@ def _watched(
 ) -> tuple[Values, dict[str, torch.Tensor]]:
     """Runs a stage, and returns the outputs of all modules of its encoders, and the outputs of the stage."""
     values: Values = []
-    hooks = [
-        module.register_forward_hook(_Note(values, f"{name}.{path}".rstrip(".")))
+    modules = {
+        f"{name}.{path}".rstrip("."): module
         for name, encoder in encoders.items()
         for path, module in encoder.named_modules()
-    ]
-    try:
+    }
+    with outputs_kept(modules, lambda path, tensor: values.append((path, sampled(to_host(tensor))))):
         return values, stage.run(parts, None, task.settings, Steps())
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Note:
-    """A forward hook that notes a module's output; a class of torchport's, which no port counts as its model's part."""
-
-    values: Values
-    path: str
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        first = next(iter(leaves({"": output}).values()), None)
-        if first is not None:
-            self.values.append((self.path, sampled(to_host(first))))
 
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
     """Returns for each encoder its first faulty module; if none is, that with the greatest error / allowed error."""
-    found: dict[str, Seam] = {}
-    for (path, expected), (_, wide), (_, ours) in zip(yardstick.host, yardstick.wide, port, strict=True):
-        error, rounding = distance(ours, wide) or 0.0, distance(expected, wide) or 0.0
-        allowed = FAULT * max(rounding, torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0)
+    worst: dict[str, Seam] = {}  # by encoder
+    outputs = zip(yardstick.host, yardstick.wide, port, strict=True)
+    for (path, original), (_, wide), (_, output) in outputs:
+        error, rounding = distance(output, wide) or 0.0, distance(original, wide) or 0.0
+        allowed = FAULT * max(rounding, torch.finfo(original.dtype).eps if original.is_floating_point() else 0.0)
         words = f"{rounding:.2g} from the yardstick", f"{error:.2g} from it"
-        seam = Seam(path, stage, None, *words, error, allowed)
-        worst = found.setdefault(path.partition(".")[0], seam)
-        is_fault = worst.verdict is Verdict.OTHER
-        if not is_fault and seam.distance * worst.allowed > worst.distance * seam.allowed:
-            found[path.partition(".")[0]] = seam
-    return [*found.values()]
+        seam, encoder = Seam(path, stage, None, *words, error, allowed), path.partition(".")[0]
+        before = worst.setdefault(encoder, seam)
+        is_worse = seam.distance * before.allowed > before.distance * seam.allowed
+        if before.verdict is Verdict.SAME and is_worse:
+            worst[encoder] = seam
+    return [*worst.values()]

@@ -38,7 +38,8 @@ from torchport.stages.replay import all_latents
 from torchport.task import Request, Task, accept
 from torchport.verify import decoder, seams
 from torchport.verify.borders import Original, Values, inner_paths, total_bytes
-from torchport.verify.yardstick import by_place, distance
+from torchport.verify.report import Unit
+from torchport.verify.yardstick import by_place, distance, least_rounding
 
 PAUSE = 0.1
 """Seconds between two looks at the folder."""
@@ -65,18 +66,19 @@ class RecordedCall:
 
     @property
     def rounding(self) -> float:
-        """The distance of the original's output from the yardstick's."""
-        return distance(self.output, self.wide_output) or 0.0
+        """The distance of the original's output from the yardstick's, and at least the epsilon of its dtype."""
+        return max(distance(self.output, self.wide_output) or 0.0, least_rounding(self.output))
 
 
 def split_by_call(outputs: Sequence[Any], calls: Sequence[RecordedCall]) -> list[list[torch.Tensor]] | None:
     """Returns the port's outputs in a step, split by the original's calls; None if the numbers of rows differ. A port's
     call may batch several conditions of guidance, for each of which the original has a call.
     """
-    ours, theirs = (zip(*map(tensors_of, found), strict=True) for found in (outputs, [c.wide_output for c in calls]))
+    ported = zip(*map(tensors_of, outputs), strict=True)
+    originals = zip(*(tensors_of(call.wide_output) for call in calls), strict=True)
     parts = []
-    for made, wide in zip(ours, theirs, strict=True):
-        rows, counts = torch.cat([output.float() for output in made]), [output.shape[0] for output in wide]
+    for batches, tensors in zip(ported, originals, strict=True):
+        rows, counts = torch.cat([batch.float() for batch in batches]), [tensor.shape[0] for tensor in tensors]
         if rows.shape[0] != sum(counts):
             return None
         parts.append(torch.split(rows, counts))
@@ -90,8 +92,8 @@ def tensors_of(output: Any) -> Sequence[torch.Tensor]:
 
 def latents_in(state: Mapping[str, torch.Tensor]) -> Any:
     """Returns copies of the latents in a loop's state: a tensor, or a list with the sound's; None without any."""
-    found = [_copied(latents) for latents in all_latents(state)]
-    return found if len(found) > 1 else next(iter(found), None)
+    copies = [_copied(latents) for latents in all_latents(state)]
+    return copies if len(copies) > 1 else next(iter(copies), None)
 
 
 @dataclasses.dataclass
@@ -107,31 +109,27 @@ class Recording:
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     seams: Any = None
     #: An output of each network, whose shape and dtype made-up outputs take.
-    likes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    templates: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: Frames of the original and of the yardstick, and the latents; None where they are not compared.
     decoded: Any = None
 
     @property
     def embeddings(self) -> dict[str, torch.Tensor]:
+        """The outputs of all stages before denoising, by name: the inputs of a denoising stage."""
         return {name: tensor for outputs in self.encoded.values() for name, tensor in outputs.items()}
 
     @property
     def steps(self) -> tuple[int, ...]:
+        """The denoising steps of which calls were recorded, from 0."""
         return tuple(sorted({call.step for call in self.calls}))
+
+    def call_of(self, network: str, step: int, number: int) -> RecordedCall:
+        """Returns the recorded call of a network with a number in a denoising step, both counted from 0."""
+        return next(c for c in self.calls if (c.network, c.step, c.number) == (network, step, number))
 
 
 class LoopStop(BaseException):
     """Leaves a denoising loop after the last step that is compared."""
-
-
-def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the outputs of the stages before denoising, by stage; the original's patches must be in force."""
-    outputs: dict[str, dict[str, torch.Tensor]] = {}
-    for stage in task.family.STAGES[: task.family.STAGES.index(task.denoising[0])]:
-        parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
-        call = network.eager(task, stage, parts, folder) if stage.network is not None else None
-        outputs[stage.name] = stage.run(parts, call, task.settings, Steps())
-    return outputs
 
 
 def write(recording: Any, file: Path) -> None:
@@ -162,18 +160,25 @@ def read(path: Path) -> Recording:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
-    """Records the original, and writes the recording to a file; runs in a process of its own. Denoising steps are
-    counted from 0; with `steps` None, those that `_StepWatch` finds are recorded.
+    """Records the original, and writes the recording to a file; runs in a process of its own.
+
+    Args:
+        steps: The denoising steps to record, from 0; None: those that `_StepWatch` finds.
+        decodes: Whether the decoder's frames are recorded, too.
     """
     write(recording_of(accept(request), steps, decodes), file)
 
 
 def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
-    """Runs the original, and returns its recording; for `steps` see `record`. With `decodes`, frames are recorded."""
+    """Runs the original, and returns its recording; for the arguments see `record`."""
     with in_force(task, task.family.STAGES):
         preflight.check(task)
         folder = checkpoint_of(task).folder
-        recording = Recording(_encoder_outputs(task, folder))
+        recording = Recording({})
+        for stage in seams.encoding_stages(task):
+            parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
+            call = None if stage.network is None else network.eager(task, stage, parts, folder)
+            recording.encoded[stage.name] = stage.run(parts, call, task.settings, Steps())
         for stage in task.denoising:
             if not decodes and steps is not None and len(recording.latents) > max(steps):
                 break
@@ -181,10 +186,9 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
         if decodes:
             recording.decoded = decoder.original_frames(task, folder, recording.ends[task.denoising[-1].name])
         outputs = {call.network: call.output for call in reversed(recording.calls)}
-        for network_name in (str(stage.network) for stage in task.denoising):
-            output = outputs.get(network_name, recording.calls[0].output)
-            recording.likes[network_name] = output
-        recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
+        names = [str(stage.network) for stage in task.denoising]
+        recording.templates = {name: outputs.get(name, recording.calls[0].output) for name in names}
+        recording.seams = seams.record(task, folder, recording.steps, recording.templates, encoded=recording.encoded)
     return recording
 
 
@@ -200,13 +204,15 @@ class _RecordedLoop:
         steps: tuple[int, ...] | None,
         decodes: bool,
     ) -> None:
-        self.task, self.stage, self.folder = task, dataclasses.replace(stage, prepare=None), folder
-        self.recording = recording
+        self.task, self.folder, self.recording = task, folder, recording
+        self.stage = dataclasses.replace(stage, prepare=None)  # the original, without the family's changes
         self.start, self.state = start_of(recording.ends, stage)
         chosen = (self.start,) if steps is None else steps
         self.chosen = [step for step in chosen if step >= self.start]
         #: Finds more steps to record; None where the user chose the steps.
         self.watch = _StepWatch(self.start, self.state) if steps is None else None
+        #: The number of the step after which the loop is left. One above the last lets it end: the decoder needs its
+        #: latents, and without chosen steps its last step has to be known.
         self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
 
@@ -221,7 +227,7 @@ class _RecordedLoop:
         outputs = self._loop(call, parts, (self.start, self.state) if self.start else None)
         if outputs is not None:
             recording.ends[stage.name] = outputs
-        for step, state in self.watch.found() if self.watch is not None else ():
+        for step, state in [] if self.watch is None else self.watch.steps_with_states():
             recording.states[step] = state
             self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
             self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))  # `call` records
@@ -277,7 +283,7 @@ class _StepWatch:
         self._calls = []
         self._state = {name: _copied(tensor) for name, tensor in state.items()}
 
-    def found(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    def steps_with_states(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
         """Returns pairs of a step and the state before it: the last step, and the first of each kind but the start."""
         steps = {**self._steps, self._last[0]: self._last[1]}
         return [(step, steps[step]) for step in sorted(steps) if step > self.start]
@@ -306,6 +312,7 @@ class _RecordedNetwork:
         self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
 
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are, where a compiled network would move them to the devices."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
@@ -354,27 +361,12 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockKey:
-    """Names a recorded call, and a block of the network in it."""
-
-    network: str
-    step: int  #: The denoising step, from 0.
-    number: int  #: The call in this step, from 0.
-    block: str
-
-    def call_of(self, recording: Recording) -> RecordedCall:
-        """Returns the call of a recording that the key names."""
-        key = self.network, self.step, self.number
-        return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
-
-
-def record_modules(request: Request, key: BlockKey, file: Path) -> None:
+def record_modules(request: Request, block: Unit, file: Path) -> None:
     """Adds the values of all modules in a block to a recording, and writes it again; runs in a process of its own."""
     recording = read(file)
-    call = key.call_of(recording)
+    call = recording.call_of(block.network, block.step, block.call)
     with original_network(accept(request), call) as original:
-        paths = inner_paths(original.eager.module, key.block)
+        paths = inner_paths(original.eager.module, block.path)
         call.values = {**call.values, **original.observed(call.inputs, paths)[1]}
         call.inner = original.yardstick(call.inputs, [*original.units, *paths], call.values)[1]
     write(recording, file)

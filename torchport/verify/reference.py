@@ -42,8 +42,10 @@ TREES = ("inputs", "output", "wide_output")
 """The fields of a call that are trees of tensors."""
 BORDERS = ("values", "outer", "inner")
 """The fields of a call that are values at borders."""
-SETTINGS = ("prompt", "negative_prompt", "seed", "height", "width", "frames", "steps", "guidance_scale")
-OPTIONAL = ("vae_tiling", "variant", "call", "guider", "scheduler")
+SETTINGS = (
+    *("prompt", "negative_prompt", "seed", "height", "width", "frames", "steps", "guidance_scale"),
+    *("vae_tiling", "variant", "call", "guider", "scheduler"),
+)
 """Settings in which a capture and a verification must agree."""
 PACKAGES = ("diffusers", "transformers")
 """Packages whose code is the original's: another version is another original."""
@@ -58,6 +60,7 @@ class TensorTable:
         self._names: dict[str, str] = {}
 
     def add(self, value: Any) -> Any:
+        """Stores the tensors of a tree, and returns the tree as data of JSON that names them; see `restored`."""
         return tree.as_data(value, self._entry)
 
     def cost(self, values: Iterable[Any]) -> int:
@@ -67,9 +70,10 @@ class TensorTable:
         return sum(size for digest, size in new.items() if digest not in self._names)
 
     def _entry(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        """Returns what stands for a tensor in JSON: `{"tensor": "t7"}`, and for a sampled one also its row numbers."""
         rows = getattr(tensor, ROWS, None)
-        sampled = {} if rows is None else {"rows": self._name(rows), "shape": list(shape_of(tensor))}
-        return {"tensor": self._name(tensor)} | sampled
+        sample = {} if rows is None else {"rows": self._name(rows), "shape": list(shape_of(tensor))}
+        return {"tensor": self._name(tensor)} | sample
 
     def _name(self, tensor: torch.Tensor) -> str:
         """Stores a tensor, unless its values are stored already, and returns its name in the table."""
@@ -82,6 +86,7 @@ class TensorTable:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    """Returns a hash of a tensor's dtype, shape and bytes."""
     sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     sha.update(_contiguous(tensor).reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
@@ -96,6 +101,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
 
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
+        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled one."""
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
             setattr(tensor, ROWS, tensors[entry["rows"]])
@@ -139,7 +145,7 @@ def _list_words(names: list[str]) -> str:
 def _identity(task: Task) -> dict[str, Any]:
     """Returns the facts in which a capture and a verification must agree; only that of torch may differ."""
     image = task.settings.image
-    settings = {name: getattr(task.settings, name) for name in (*SETTINGS, *OPTIONAL)}
+    settings = {name: getattr(task.settings, name) for name in SETTINGS}
     settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]
     known = versions()
     return {
@@ -164,7 +170,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add({name: map_tensors(each, lambda x: x[:1].clone()) for name, each in original.likes.items()}),
+        "likes": table.add({name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}),
         "seams": {
             "moments": table.add(original.seams.moments),
             "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},
@@ -195,8 +201,10 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
 
 def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
     """Keeps as many blocks as the limit allows, evenly over the depth; returns the names of those left out."""
-    blocks = [(n, call, row, path) for call, row in calls for n, path in enumerate(spread(_blocks(call)))]
-    left_out = []
+    blocks, left_out = [], []
+    for call, row in calls:
+        paths = list(dict.fromkeys(border.path for border in call.outer if border.path))  # in the order of the call
+        blocks += [(number, call, row, path) for number, path in enumerate(spread(paths))]
     for borders_of, place in ((_outer_of, ""), (_inner_of, " inside")):  # modules inside only after all blocks
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
             borders = borders_of(call, path)
@@ -213,11 +221,6 @@ def _keep(row: dict[str, Any], borders: Mapping[str, Values], table: TensorTable
         row[name] += [[list(border), table.add(value)] for border, value in values.items()]
 
 
-def _blocks(call: RecordedCall) -> list[str]:
-    """Returns the paths of a call's blocks, in the order of the call."""
-    return list(dict.fromkeys(border.path for border in call.outer if border.path))
-
-
 def spread(paths: list[str]) -> list[str]:
     """Returns paths in an order whose beginning is spread evenly: the first, the last, the middle, the quarters."""
     last, order = len(paths) - 1, dict.fromkeys([0])
@@ -228,9 +231,14 @@ def spread(paths: list[str]) -> list[str]:
 
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
     """Returns the values that are kept of a block: its inputs, whole, and some rows of its outputs."""
-    values = {border: value for border, value in call.values.items() if border.path == block}
-    wide = {border: value for border, value in call.outer.items() if border.path == block and border.side == "out"}
-    return {"values": _rows(values), "outer": _rows(wide)}
+    values = {
+        border: value if border.side == "in" else map_tensors(value, sampled)
+        for border, value in call.values.items()
+        if border.path == block
+    }
+    outputs = [border for border in call.outer if border.path == block and border.side == "out"]
+    wide = {border: map_tensors(call.outer[border], sampled) for border in outputs}
+    return {"values": values, "outer": wide}
 
 
 def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
@@ -240,21 +248,13 @@ def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
     return {"values": values, "inner": {border: call.inner[border] for border in inside}}
 
 
-def _rows(values: Values) -> Values:
-    """Returns values of which the outputs have only some rows; inputs stay whole."""
-    return {
-        border: pytree.tree_map_only(torch.Tensor, sampled, value) if border.side == "out" else value
-        for border, value in values.items()
-    }
-
-
 def read(folder: Path) -> Recording:
     """Returns the recording in a folder's capture; the counterpart of `write`."""
     text, tensors = _read(folder)
     data = text["recording"]
     seams = data["seams"]
     parts: dict[str, Any] = {
-        name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded", "likes")
+        name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded")
     }
     loop = LoopRecord(seams["chosen"])
     for row in seams["steps"]:
@@ -264,15 +264,13 @@ def read(folder: Path) -> Recording:
     moments = restored(seams["moments"], tensors)
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
-    return Recording(**parts, calls=[_restored_call(row, tensors) for row in data["calls"]], seams=side)
-
-
-def _restored_call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
-    """Returns the call of a row that `_call_data` made."""
-    fields = {name: row[name] for name in FACTS} | {name: restored(row[name], tensors) for name in TREES}
-    for name in BORDERS:
-        fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
-    return RecordedCall(**fields)
+    calls = []
+    for row in data["calls"]:
+        fields = {name: row[name] for name in FACTS} | {name: restored(row[name], tensors) for name in TREES}
+        for name in BORDERS:
+            fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
+        calls.append(RecordedCall(**fields))
+    return Recording(**parts, calls=calls, seams=side, templates=restored(data["likes"], tensors))
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -295,13 +293,14 @@ def check(folder: Path, task: Task) -> tuple[list[str], int]:
     """Raises if a capture is not of this task; returns notes for the report, and how many blocks the capture lacks."""
     text, _ = _read(folder)
     identity = _identity(task)
-    for name, theirs, ours in _differences(text, identity):
-        fact = f"It was captured for {name} {theirs!r}, and this verification has {ours!r}"
+    for name, captured, asked in _differences(text, identity):
+        fact = f"It was captured for {name} {captured!r}, and this verification has {asked!r}"
         remedy = f"Verify with what it was captured for, or capture again: {MADE_BY}"
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)
     notes = [f"the capture lacks {_list_words(text['left_out'])}"] if text["left_out"] else []
-    theirs, ours = (each["versions"].get("torch") for each in (text, identity))
-    notes += [] if theirs == ours else [f"the capture is of torch {theirs}, and this machine has {ours}"]
+    captured, installed = (facts["versions"].get("torch") for facts in (text, identity))
+    if captured != installed:
+        notes.append(f"the capture is of torch {captured}, and this machine has {installed}")
     return notes, len(text["left_out"])
 
 
@@ -310,7 +309,7 @@ def _differences(text: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterat
     if text["model"] != identity["model"]:
         yield "model", text["model"], identity["model"]
     for kind, prefix in (("settings", ""), ("dtypes", "dtype of "), ("checkpoint", "checkpoint "), ("versions", "")):
-        theirs, ours = text[kind], identity[kind]
-        for name in [*theirs, *(name for name in ours if name not in theirs)]:
-            if theirs.get(name) != ours.get(name) and name != "torch":
-                yield f"{prefix}{name}", theirs.get(name), ours.get(name)
+        captured, asked = text[kind], identity[kind]
+        for name in {**captured, **asked}:
+            if captured.get(name) != asked.get(name) and name != "torch":
+                yield f"{prefix}{name}", captured.get(name), asked.get(name)

@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from torchport.files import atomic, page
+from torchport.files import page
 from torchport.files.page import Curve, LineChart, PageTable
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -295,36 +295,36 @@ class Verification:
 
 def lines(verification: Verification) -> list[str]:
     """Returns a verification in twelve lines at most, the verdict first."""
-    parts = [
+    mesh = ",".join(f"{axis}={size}" for axis, size in verification.mesh.items()) or "one device"
+    dtypes = {f"{dtype} beside {verification.yardstick[name]}" for name, dtype in verification.dtypes.items()}
+    steps = ", ".join(map(str, verification.steps)) or "none"
+    text = [
         verification.first_line,
-        _job_line(verification),
+        f"{verification.model} {verification.config}: {' and '.join(sorted(dtypes))}, {verification.strategy} on "
+        f"{mesh}, step {steps} of {verification.total}, against {verification.against}",
         _seam_line(verification),
         _network_line(verification),
         _unit_line(verification),
         _culprit_line(verification),
         _cause_line(verification),
-        _drift_line(verification),
-        _decoder_line(verification),
-        _joined("programs: ", verification.programs),
-        _joined("note: ", verification.unlike),
-        _joined("", [f"{what} took {seconds:.1f} s" for what, seconds in verification.seconds.items()], ", "),
     ]
-    return [line for line in parts if line]
-
-
-def _joined(head: str, parts: Sequence[str], separator: str = "; ") -> str:
-    """Returns a line of parts behind a head; an empty text without parts."""
-    return head + separator.join(parts) if parts else ""
-
-
-def _job_line(verification: Verification) -> str:
-    mesh = ",".join(f"{axis}={size}" for axis, size in verification.mesh.items())
-    dtypes = {f"{dtype} beside {verification.yardstick[name]}" for name, dtype in verification.dtypes.items()}
-    steps = ", ".join(map(str, verification.steps)) or "none"
-    return (
-        f"{verification.model} {verification.config}: {' and '.join(sorted(dtypes))}, {verification.strategy} on "
-        f"{mesh or 'one device'}, step {steps} of {verification.total}, against {verification.against}"
-    )
+    if verification.drift:
+        last = verification.drift[-1]
+        floor = "" if last.floor is None else f", of {verification.floor} {last.floor:.2g}"
+        distance = f"the port is {last.distance:.2g} away after step {last.step}{floor}"
+        text.append(f"drift (no verdict): running free, {distance}")
+    if verification.decoded is not None:
+        decoded = verification.decoded
+        text.append(
+            f"decoder: frames differ by at most {decoded.added:.3g} of 255, the original's rounding "
+            f"{decoded.rounding:.3g} (frame {decoded.frame})"
+        )
+    if verification.programs:
+        text.append(f"programs: {'; '.join(verification.programs)}")
+    if verification.unlike:
+        text.append(f"note: {'; '.join(verification.unlike)}")
+    text.append(", ".join(f"{part} took {seconds:.1f} s" for part, seconds in verification.seconds.items()))
+    return [line for line in text if line]
 
 
 def _seam_line(verification: Verification) -> str:
@@ -398,24 +398,6 @@ def _cause_line(verification: Verification) -> str:
     return f"patch: {cause.patch} ({cause.place}), {found}{others}"
 
 
-def _drift_line(verification: Verification) -> str:
-    if not verification.drift:
-        return ""
-    last = verification.drift[-1]
-    floor = f", of {verification.floor} {last.floor:.2g}" if last.floor is not None else ""
-    return f"drift (no verdict): running free, the port is {last.distance:.2g} away after step {last.step}{floor}"
-
-
-def _decoder_line(verification: Verification) -> str:
-    decoded = verification.decoded
-    if decoded is None:
-        return ""
-    return (
-        f"decoder: frames differ by at most {decoded.added:.3g} of 255, the original's rounding {decoded.rounding:.3g} "
-        f"(frame {decoded.frame})"
-    )
-
-
 def data(verification: Verification) -> dict[str, Any]:
     """Returns a verification as JSON data; numbers that are infinite or missing are null."""
     rows = dataclasses.asdict(verification)
@@ -443,24 +425,25 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write(file: Path, verification: Verification) -> None:
-    """Writes a verification as an HTML page; an older file is replaced when the new one is complete."""
-    atomic.write_text(file, page_of(verification))
-
-
 def page_of(verification: Verification) -> str:
     """Returns a verification as one self-contained HTML page."""
     units = sorted(verification.units, key=lambda unit: unit.ratio, reverse=True)
     pictures = {} if verification.decoded is None else verification.decoded.pictures
     heads = "unit|step.call|kind|rounding|added|ratio|inherited|effect|verdict"
+    floor = f"floor: {verification.floor}" if verification.floor else "floor"
+    drift = [(d.step, f"{d.distance:.2e}", "" if d.floor is None else f"{d.floor:.2e}") for d in verification.drift]
+    causes = []
+    for cause in verification.causes:
+        errors = ["" if error is None else cause.words(error) for error in (cause.with_it, cause.without_it)]
+        causes.append((cause.patch, cause.place, cause.promise, cause.unit, *errors, cause.how))
     return page.rendered(
         TEMPLATE,
         verification=verification,
         lines=lines(verification)[1:],
-        heat=_heat_of(verification.units),
+        heat=_heat_map(verification.units),
         charts=_charts(verification.units),
-        causes=_cause_table(verification),
-        drift=_drift_table(verification),
+        causes=page.table("", "patch|where|promises|unit|error with it|without it|by", causes),
+        drift=page.table("", f"after step|distance|{floor}", drift),
         units=page.table("", heads, [_unit_row(unit) for unit in units[:SHOWN]]),
         left_out=max(0, len(units) - SHOWN),
         seams=_seam_table(verification),
@@ -468,20 +451,11 @@ def page_of(verification: Verification) -> str:
     )
 
 
-class Cell(NamedTuple):
-    text: str
-    kind: str
-    shade: float  #: Its opacity, 0 to 1.
+def _heat_map(units: Sequence[Unit]) -> dict[str, Any]:
+    """Returns the ratio of each network and block in each call of each step, as `columns` (their heads) and `rows`.
 
-
-class _Heat(NamedTuple):
-    columns: list[str]
-    #: A block's name and cells; None where it was not measured in a step.
-    rows: list[tuple[str, list[Cell | None]]]
-
-
-def _heat_of(units: Sequence[Unit]) -> _Heat:
-    """Returns the heat map: the ratio of each network and block in each call of each step, without modules."""
+    A row is a name and a cell for each call: `("transformer.blocks.3", [{"text": "1.2", "kind": "same", ...}, None])`.
+    """
     outer = sorted((u for u in units if u.kind in ("network", "block")), key=lambda u: (u.network, u.depth))
     calls = sorted({(unit.step, unit.call) for unit in outer})
     by_place = {(unit.network, unit.path, unit.step, unit.call): unit for unit in outer}
@@ -489,16 +463,18 @@ def _heat_of(units: Sequence[Unit]) -> _Heat:
         (f"{network}.{path}" if path else network, [_cell(by_place.get((network, path, *call))) for call in calls])
         for network, path in dict.fromkeys((unit.network, unit.path) for unit in outer)
     ]
-    return _Heat([f"step {step}" + (f", call {call}" if call else "") for step, call in calls], rows)
+    columns = [f"step {step}" + (f", call {call}" if call else "") for step, call in calls]
+    return {"columns": columns, "rows": rows}
 
 
-def _cell(unit: Unit | None) -> Cell | None:
-    """Returns a unit's cell of the heat map; None where the unit was not measured."""
+def _cell(unit: Unit | None) -> dict[str, Any] | None:
+    """Returns a unit's cell of the heat map, with its opacity `shade`; None where the unit was not measured."""
     if unit is None:
         return None
     kind = "bad" if unit.verdict is Verdict.OTHER else "unclear" if unit.ratio > ROUNDING else "same"
+    # A logarithmic scale, from 0 at a tenth of the rounding to 1 at `HOTTEST`.
     heat = math.log(max(min(unit.ratio, HOTTEST), 0.1) / 0.1) / math.log(HOTTEST / 0.1)
-    return Cell(f"{unit.ratio:.2g}", kind, 0.15 + 0.85 * heat)
+    return {"text": f"{unit.ratio:.2g}", "kind": kind, "shade": 0.15 + 0.85 * heat}
 
 
 def _charts(units: Sequence[Unit]) -> list[LineChart]:
@@ -539,23 +515,6 @@ def _unit_row(unit: Unit) -> list[str]:
     verdict = "harmless" if unit.is_harmless else str(unit.verdict)
     numbers = (f"{unit.rounding:.2e}", f"{unit.added:.2e}", f"{unit.ratio:.3g}", *optional)
     return [unit.name, f"{unit.step}.{unit.call}", unit.kind, *numbers, verdict]
-
-
-def _cause_table(verification: Verification) -> PageTable:
-    rows = []
-    for cause in verification.causes:
-        without = "" if cause.without_it is None else cause.words(cause.without_it)
-        errors = cause.words(cause.with_it), without
-        rows.append((cause.patch, cause.place, cause.promise, cause.unit, *errors, cause.how))
-    return page.table("", "patch|where|promises|unit|error with it|without it|by", rows)
-
-
-def _drift_table(verification: Verification) -> PageTable:
-    rows = [
-        (row.step, f"{row.distance:.2e}", "" if row.floor is None else f"{row.floor:.2e}") for row in verification.drift
-    ]
-    floor = f"floor: {verification.floor}" if verification.floor else "floor"
-    return page.table("", f"after step|distance|{floor}", rows)
 
 
 def _seam_table(verification: Verification) -> PageTable:

@@ -20,13 +20,13 @@ from torchport.verify import yardstick
 
 MADE_BY = "the command that made it"
 """How error messages name the command that makes an artefact again."""
-MESH = ("machine", "mesh", "strategy", "attention", "stacked")
+ROUNDING_FIELDS = ("machine", "mesh", "strategy", "attention", "stacked")
 """Fields that change how numbers are rounded and nothing else; a run that serves as a floor differs in these alone."""
 LOSSY_ATTENTION = "splash_int8"
 """The implementation of attention whose result is less exact by design, more than by rounding."""
-WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
+VIDEO_FIELDS = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
 """Fields that say what a video shows: runs that differ in one of these make two videos."""
-PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
+FIELDS_WITHOUT_EFFECT = ("fps", "image", "save_every", "keep_steps", "overrides")
 """Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
 _WHOLE_FIELDS = ("mesh",)
 _NOT_COPIED = ("settings", "config", "identity", "patches", "cache")
@@ -82,8 +82,8 @@ class FinishedRun:
         name = save.step_name(stage, number)
         tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
         assert manifest is not None  # hand-written ports have no such files
-        theirs, ours = origin(manifest), origin(self.manifests[stage])
-        differing = [field for field in {**ours, **theirs} if theirs.get(field) != ours.get(field)]
+        origins = origin(self.manifests[stage]), origin(manifest)
+        differing = [field for field in {**origins[0], **origins[1]} if origins[0].get(field) != origins[1].get(field)]
         if differing or manifest.done != number or "latents" not in tensors:
             what = _field_words(differing[0]) if differing else "the step"
             fact = f"It is not of the run that made {stage}.safetensors: {what} is another"
@@ -187,8 +187,9 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
 
 
 def job(manifest: Manifest) -> dict[str, Any]:
-    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches. Also
-    without the fields of `PLAIN`, and without those that change with every run of one job, as its seconds do.
+    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches.
+
+    Also without `FIELDS_WITHOUT_EFFECT`, and without fields that change with every run of one job, as its seconds do.
     """
     return _fields(manifest, manifest.config)
 
@@ -196,7 +197,7 @@ def job(manifest: Manifest) -> dict[str, Any]:
 def origin(manifest: Manifest) -> dict[str, Any]:
     """Returns the fields that decide an artefact's bits: a run that resumes another must agree with it in these."""
     inputs = {str(stage): sha256 for stage, sha256 in manifest.inputs.items()}
-    return _fields(manifest, {key: manifest.config.get(key) for key in MESH}) | inputs
+    return _fields(manifest, {key: manifest.config.get(key) for key in ROUNDING_FIELDS}) | inputs
 
 
 def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
     # A setting is the job's field as the run took it; the job's `dtypes` are only those that it changes.
     merged = {**config, **row["identity"], **row["settings"]}
     merged |= {key: value for key, value in row.items() if key not in (*_NOT_COPIED, *_FIELDS_OF_ONE_RUN)}
-    return leaves({key: value for key, value in merged.items() if key not in PLAIN}, _WHOLE_FIELDS)
+    return leaves({key: value for key, value in merged.items() if key not in FIELDS_WITHOUT_EFFECT}, _WHOLE_FIELDS)
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
@@ -300,7 +301,7 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
     for name in {**a.sound, **b.sound}:
         sounds = [run.sound.get(name, torch.empty(0)) for run in (b, a)]
         _check_shape(b, "decode" if name == "samples" else "denoise", f"sound {name}", *sounds)
-    numbers, unkept = _steps(a, b)
+    numbers, unkept = _common_steps(a, b)
     steps = [_compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
     return Distance(
         run=b,
@@ -313,15 +314,15 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
     )
 
 
-def _check_shape(run: FinishedRun, stage: str, name: str, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+def _check_shape(run: FinishedRun, stage: str, name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
     """Raises if a tensor of a run has another shape than the first run's."""
-    if theirs.shape != ours.shape:
-        fact = f"Its '{name}' have the shape {list(theirs.shape)}, and those of the first run {list(ours.shape)}"
+    if tensor.shape != first.shape:
+        fact = f"Its '{name}' have the shape {list(tensor.shape)}, and those of the first run {list(first.shape)}"
         remedy = "Compare runs of one model, one size and one number of frames"
         raise ArtefactForeignError(str(save.file_of(run.folder, stage)), fact, remedy, name=name)
 
 
-def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
+def _common_steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
     """Returns the steps after which latents can be compared, and why the others cannot; "" if all can."""
     if a.total != b.total:
         return [], f"{a.folder} takes {a.total} steps, and {b.folder} {b.total}: only their last latents are compared"
@@ -333,6 +334,7 @@ def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
 
 
 def _compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Latents:
+    """Returns how similar the latents of two runs are after a step; None for the last latents."""
     return Latents(step, yardstick.cosine(a, b), yardstick.difference(a, b), yardstick.is_same(a, b))
 
 

@@ -31,7 +31,7 @@ from torchport.stages.stand_in import NetworkStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 from torchport.task import Task
 from torchport.verify import encoders
-from torchport.verify.report import Seam, Verdict
+from torchport.verify.report import FAULT, Seam, Verdict
 from torchport.verify.yardstick import difference
 
 LARGE = 2**20
@@ -79,6 +79,7 @@ class LoopRecord:
         """Returns a copy of a tree, in which None replaces large tensors if this step is not one of the chosen."""
 
         def copied(_: str, leaf: Any) -> Any:
+            """Returns a copy of a leaf if it is a tensor that is kept."""
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.numel() > LARGE and len(self.steps) not in self.chosen:
@@ -87,15 +88,17 @@ class LoopRecord:
 
         return outputs.map_leaves(copied, "", value)
 
-    def add(self, call: ConditionCall) -> None:
-        """Adds a call of a network to the current step, without tensors that are too large to keep."""
-        tensors = {name: self.copy_of(tensor) for name, tensor in call.tensors.items()}
-        call.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self.calls.append(call)
+    def add(self, network: str, condition: str, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> int:
+        """Adds a call of a network to the current step, without tensors that are too large to keep.
 
-    def count(self, network: str, condition: str) -> int:
-        """Returns how often a network was called with a condition since the last step."""
-        return sum(call.network == network and call.condition == condition for call in self.calls)
+        Returns:
+            How often the network was called with this condition in this step before.
+        """
+        number = sum(call.network == network and call.condition == condition for call in self.calls)
+        copies = {name: self.copy_of(tensor) for name, tensor in tensors.items()}
+        kept = {name: tensor for name, tensor in copies.items() if tensor is not None}
+        self.calls.append(ConditionCall(network, condition, number, kept, values))
+        return number
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -169,6 +172,7 @@ class _MadeUpNetwork:
         self.batches = self.drops = is_port
 
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are, where a compiled network would move them to the devices."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
@@ -180,12 +184,12 @@ class _MadeUpNetwork:
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
             condition = self._condition(row)
-            number = self.record.count(self.network, condition)
-            self.record.add(ConditionCall(self.network, condition, number, row, values))
+            number = self.record.add(self.network, condition, row, values)
             seeds.append(1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE))
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
         def drawn(template: torch.Tensor) -> torch.Tensor:
+            """Returns normal noise with a row for each seed, in the shape and dtype of a template's rows."""
             rows = [torch.randn(template.shape[1:], generator=generator) for generator in generators]
             return torch.stack(rows).to(template.dtype)
 
@@ -211,6 +215,8 @@ def _token_distance(x: torch.Tensor, known: torch.Tensor) -> float:
 
 
 class _UpstreamLoop(Loop):
+    """A loop of upstream's that calls the networks in each step; its base class may return saved results instead."""
+
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.tracks[track].real(*args, **kwargs)
 
@@ -289,9 +295,9 @@ LOOP = "denoise"
 class SideRecord:
     """The values of one side, the original or the port, that pass in or out of its loop."""
 
-    encoded: dict[str, dict[str, torch.Tensor]]
-    moments: dict[str, torch.Tensor]
-    loop: LoopRecord
+    encoded: dict[str, dict[str, torch.Tensor]]  #: The outputs of the stages that encode the prompt, by stage.
+    moments: dict[str, torch.Tensor]  #: The outputs of the stage that encodes an image with the VAE.
+    loop: LoopRecord  #: The scheduler's steps, and the calls of networks in each.
     #: The exception that upstream raised in a port's loop; None where the loop came to its end.
     stopped: Exception | None = None
     #: The original's encoders, where a port encodes on the devices; without modules in a capture.
@@ -299,35 +305,32 @@ class SideRecord:
     #: The modules of a port's encoders on the devices that differ most.
     modules: list[Seam] = dataclasses.field(default_factory=list)
 
-    @property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return {**{name: x for values in self.encoded.values() for name, x in values.items()}, **self.moments}
-
-
-@dataclasses.dataclass(frozen=True)
-class Seams:
-    seams: tuple[Seam, ...]
-    unlike: tuple[str, ...]
-
 
 def compare(
-    port: Task, folder: Path, chosen: Collection[int], reference: SideRecord, likes: Mapping[str, Any]
-) -> Seams:
-    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`."""
-    side = record(port, folder, chosen, likes, reference)
-    rows, unlike = differences(reference, side), []
+    port: Task, folder: Path, reference: SideRecord, templates: Mapping[str, Any]
+) -> tuple[list[Seam], list[str]]:
+    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`.
+
+    Args:
+        templates: An output of each network, whose shape and dtype the made-up ones have.
+
+    Returns:
+        The seams, and notes on what was not compared, a line each.
+    """
+    side = record(port, folder, reference.loop.chosen, templates, reference)
+    rows, notes = differences(reference, side), list[str]()
     if side.stopped is not None:  # reported as a consequence of a seam that differs; raised if none does
         if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
             raise side.stopped
-        unlike.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
-    if any(stage.network for stage in _encoders(port)):
-        unlike.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
+        notes.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
+    if any(stage.network for stage in encoding_stages(port)):
+        notes.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
     if not _has_upstream_loop(port):
-        unlike.append("the loop: that of the family is both the port's and the original's")
-    return Seams(tuple(rows), tuple(unlike))
+        notes.append("the loop: that of the family is both the port's and the original's")
+    return rows, notes
 
 
-def _encoders(task: Task) -> list[Stage]:
+def encoding_stages(task: Task) -> list[Stage]:
     """Returns the stages before denoising, which encode the prompt and the image."""
     names = [stage.name for stage in task.family.STAGES]
     return list(task.family.STAGES[: names.index(task.denoising[0].name)])
@@ -337,7 +340,7 @@ def record(
     task: Task,
     folder: Path,
     chosen: Collection[int],
-    likes: Mapping[str, Any],
+    templates: Mapping[str, Any],
     reference: SideRecord | None = None,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> SideRecord:
@@ -345,13 +348,14 @@ def record(
 
     Args:
         chosen: Steps, from 0, whose large tensors are compared.
+        templates: An output of each network, whose shape and dtype the made-up ones have.
         reference: The original's record, if `task` is a port: the port's loop gets the original's embeddings, so that
             an error of an encoder is reported once.
         encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
     """
     with in_force(task, task.stages):
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
-        for stage in _encoders(task):
+        for stage in encoding_stages(task):
             if stage.network is not None and reference is not None:
                 continue
             if task.encodes_on_devices(stage) and reference is not None:
@@ -366,10 +370,11 @@ def record(
                 side.encoded[stage.name] = values
             else:
                 side.moments.update(values)
-        inputs = (reference or side).inputs
+        source = reference or side
+        inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
         with side.loop.recording():
             try:
-                _denoise(task, folder, side.loop, likes, inputs)
+                _denoise(task, folder, side.loop, templates, inputs)
             except refusals() as error:
                 if reference is None:
                     raise
@@ -380,37 +385,37 @@ def record(
 def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
     """Runs an encoding stage on the host, and returns its outputs."""
     with patch.applied(task.patches([stage]), stage=stage.name):
-        parts = network.loaded(task, _unprepared(stage) if task.original else stage, folder)
+        parts = _loaded(task, stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)
         return stage.run(parts, call, task.settings, Steps())
 
 
 def _denoise(
-    task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
+    task: Task, folder: Path, record: LoopRecord, templates: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
 ) -> None:
-    """Takes all denoising steps, with made-up outputs shaped as `likes`; fills `record`."""
+    """Takes all denoising steps, with made-up outputs shaped as `templates`; fills `record`."""
     is_port = not task.original
-    calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in likes.items()}
+    calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in templates.items()}
     start = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
-            by_stage = [network.loaded(task, _unprepared(stage), folder) for stage in task.denoising]
+            by_stage = [_loaded(task, stage, folder) for stage in task.denoising]
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
             _run_upstream(task, parts, calls, start)
         return
     done: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
-            parts = network.loaded(task, _unprepared(stage) if task.original else stage, folder)
+            parts = _loaded(task, stage, folder)
             state = {name: value for name, value in done.items() if name != "done"}
             steps = Steps(resume=(int(done["done"]), state) if done else None)
             done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
             start = dict(inputs)
 
 
-def _unprepared(stage: Stage) -> Stage:
-    """Returns a stage without the family's `prepare`, as the original runs it."""
-    return dataclasses.replace(stage, prepare=None)
+def _loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
+    """Returns a stage's components; the original's do not go through the family's `prepare`."""
+    return network.loaded(task, dataclasses.replace(stage, prepare=None) if task.original else stage, folder)
 
 
 def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
@@ -418,8 +423,10 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
     if original.yardstick is not None:
-        allowed = {row.name: max(row.allowed, original.yardstick.allowed(row.name)) for row in rows}
-        rows = [*port.modules, *(dataclasses.replace(row, allowed=allowed[row.name]) for row in rows)]
+        roundings = original.yardstick.roundings
+        allowed = [max(row.allowed, (1 + FAULT) * roundings.get(row.name, 0.0)) for row in rows]  # both may be rounded
+        pairs = zip(rows, allowed, strict=True)
+        rows = [*port.modules, *(dataclasses.replace(row, allowed=distance) for row, distance in pairs)]
     # If the port's loop stopped, its number of steps comes last: it is a consequence of what differs before.
     return [
         *rows,
@@ -431,9 +438,9 @@ def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
     """Yields a seam, a comparison, for each value in two trees of tensors and numbers, and each differing dtype."""
-    ours, theirs = outputs.leaves(port), outputs.leaves(original)
-    for name in [*theirs, *(name for name in ours if name not in theirs)]:
-        expected, other = theirs.get(name), ours.get(name)
+    originals, ported = outputs.leaves(original), outputs.leaves(port)
+    for name in {**originals, **ported}:
+        expected, other = originals.get(name), ported.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
             distance = 0.0 if _is_same(expected, other) else math.inf
             yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, allowed=0.0)
@@ -441,9 +448,9 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
-        longer, shorter = expected, other
-        expected = _without_padding(longer, shorter, _masks(name, longer, theirs), stage)
-        other = _without_padding(shorter, longer, _masks(name, shorter, ours), stage)
+        whole = expected, other  # either may be the longer one
+        expected = _without_padding(expected, whole[1], _masks(name, expected, originals), stage)
+        other = _without_padding(other, whole[0], _masks(name, other, ported), stage)
         index = _worst_index(expected, other)
         words = _words(expected, index), _words(other, index)
         # The distance that rounding in the original's dtype may cause.
@@ -453,18 +460,18 @@ def value_seams(
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields comparisons of two loops' values, in their order: step by step, scheduler, networks' inputs, latents."""
-    counts = str(len(original.steps)), str(len(port.steps))
-    yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), allowed=0.0)
-    for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
-        constant = _unchanged_fields(original.steps[0], theirs) & _unchanged_fields(port.steps[0], ours) if n else set()
-        suffix = " of the scheduler" if n else ""
-        step = n if n else None
-        yield from value_seams(LOOP, _state(theirs, constant), _state(ours, constant), step, suffix)
+    yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
+    for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
         if n == 0:
-            noise, other = ({"noise": each.arguments.get("sample")} for each in (theirs, ours))
+            yield from value_seams(LOOP, _state(expected, set()), _state(ported, set()))
+            noise, other = ({"noise": step.arguments.get("sample")} for step in (expected, ported))
             yield from value_seams(LOOP, noise, other)
-        yield from _call_seams(theirs.calls, ours.calls, n)
-        yield from value_seams(LOOP, _step_values(theirs), _step_values(ours), n)
+        else:
+            constant = _unchanged_fields(original.steps[0], expected) & _unchanged_fields(port.steps[0], ported)
+            states = _state(expected, constant), _state(ported, constant)
+            yield from value_seams(LOOP, *states, n, " of the scheduler")
+        yield from _call_seams(expected.calls, ported.calls, n)
+        yield from value_seams(LOOP, _step_values(expected), _step_values(ported), n)
 
 
 def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:
@@ -481,26 +488,28 @@ def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}
 
 
-def _call_seams(theirs: list[ConditionCall], ours: list[ConditionCall], step: int) -> Iterator[Seam]:
+def _text_seam(name: str, step: int | None, original: str, port: str) -> Seam:
+    """Returns the comparison of two texts about the loop: they are equal, or infinitely far from each other."""
+    return Seam(name, LOOP, step, original, port, 0.0 if original == port else math.inf, allowed=0.0)
+
+
+def _call_seams(original: list[ConditionCall], port: list[ConditionCall], step: int) -> Iterator[Seam]:
     """Yields comparisons of the networks' inputs in a step; calls of one network and condition belong together."""
-    known, calls = ({(c.network, c.condition, c.number): c for c in each} for each in (theirs, ours))
-    words, other = (", ".join(sorted(_call_words(key) for key in each)) or "none" for each in (known, calls))
-    yield Seam("calls of networks", LOOP, step, words, other, _distance_unless(known.keys() == calls.keys()), 0.0)
-    for key in known:
+    known, calls = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
+    names = [", ".join(sorted(map(_call_name, side))) or "none" for side in (known.values(), calls.values())]
+    yield _text_seam("calls of networks", step, *names)
+    for key, call in known.items():
         if key in calls:
-            both = known[key].values.keys() & calls[key].values.keys()
-            inputs, others = (
-                {**each.tensors, **{name: each.values[name] for name in sorted(both)}}
-                for each in (known[key], calls[key])
-            )
-            suffix = " of the negative prompt" if known[key].condition == NEGATIVE else ""
-            yield from value_seams(LOOP, inputs, others, step, suffix)
+            both = sorted(call.values.keys() & calls[key].values.keys())
+            inputs, other = ({**c.tensors, **{name: c.values[name] for name in both}} for c in (call, calls[key]))
+            suffix = " of the negative prompt" if call.condition == NEGATIVE else ""
+            yield from value_seams(LOOP, inputs, other, step, suffix)
 
 
-def _call_words(key: tuple[str, str, int]) -> str:
-    network, condition, number = key
-    prompt = " with the negative prompt" if condition == NEGATIVE else " with the prompt"
-    return f"{network}{prompt}" + (f" again ({number + 1})" if number else "")
+def _call_name(call: ConditionCall) -> str:
+    """Returns a call as a person reads it: `transformer with the negative prompt again (2)`."""
+    prompt = " with the negative prompt" if call.condition == NEGATIVE else " with the prompt"
+    return f"{call.network}{prompt}" + (f" again ({call.number + 1})" if call.number else "")
 
 
 def _step_values(step: SchedulerStep) -> dict[str, Any]:
@@ -549,10 +558,6 @@ def _is_same(first: Any, other: Any) -> bool:
     """Returns whether two values are equal, at most one being a tensor; one of a single element counts as a number."""
     values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (first, other)]
     return not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
-
-
-def _distance_unless(same: bool) -> float:
-    return 0.0 if same else math.inf
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:

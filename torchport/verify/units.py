@@ -19,7 +19,7 @@ from torchport.errors import MachineError
 from torchport.processes import child
 from torchport.task import Request, accept
 from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths, inner_values
-from torchport.verify.recording import BlockKey, RecordedCall, original_network, read
+from torchport.verify.recording import RecordedCall, original_network, read
 from torchport.verify.report import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.yardstick import by_place, channel_ratio, distance, is_sampled, least_rounding, matched, shape_of
 
@@ -57,7 +57,7 @@ class Units:
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
         #: The rounding of the network's output; see `estimate_rounding`.
-        self.rounding = max(call.rounding, least_rounding(call.output))
+        self.rounding = call.rounding
         #: The port's values if only the network gets the original's inputs.
         self.free_values: Values = {}
         #: The port's call in which each block gets the original's inputs.
@@ -66,7 +66,7 @@ class Units:
         self._distance: float | None = None  # of the port's output from the yardstick's
         self._uncompared: dict[Border, list[str]] = {}
 
-    def blocks(self) -> list[MeasuredUnit]:
+    def measure_blocks(self) -> list[MeasuredUnit]:
         """Measures the network's blocks, and the code of its forward between them."""
         paths = ["", *self.port.units]
         output, free = self.port.called(self.call.inputs, paths, {})
@@ -79,10 +79,10 @@ class Units:
         blocks = list(self._measured(forced, self.call.outer, paths, "", ()))
         for block in blocks:
             block.skipped = self._skipped(block.border.path)
-        return self._with_shapes(blocks)
+        return self._note_reshaped(blocks)
 
-    def modules(self, block: str) -> list[MeasuredUnit]:
-        """Measures the modules of a block, and the code of their forwards; `blocks` must have been called."""
+    def measure_modules(self, block: str) -> list[MeasuredUnit]:
+        """Measures the modules of a block, and the code of their forwards; `measure_blocks` must have been called."""
         assert self.forced_call is not None
         all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
         values = inner_values(self.call.values)
@@ -92,9 +92,9 @@ class Units:
         self._uncompared = _uncompared(free.observed, all_paths, paths)
         borders |= {border: value for border, value in values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], borders, skipped)
-        return self._with_shapes(list(self._measured(forced, self.call.inner, paths, block, skipped)))
+        return self._note_reshaped(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
-    def _with_shapes(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
+    def _note_reshaped(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
         """Returns units; those after the first module whose output has another shape than the original's name it."""
         assert self.forced_call is not None
         patches: frozenset[str] = frozenset()
@@ -105,8 +105,8 @@ class Units:
                 continue
             shapes, other = _shapes(value), _shapes(known)
             places = [place for place in other if shapes.get(place) != other[place]]
-            ours, theirs = (", ".join(str(list(x[place])) for place in places if place in x) for x in (shapes, other))
-            words = f"{self.call.network}.{border.path} returns {ours}, and the original's {theirs}"
+            port, original = (", ".join(str(list(x[place])) for place in places if place in x) for x in (shapes, other))
+            words = f"{self.call.network}.{border.path} returns {port}, and the original's {original}"
             for item in measured:
                 if not _within(item.border.path, border.path):
                     item.reshaped, item.reshaped_patches = words, patches
@@ -178,17 +178,20 @@ class Units:
         return None if move is None else move / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
-        """Returns the other blocks that need not be called, as the original's whole outputs are recorded."""
+        """Returns all blocks but one, as far as they need not be called: the original's outputs take their place."""
         assert self.forced_call is not None
         others = [path for path in self.port.units if path != block]
         return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
 
     def _is_alike(self, path: str, observed: Values) -> bool:
-        """Returns whether the port calls a module as often as the original, with tensors of the same shapes."""
+        """Returns whether the port calls a module as often as the original, with tensors of the same shapes.
+
+        Only such a module can get the original's values. Beside a capture, some modules have only rows of theirs.
+        """
         borders = {border for border in self.call.values if border.path == path}
         if not borders or borders != {border for border in observed if border.path == path}:
             return False
-        if is_sampled([self.call.values[border] for border in borders]):  # some rows cannot replace an output
+        if is_sampled([self.call.values[border] for border in borders]):
             return False
         return all(_shapes(self.call.values[border]) == _shapes(observed[border]) for border in borders)
 
@@ -207,7 +210,7 @@ class Units:
             if rounding is None or added is None or not matched(value, original):
                 continue
             is_free = not block and border in self.free_values
-            kind, path, name = self._named(border, paths, block)
+            kind, path, name = self._unit_at(border, paths, block)
             if kind == "forward" and self._uncompared.get(border):
                 name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self._uncompared[border])}"
             unit = Unit(
@@ -235,9 +238,11 @@ class Units:
                 skipped=skipped,
             )
 
-    def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
-        """Returns the unit that ends at a border, as its kind, its module's path and its name: a block, a module in a
-        block, or the code of a module's `forward` before its next submodule or its end.
+    def _unit_at(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
+        """Returns the unit that ends at a border, as its kind, its module's path and its name.
+
+        It is a block, a module in a block, or the code of a module's `forward` before its next submodule or its end:
+        at the input of `blocks.0.norm`, `("forward", "blocks.0", ".blocks.0.forward before norm")`.
         """
         path = border.path
         inside = [other for other in paths if other != path and _within(other, path)]
@@ -301,19 +306,20 @@ def measured_units(units: Units, has_fault_before: bool) -> list[MeasuredUnit]:
     at fault, neither effects nor modules are measured.
     """
     if has_fault_before:
-        return [_mark_behind(measured) for measured in units.blocks()]
-    outer = with_effects(units, units.blocks())
+        return [_mark_behind(measured) for measured in units.measure_blocks()]
+    outer = with_effects(units, units.measure_blocks())
     bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
     if not bad or not bad[0].block or not units.call.inner:
         return outer
-    return [*outer, *with_effects(units, units.modules(bad[0].block))]
+    return [*outer, *with_effects(units, units.measure_modules(bad[0].block))]
 
 
 def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-    """Returns units with the effects of those that have an error above rounding, up to the first faulty unit.
+    """Returns units with their effects: how far the error of each alone moves the network's output, in roundings.
 
-    After `HARMLESS` of them, only effects of errors above `FAULT` are measured. If all units together move the output
-    by no more than rounding, that is taken for the effect of each.
+    An effect takes calls of the original, so it is measured only for errors above rounding, up to the first faulty
+    unit; after `HARMLESS` of them only for errors above `FAULT`. If all units together move the output by no more than
+    rounding, that is taken for the effect of each.
     """
     joint_effect = units.joint_effect
     if joint_effect is not None and joint_effect <= ROUNDING:
@@ -326,12 +332,12 @@ def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUni
         if item.unit.ratio > (ROUNDING if len(candidates) < HARMLESS else FAULT):
             candidates.append(item)
     for start in range(0, len(candidates), HARMLESS):
-        some = candidates[start : start + HARMLESS]
-        for item, effect in zip(some, units.effects(some), strict=True):
+        batch = candidates[start : start + HARMLESS]
+        for item, effect in zip(batch, units.effects(batch), strict=True):
             item.unit = dataclasses.replace(item.unit, effect=effect)
-        if any(item.unit.verdict is Verdict.OTHER for item in some):
+        if any(item.unit.verdict is Verdict.OTHER for item in batch):
             break
-    first = next((i for i, item in enumerate(measured) if item.unit.verdict is Verdict.OTHER), len(measured))
+    first = next((n for n, item in enumerate(measured) if item.unit.verdict is Verdict.OTHER), len(measured))
     return [*measured[: first + 1], *map(_mark_behind, measured[first + 1 :])]
 
 
@@ -350,22 +356,27 @@ def port_outputs(port: Port, call: RecordedCall) -> Outputs:
 
 def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
     """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
-    key = BlockKey(call.network, call.step, call.number, "")
-
-    def ended(end: child.Ended) -> MachineError:
-        return MachineError("torchport verify", f"The original's process {end}", "Free memory")
 
     def outputs(changes: Sequence[Values]) -> list[Any]:
-        function = "torchport.verify.units:_call_original"
-        environment = {"PYTHONWARNINGS": "ignore"}
-        found: list[Any] = child.call(function, request, file, key, list(changes), ended=ended, environment=environment)
-        return found
+        computed: list[Any] = child.call(
+            "torchport.verify.units:outputs_of_original",
+            *(request, file, (call.network, call.step, call.number), list(changes)),
+            ended=lambda end: MachineError("torchport verify", f"The original's process {end}", "Free memory"),
+            environment={"PYTHONWARNINGS": "ignore"},
+        )
+        return computed
 
     return outputs
 
 
-def _call_original(request: Request, file: Path, key: BlockKey, changes: Sequence[Values]) -> list[Any]:
-    """Returns the outputs of the original's network in one call, one for each set of values at borders."""
-    call = key.call_of(read(file))
+def outputs_of_original(
+    request: Request, file: Path, place: tuple[str, int, int], changes: Sequence[Values]
+) -> list[Any]:
+    """Returns the outputs of the original's network in a recorded call, one for each set of values at borders.
+
+    Args:
+        place: The network, the denoising step and the number of the call in it, both from 0.
+    """
+    call = read(file).call_of(*place)
     with original_network(accept(request), call) as original:
         return [original.output(call.inputs, values) for values in changes]

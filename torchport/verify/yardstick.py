@@ -29,6 +29,7 @@ def widened(tree: Any, dtype: torch.dtype) -> Any:
     """Returns a tree whose floating-point tensors are cast to a dtype, unless theirs is as wide."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in `dtype` if its own is a narrower floating-point one; else the tensor."""
         narrower = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
         return tensor.to(dtype) if narrower else tensor
 
@@ -44,25 +45,18 @@ def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return wide
 
 
-class _Wide(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     """Replaces float32 by float64 where a module's code names it, as the code of many norms does: `x.float()`.
 
-    Such a cast is there for precision, but would narrow a yardstick in float64. One in float32 is left as it is.
+    Such a cast is there for precision, but would narrow a yardstick in float64.
     """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of PyTorch with float64 in place of float32 among its arguments."""
-        kwargs = kwargs or {}
-        if self.dtype is not torch.float64:
-            return function(*args, **kwargs)
         if function is torch.Tensor.float:
             return args[0].double()
         wide = {torch.float32: torch.float64}
-        args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: wide.get(dtype, dtype), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: wide.get(dtype, dtype), (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -71,7 +65,8 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Computes in the yardstick's dtype for the length of a `with`. Functions under `torch.compile` run eagerly:
     compiled flex attention has no float64 on a CPU.
     """
-    with torch.compiler.set_stance("force_eager"), _Wide(dtype):
+    mode = _Float64Mode() if dtype is torch.float64 else contextlib.nullcontext()
+    with torch.compiler.set_stance("force_eager"), mode:
         yield
 
 
@@ -81,19 +76,20 @@ def distance(a: Any, b: Any) -> float | None:
     Elements that are not finite in b are left out; if one is not finite in a alone, the distance is infinite. None if
     no two tensors have the same place and shape.
     """
-    pairs = matched(a, b)
-    return max((_distance(first, other) for first, other in pairs), default=None) if pairs else None
+    return max((_tensor_distance(first, second) for first, second in matched(a, b)), default=None)
 
 
 def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the pairs of floating-point tensors of two trees that have the same place and shape."""
     first, second = by_place(a), by_place(b)
-    both = [(first[key], second[key]) for key in first.keys() & second.keys()]
-    return [_in_same_rows(*pair) for pair in both if shape_of(pair[0]) == shape_of(pair[1]) and _are_numbers(*pair)]
+    pairs = [(first[place], second[place]) for place in first.keys() & second.keys()]
+    return [_in_same_rows(*pair) for pair in pairs if _are_alike(*pair)]
 
 
-def _are_numbers(*tensors: torch.Tensor) -> bool:
-    return all(tensor.is_floating_point() for tensor in tensors)
+def _are_alike(*tensors: torch.Tensor) -> bool:
+    """Returns whether tensors are floating-point and have one shape."""
+    is_float = all(tensor.is_floating_point() for tensor in tensors)
+    return is_float and len({shape_of(tensor) for tensor in tensors}) == 1
 
 
 ROWS, SHAPE = "torchport_rows", "torchport_shape"
@@ -121,20 +117,17 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_sampled(tree: Any) -> bool:
+    """Returns whether a tree has a tensor of which only some rows were kept; see `sampled`."""
     return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
 
 
 def _in_same_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two tensors of the same rows: if one of them is sampled, its rows of the other."""
-    return _rows_as(a, b), _rows_as(b, a)
-
-
-def _rows_as(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's rows that a sampled `template` has; unchanged if that is whole, or `tensor` is sampled."""
-    numbers = getattr(template, ROWS, None)
-    if numbers is None or hasattr(tensor, ROWS):
-        return tensor
-    return tensor.reshape(-1, tensor.shape[-1])[numbers]
+    """Returns two tensors of one shape; if only one of them is sampled, its rows of the other."""
+    if hasattr(a, ROWS) and not hasattr(b, ROWS):
+        b = b.reshape(-1, b.shape[-1])[getattr(a, ROWS)]
+    elif hasattr(b, ROWS) and not hasattr(a, ROWS):
+        a = a.reshape(-1, a.shape[-1])[getattr(b, ROWS)]
+    return a, b
 
 
 def by_place(tree: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -145,7 +138,7 @@ def by_place(tree: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], to
     return {path: tensor for key, item in inner for path, tensor in by_place(item, (*place, key)).items()}
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def _tensor_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns max|a - b| / max|b| of two tensors; see `distance`."""
     known = torch.isfinite(b)
     if not b.numel() or not bool(known.any()):
@@ -171,18 +164,15 @@ def channel_ratio(value: Any, wide: Any, original: Any) -> float:
     size 1. So each channel's error is divided by the channel's greatest value. Some quantiles of these errors are
     compared, and the largest ratio is returned: the rounding of a single channel may be small by luck.
     """
-    ours, exact, theirs = by_place(value), by_place(wide), by_place(original)
+    ported, exact, originals = by_place(value), by_place(wide), by_place(original)
     ratios = [0.0]
-    for place in ours.keys() & exact.keys() & theirs.keys():
-        tensors = ours[place], exact[place], theirs[place]
-        if len({shape_of(tensor) for tensor in tensors}) == 1 and _are_numbers(*tensors):
+    for place in ported.keys() & exact.keys() & originals.keys():
+        tensors = ported[place], exact[place], originals[place]
+        if _are_alike(*tensors):
             least = torch.finfo(tensors[2].dtype).eps
             errors, rounding = (_channel_errors(tensor, tensors[1], least) for tensor in (tensors[0], tensors[2]))
-            is_known = errors.numel() and rounding.numel()
-            for q in QUANTILES if is_known else ():
-                unit = max(float(rounding.quantile(q)), least)
-                error = float(errors.quantile(q))
-                ratios.append(error / unit)
+            for q in QUANTILES if errors.numel() and rounding.numel() else ():
+                ratios.append(float(errors.quantile(q)) / max(float(rounding.quantile(q)), least))
     return max(ratios)
 
 
@@ -214,6 +204,7 @@ K1, K2 = 0.01, 0.03
 
 
 def mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the mean squared difference of two tensors."""
     return float((a.double() - b.double()).square().mean())
 
 
