@@ -151,9 +151,8 @@ def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
 
 def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) -> None:
     """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads."""
-    shard.check_used(
-        mesh, [rules.as_written.weights, rules.inputs], rules.as_written.activations, lambda _: MESH, rules.name
-    )
+    written = rules.as_written
+    shard.check_used(mesh, [*written.weights, *rules.inputs], written.activations, lambda _: MESH, rules.name)
     for axis, path in rules.divides.items():
         key = path.partition(".")[2]
         number, place = config.get(key), rules.document.place([*rules.strategy, "divides", axis])
