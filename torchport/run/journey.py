@@ -83,7 +83,17 @@ class Journey:
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run, and takes over those that a stopped or killed run finished."""
-        finished = self._finished_manifests()
+
+        def name_and_manifests() -> tuple[str, dict[str, Any]]:
+            """Returns the name of the unfinished run with the manifests of its finished stages, or a new name."""
+            name = resume.unfinished_run(self.task)
+            if name is None:
+                return secrets.token_hex(8), {}
+            manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
+            return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
+
+        self.run, rows = hosts.from_first(name_and_manifests)
+        finished = {name: Manifest.model_validate(row) for name, row in rows.items()}
         for stage in self.task.stages:
             self.stopping.check(self.task.folder, f"before '{stage.name}'")
             if stage.name not in finished:
@@ -95,20 +105,6 @@ class Journey:
             if stage.name == self.task.stages[-1].name:
                 self.revise()  # the job may have another `fps` than the finished video
 
-    def _finished_manifests(self) -> dict[str, Manifest]:
-        """Sets the run's name, and returns manifests of the stages that it finished before it was stopped or killed."""
-
-        def name_and_manifests() -> tuple[str, dict[str, Any]]:
-            """Returns the name of the unfinished run with its manifests, or a new name with none."""
-            name = resume.unfinished_run(self.task)
-            if name is None:
-                return secrets.token_hex(8), {}
-            manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
-            return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
-
-        self.run, finished = hosts.from_first(name_and_manifests)
-        return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
-
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
         """Writes the files beside a stage's artefact, which a killed run may not have written."""
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
@@ -119,12 +115,7 @@ class Journey:
 
     def revise(self) -> bool:
         """Writes the finished video again if the job has another `fps` by now; returns whether it did."""
-
-        def written() -> dict[str, Any] | None:
-            manifest = _video_at_jobs_rate(self.task, self.weights.digests)
-            return None if manifest is None else manifest.model_dump()
-
-        fields = hosts.from_first(written)
+        fields = hosts.from_first(lambda: _video_at_jobs_rate(self.task, self.weights.digests))
         if fields is not None:
             self._note(self.task.stages[-1], Manifest.model_validate(fields))
         return fields is not None
@@ -185,8 +176,12 @@ class Journey:
         count = self.task.request.execution.profile
         if count is None or stage.name not in DENOISING or not hosts.is_first():
             return steps
-        profile = Profile(self.task.folder, stage.name, count)
-        return dataclasses.replace(steps, track=profile.tracking(steps.track))
+        folder = self.task.folder / _PROFILES / stage.name
+
+        def track(items: Iterable[T], done: int, total: int) -> Iterator[T]:
+            return profiled(steps.track(items, done=done, total=total), done, count, folder)
+
+        return dataclasses.replace(steps, track=track)
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether an earlier run had taken all steps of `denoise_first`, so that this run called no network."""
@@ -212,7 +207,10 @@ class Journey:
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
         if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
-            hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
+            file, numbers = self.task.folder / CURVE, ", ".join(f"{value:.5f}" for value in call.curve)
+            text = f"cache: {{kind: magcache, curve: [{numbers}]}}\n"
+            hosts.from_first(lambda: atomic.write_text(file, text))
+            log.info("the curve of %d steps: %s", len(call.curve), file)
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
         """Writes a stage's artefact and the files beside it, in the first process alone."""
@@ -288,8 +286,13 @@ class Journey:
         return file
 
     def continuation(self) -> str:
-        """Returns what the same command does next time, after an error."""
-        return resume.continuation(self.task, list(self._manifests), self.unfinished)
+        """Returns what the same command does next time, after an error, as a clause."""
+        again, unfinished = f"the same command with --out {self.task.folder} then", self.unfinished
+        if unfinished.step and unfinished.stage not in self._manifests:
+            return f"{again} goes on after step {unfinished.step} of {self.task.settings.steps}"
+        if self._manifests and self.task.request.stage == "all":
+            return f"{again} goes on after '{[*self._manifests][-1]}'"
+        return f"{again} begins anew: nothing was finished"
 
 
 @contextlib.contextmanager
@@ -304,7 +307,11 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
         return
     frames_FCHW = outputs["frames"][0]
     if task.card.makes_pictures:
-        yield functools.partial(_write_picture, task, frames_FCHW[0])
+        settings = task.settings
+        facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
+        facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
+        facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
+        yield lambda: write_picture(task.result, frames_FCHW[0], facts)
         return
     ended = threading.Event()
 
@@ -328,21 +335,9 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
             ended.set()
 
 
-def _write_picture(task: Task, frame_CHW: torch.Tensor) -> None:
-    settings = task.settings
-    facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
-    facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
-    facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
-    write_picture(task.result, frame_CHW, facts)
-
-
-def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
+def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> dict[str, Any] | None:
     """Writes a finished video again if it has another `fps` than the job: no latents and no frames depend on it.
-
-    The video comes first. If the process is killed before the manifest is written, the next run writes both again.
-
-    Returns:
-        The new manifest of the last stage; None where the video has the job's rate, or there is none.
+    Returns the last stage's new manifest, as a dict; None where the video has the job's rate, or there is none.
     """
     stage, folder = task.stages[-1], task.folder
     manifest = save.read_manifest(save.file_of(folder, stage.name))
@@ -353,19 +348,12 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
     outputs = save.read(folder, stage.name, *names)[0]
     log.info("%s had %s frames per second: it is written again with %s", task.result, before, task.job.fps)
     with _rendered(task, outputs) as write_pictures:
-        write_pictures()
+        write_pictures()  # before the manifest: a run that is killed between the two writes both again
     facts = {key: value for key, value in manifest.model_dump().items() if key not in _DERIVED}
     facts["config"] = {**manifest.config, "fps": task.job.fps}
     manifest = save.write(folder, stage.name, outputs, facts)
     save.write_copy(folder, stage.name, manifest)
-    return manifest
-
-
-def _write_curve(file: Path, curve: Sequence[float]) -> None:
-    """Writes what a calibrating step cache measured, a number for each step, as the field `cache` of a config."""
-    numbers = ", ".join(f"{value:.5f}" for value in curve)
-    atomic.write_text(file, f"cache: {{kind: magcache, curve: [{numbers}]}}\n")
-    log.info("the curve of %d steps: %s", len(curve), file)
+    return manifest.model_dump()
 
 
 def log_patches(ledger: patch.Ledger, when: str) -> None:
@@ -433,47 +421,39 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
 
 
-class Profile:
-    """Traces steps of one stage with JAX's profiler, from the third step on."""
+def profiled(items: Iterable[T], done: int, count: int, folder: Path) -> Iterator[T]:
+    """Yields the items of a loop, one for each step after `done` steps of an earlier run, and traces `count` of these
+    steps with JAX's profiler, from the third on, into a stage's `folder`.
+    """
+    items, first, taken = iter(items), SKIPPED + 1, 0
+    try:
+        with contextlib.ExitStack() as trace:
+            for number, item in enumerate(items, 1):
+                if number == first:
+                    trace.enter_context(_tracing(folder))
+                mark = jax.profiler.StepTraceAnnotation("step", step_num=done + number)
+                with mark if number >= first else contextlib.nullcontext():
+                    yield item
+                taken += number >= first
+                if taken == count:
+                    break
+    except GeneratorExit:  # a loop that is left for another network's
+        _log_profile(folder, done + first, taken)
+        raise
+    _log_profile(folder, done + first, taken)
+    yield from items
 
-    def __init__(self, folder: Path, stage: str, count: int) -> None:
-        self.folder = folder / _PROFILES / stage
-        self.stage = stage
-        self.count = count
 
-    def tracking(self, track: Callable[..., Iterable[T]]) -> Callable[..., Iterator[T]]:
-        """Returns a function that iterates a loop's steps as `track` does (see `family.Steps`), and traces some."""
-        return lambda items, done, total: self._traced(track(items, done=done, total=total), done)
-
-    def _traced(self, items: Iterable[T], done: int) -> Iterator[T]:
-        """Yields a loop's items, one a step, after `done` steps of an earlier run; traces `count` from the third on."""
-        items, first, taken = iter(items), SKIPPED + 1, 0
-        try:
-            with contextlib.ExitStack() as trace:
-                for number, item in enumerate(items, 1):
-                    if number == first:
-                        trace.enter_context(_tracing(self.folder))
-                    mark = jax.profiler.StepTraceAnnotation("step", step_num=done + number)
-                    with mark if number >= first else contextlib.nullcontext():
-                        yield item
-                    taken += number >= first
-                    if taken == self.count:
-                        break
-        except GeneratorExit:  # a loop that is left for another network's
-            self._note(done + first, taken)
-            raise
-        self._note(done + first, taken)
-        yield from items
-
-    def _note(self, first: int, taken: int) -> None:
-        """Logs which steps were traced, and where the trace is; warns if none was."""
-        if not taken:
-            log.warning("profile: '%s' took no more than %d steps, and none is traced", self.stage, SKIPPED)
-            return
-        files = sorted(self.folder.glob("plugins/profile/*/perfetto_trace.json.gz"))
-        log.info("profile: steps %d to %d of '%s' are in %s", first, first + taken - 1, self.stage, self.folder)
-        log.info("profile: open it with `xprof --logdir %s` (pip install xprof),", self.folder)
-        log.info("profile: or %s at https://ui.perfetto.dev", files[-1])
+def _log_profile(folder: Path, first: int, taken: int) -> None:
+    """Logs which steps of a stage were traced, and where the trace is; warns if none was."""
+    stage = folder.name
+    if not taken:
+        log.warning("profile: '%s' took no more than %d steps, and none is traced", stage, SKIPPED)
+        return
+    files = sorted(folder.glob("plugins/profile/*/perfetto_trace.json.gz"))
+    log.info("profile: steps %d to %d of '%s' are in %s", first, first + taken - 1, stage, folder)
+    log.info("profile: open it with `xprof --logdir %s` (pip install xprof),", folder)
+    log.info("profile: or %s at https://ui.perfetto.dev", files[-1])
 
 
 @contextlib.contextmanager

@@ -52,9 +52,11 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
         task = accept(request)
         prepare(task, cluster)
         with hosts.joined(cluster) as watch:
-            task = _agreed(task)
-            watch.folder = task.folder
-            return _carry(task, stopping)
+            settings = {**task.job.model_dump(), **dataclasses.asdict(task.settings)}
+            settings |= task.request.execution.row(task.machine)
+            hosts.check_same({**settings, "stage": task.request.stage, "versions": versions()})
+            watch.folder = Path(hosts.from_first(lambda: str(task.folder)))
+            return _carry(dataclasses.replace(task, folder=watch.folder), stopping)
 
 
 def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
@@ -65,14 +67,6 @@ def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
     if not task.request.execution.jit and cluster is not None:
         raise BadValueError("--no-jit", "It looks at values that lie on other hosts", "Leave the cluster out")
     execution.pass_flags(task.request.execution, task.machine)
-
-
-def _agreed(task: Task) -> Task:
-    """Returns the task with the first process's folder; refuses processes of the run that have different tasks."""
-    settings = dataclasses.asdict(task.settings)
-    same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
-    hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
-    return dataclasses.replace(task, folder=Path(hosts.from_first(lambda: str(task.folder))))
 
 
 def _carry(task: Task, stopping: Stopping) -> Summary:
@@ -198,12 +192,14 @@ class StageAtHand:
     ) -> dict[str, torch.Tensor]:
         """Loads, shards, compiles and runs the stage for a run, and returns its outputs, after checking them."""
         task, stage = journey.task, self.stage
-        with self._loading():
-            parts = self._parts_of_run()  # load
+        self.is_loading = True
+        parts = self._parts_of_run()  # load
+        self.is_loading = False
         family.check_inputs(stage, parts, task.settings, inputs)
         lap("load")
-        with self._loading():
-            call = self._network(parts, ledger)  # shard, compile
+        self.is_loading = True
+        call = self._network(parts, ledger)  # shard, compile
+        self.is_loading = False
         lap("shard")
         with network.explained(call):
             if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
@@ -230,12 +226,6 @@ class StageAtHand:
         cached = StepCached(call, cache, steps, task.job.steps)
         return cached, cached.steps
 
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        self.is_loading = True
-        yield
-        self.is_loading = False
-
     def _parts_of_run(self) -> dict[str, Any]:
         """Returns the stage's parts: loaded in the first run; in later ones those without weights are loaded again."""
         task, folder = self.common.task, self.common.weights.folder
@@ -248,9 +238,17 @@ class StageAtHand:
         return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network: made in the first run, then reused. Its programs count their calls anew."""
+        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none. The
+        first run makes it, and later runs use it again; its programs count their calls anew.
+        """
+        task, stage, folder = self.common.task, self.stage, self.common.weights.folder
         if self._loaded is None:
-            self.call = self._placed(parts, ledger)
+            if stage.network is not None and task.original:
+                self.call = network.eager(task, stage, parts, folder)
+            elif stage.network is not None:
+                module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
+                weights = network.placed(task, stage, parts, mesh, folder)  # shard
+                self.call = network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
             self._loaded = ledger.trace()
         for compiled in self._programs().values():
             compiled.start_run(ledger)
@@ -260,18 +258,6 @@ class StageAtHand:
         """Returns the stage's network, if it is compiled, by the stage's name; else the encoders, by stage and name."""
         programs = {f"{self.stage.name} {name}": each.compiled for name, each in self.encoders.items()}
         return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
-
-    def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none."""
-        common, stage = self.common, self.stage
-        task, folder = common.task, common.weights.folder
-        if stage.network is None:
-            return None
-        if task.original:
-            return network.eager(task, stage, parts, folder)
-        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
-        weights = network.placed(task, stage, parts, mesh, folder)  # shard
-        return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
 
 
 def checkpoint_of(task: Task) -> checkpoint.Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pydantic
@@ -89,8 +89,8 @@ class Unfinished:
             fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
         if manifest.inputs != dict(shas):
-            theirs = {str(stage): sha for stage, sha in manifest.inputs.items()}
-            other = next((stage for stage, sha in shas.items() if theirs.get(stage) != sha), "encode")
+            theirs = {str(name): sha for name, sha in manifest.inputs.items()}
+            other = next((name for name, sha in shas.items() if theirs.get(name) != sha), "encode")
             what = "other embeddings" if other == "encode" else f"another '{other}'"
             raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
         done, total = manifest.done, self.task.settings.steps
@@ -185,13 +185,10 @@ def _difference(
     theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
     ours |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:
-        theirs |= _upstream_settings(upstream.package, manifest.upstream.commit, manifest.upstream.dirty)
-        ours |= _upstream_settings(upstream.package, upstream.revision.commit, upstream.revision.dirty)
+        for settings, revision in ((theirs, manifest.upstream), (ours, upstream.revision)):
+            settings[f"commit of {upstream.package}"] = revision.commit
+            settings[f"changes to {upstream.package}'s commit"] = revision.dirty
     return next(((key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value), None)
-
-
-def _upstream_settings(package: str, commit: str | None, dirty: bool) -> dict[str, Any]:
-    return {f"commit of {package}": commit, f"changes to {package}'s commit": dirty}
 
 
 def unfinished_run(task: Task) -> str | None:
@@ -230,9 +227,7 @@ def finished_manifests(
             break
         manifest = save.read_manifest(file)
         inputs = {name: manifests[name].sha256 for name in manifest.inputs if name in manifests}
-        if manifest.run != run or manifest.inputs != inputs:
-            break
-        if _difference(task, stage, manifest, upstream) is not None:
+        if (manifest.run, manifest.inputs) != (run, inputs) or _difference(task, stage, manifest, upstream) is not None:
             break
         # Raises if the artefact is broken or of another job.
         save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
@@ -258,16 +253,6 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
             remedy = "Remove the folder to make it anew, or choose another --out"
             raise ArtefactForeignError(str(task.folder), fact, remedy, key=key)
     return len(finished_manifests(task, save.read_manifest(last).run, weights, upstream)) == len(task.stages)
-
-
-def continuation(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
-    """Returns what the same command does next time, as a clause."""
-    again = f"the same command with --out {task.folder} then"
-    if unfinished.step and unfinished.stage not in names:
-        return f"{again} goes on after step {unfinished.step} of {task.settings.steps}"
-    if names and task.request.stage == "all":
-        return f"{again} goes on after '{names[-1]}'"
-    return f"{again} begins anew: nothing was finished"
 
 
 def forget(task: Task) -> None:
