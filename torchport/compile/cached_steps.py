@@ -123,10 +123,6 @@ class StepCached:
         self.finished = steps.finished
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
-    @property
-    def seconds(self) -> float:
-        return self.compiled.seconds
-
     def place(self, **inputs: Any) -> dict[str, Any]:
         return self.compiled.place(**inputs)
 
@@ -142,7 +138,7 @@ class StepCached:
         if self.step in self.full or not slot.differences:
             return self._computed(slot, inputs)
         if self.cache.differences:
-            reused = _series(slot.differences, float(self.step - slot.step))
+            reused = _extrapolated(slot.differences, float(self.step - slot.step))
             return self.compiled(**inputs, **{MODE: "reuse", KEPT: reused})[0]
         output, slot.differences[0] = self.compiled(**inputs, **{MODE: "reuse", KEPT: slot.differences[0]})
         return output
@@ -154,9 +150,9 @@ class StepCached:
             slot.differences = before = []  # frees its memory before the call
         output, kept = self.compiled(**inputs, **{MODE: "full"})
         if isinstance(self.cache, Calibrate):
-            self._ratios.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
+            self._ratios.append(_ratio(kept[0][0], before[0][0][0]) if before else 1.0)
         before = before[: self.cache.differences]
-        slot.differences = [kept, *(_divided(kept, before, float(self.step - slot.step)) if before else [])]
+        slot.differences = [kept, *(_differences(kept, before, float(self.step - slot.step)) if before else [])]
         slot.step = self.step
         return output
 
@@ -209,8 +205,8 @@ class StepCached:
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
-    """Returns the finite differences of what is kept to what was kept before, one for each order, for `_series`."""
+def _differences(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
+    """Returns the finite differences of what is kept to what was kept before, one for each order."""
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, past: ((new - past) / interval).astype(past.dtype), rows[-1], old))
@@ -218,8 +214,8 @@ def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
 
 
 @jax.jit  # type: ignore[untyped-decorator]
-def _series(differences: list[Any], distance: Any) -> Any:
-    """Extrapolates kept values over a distance in steps: a Taylor series with finite differences."""
+def _extrapolated(differences: list[Any], distance: Any) -> Any:
+    """Returns kept values extrapolated over a distance in steps: a Taylor series with finite differences."""
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
 
     def total(*terms: Any) -> Any:
@@ -229,7 +225,7 @@ def _series(differences: list[Any], distance: Any) -> Any:
     return jax.tree.map(total, *differences)
 
 
-def _ratio(kept: jax.Array, before: jax.Array) -> jax.Array:
+def _ratio(kept: jax.Array, before: jax.Array) -> float:
     """Returns the norm of what is kept over the norm of what was kept before, as the mean over tokens."""
     new, old = (jnp.linalg.norm(values.astype(jnp.float32), axis=-1) for values in (kept, before))
-    return (new / jnp.maximum(old, 1e-12)).mean()
+    return float((new / jnp.maximum(old, 1e-12)).mean())

@@ -199,7 +199,7 @@ class Journey:
         """
         lap("run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
-        self.operators |= {name: compiled.called() for name, compiled in programs.items() if compiled.jit}
+        self.operators |= {name: compiled.operators_text() for name, compiled in programs.items() if compiled.jit}
         for compiled in (programs.values() or [call]) if self.task.request.execution.memory else ():
             for line in memory_lines(compiled, devices(self.task.machine)):
                 log.info("memory of '%s': %s", stage.name, line)

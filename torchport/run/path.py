@@ -201,7 +201,7 @@ class StageAtHand:
         call = self._network(parts, ledger)  # shard, compile
         self.is_loading = False
         lap("shard")
-        with network.explained(call):
+        with network.first_not_finite_named(call):
             if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
                 log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
             call, steps = self._cached(call, journey, journey.steps_of(stage, ledger))
