@@ -57,7 +57,7 @@ def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
             output = how(module, **inputs)
         finally:
             for block in blocks:
-                block.around = stack.through
+                block.around = None
         return stage_outputs(output, (), name), tuple(kept)
 
     return call
@@ -107,8 +107,8 @@ class StepCached:
         self.full = frozenset(cache.computed(total))
         self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
         self.slots: list[_Slot] = []
-        #: By step, the norm of what was kept over that of the step before, the mean of its calls (`calibrate`). A stage
-        #: that goes on from another one's steps goes on with its curve, too.
+        #: By step, the norm of what was kept over that of the step before, the mean over tokens and the step's calls
+        #: (`calibrate`). A stage that goes on from another stage's steps goes on with its curve, too.
         self.curve: list[float] = []
         self._ratios: list[float] = []  # of the calls of the step in progress
         self.saved: dict[str, torch.Tensor] = {}
@@ -150,7 +150,12 @@ class StepCached:
             slot.differences = before = []  # frees its memory before the call
         output, kept = self.compiled(**inputs, **{MODE: "full"})
         if isinstance(self.cache, Calibrate):
-            self._ratios.append(_ratio(kept[0][0], before[0][0][0]) if before else 1.0)
+            ratio = 1.0
+            if before:
+                arrays = kept[0][0], before[0][0][0]
+                new, old = (jnp.linalg.norm(array.astype(jnp.float32), axis=-1) for array in arrays)
+                ratio = float((new / jnp.maximum(old, 1e-12)).mean())
+            self._ratios.append(ratio)
         before = before[: self.cache.differences]
         slot.differences = [kept, *(_differences(kept, before, float(self.step - slot.step)) if before else [])]
         slot.step = self.step
@@ -223,9 +228,3 @@ def _extrapolated(differences: list[Any], distance: Any) -> Any:
         return jnp.asarray(wide).astype(terms[0].dtype)
 
     return jax.tree.map(total, *differences)
-
-
-def _ratio(kept: jax.Array, before: jax.Array) -> float:
-    """Returns the norm of what is kept over the norm of what was kept before, as the mean over tokens."""
-    new, old = (jnp.linalg.norm(values.astype(jnp.float32), axis=-1) for values in (kept, before))
-    return float((new / jnp.maximum(old, 1e-12)).mean())

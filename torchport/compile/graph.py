@@ -17,7 +17,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -248,7 +248,11 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
         set.clear(thing)
         set.update(thing, new["set", ""])
     if hasattr(thing, "__dict__"):
-        _set_attributes(thing, {name: value for (kind, name), value in new.items() if kind == "attribute"})
+        attributes = {name: value for (kind, name), value in new.items() if kind == "attribute"}
+        hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
+        for name in [name for name in vars(thing) if name not in attributes and name not in hidden]:
+            del vars(thing)[name]
+        vars(thing).update(attributes)
     fill_slots(thing, new)
 
 
@@ -261,15 +265,6 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
             slot.__set__(thing, new["slot", name])
         elif ("slot", name) in bound:
             slot.__delete__(thing)
-
-
-def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
-    """Replaces the attributes of a mutable object, but for the internal ones of a `torch.nn.Module`."""
-    attributes = vars(thing)
-    hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
-    for name in [name for name in attributes if name not in new and name not in hidden]:
-        del attributes[name]
-    attributes.update(new)
 
 
 class Blank(NamedTuple):
@@ -385,12 +380,12 @@ _HEAP_TYPE = 1 << 9
 """Source: Py_TPFLAGS_HEAPTYPE, a class that Python code defines."""
 
 
-def terms_in(term: Any) -> Iterator[Any]:
-    """Yields a term, the description of a value, and all terms in it."""
-    yield term
-    if isinstance(term, Whole):
-        for each in (*term.terms, *(value for _, value in term.attributes)):
-            yield from terms_in(each)
+def references(term: Any, *kinds: str) -> list[Reference]:
+    """Returns the references of some kinds, such as `input`, that are in a term, the description of a value."""
+    if isinstance(term, Reference):
+        return [term] if term.kind in kinds else []
+    inner = (*term.terms, *(value for _, value in term.attributes)) if isinstance(term, Whole) else ()
+    return [reference for part in inner for reference in references(part, *kinds)]
 
 
 def value_of(term: Any, values: Mapping[str, Any]) -> Any:
@@ -444,27 +439,20 @@ def holder_of_traced() -> str:
         for referrer in referrers:
             name = modules.get(id(referrer), "")
             if name and not is_of_library(name):
-                return f"'{_name(referrer, things)}' of the module '{name}'"
+                names = (key for key, value in referrer.items() if any(value is thing for thing in things))
+                return f"'{next(names, '')}' of the module '{name}'"
             if isinstance(referrer, type) and not is_of_library(referrer.__module__):
                 return f"the class '{referrer.__qualname__}'"
-        things = [r for r in referrers if id(r) not in modules and _is_followed(r)]
+        # Frames, classes and objects of libraries are not followed, but for what carries values, such as a list.
+        things = [
+            referrer
+            for referrer in referrers
+            if id(referrer) not in modules
+            and not isinstance(referrer, types.FrameType | type)
+            and (engine.is_traced(referrer) or not is_of_library(type(referrer).__module__, but=_CARRIERS))
+        ]
         first = first or next((f"a {type(each).__name__}" for each in things), "")
         things = things[:MOST]
         if not things:
             break
     return first or "something"
-
-
-def _is_followed(thing: Any) -> bool:
-    """Returns whether `holder_of_traced` goes on to what refers to a thing: not of frames, classes and libraries."""
-    if isinstance(thing, types.FrameType | type):
-        return False
-    return engine.is_traced(thing) or not is_of_library(type(thing).__module__, but=_CARRIERS)
-
-
-def _name(attributes: dict[str, Any], things: Sequence[Any]) -> str:
-    """Returns the name under which a module's globals have one of these objects; empty if they have none."""
-    for name, value in attributes.items():
-        if any(value is thing for thing in things):
-            return name
-    return ""

@@ -417,7 +417,14 @@ def ported(
     else:
         weights = shard.place(tensors.items(), chosen, mesh)
     bounds = _score_bounds(rules, weights)
-    _release(module)
+    # The devices have the parameters: the host's memory of these is freed. Tied parameters stay tied.
+    outlines: dict[int, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                outline = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                vars(outline).update(vars(parameter))
+                owner._parameters[name] = outlines.setdefault(id(parameter), outline)
     more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.of_card, "strict": rules.strict}
     network = _network_of(module, rules, chosen, how=how, outputs=("output",), **more)
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
@@ -440,17 +447,6 @@ def _network_of(
         differing=rules.as_written.operators,
         **fields,
     )
-
-
-def _release(module: torch.nn.Module) -> None:
-    """Frees the host's memory of a module's parameters, which the devices have. Tied parameters stay tied."""
-    shapes: dict[int, torch.nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                shape = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-                vars(shape).update(vars(parameter))
-                owner._parameters[name] = shapes.setdefault(id(parameter), shape)
 
 
 def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:

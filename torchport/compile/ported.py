@@ -136,8 +136,11 @@ class Ported(torch.nn.Module):
         is_new = call not in self._effects
         token = _found.set(found)
         try:
+            # Tensors that the module keeps between calls are replicated on all devices.
+            where, named = NamedSharding(self.compiled.mesh, PartitionSpec()), found.inputs.items()
+            inputs = {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
             with failure.explained(self.owners), lowerings(self.ledger):
-                (returned,) = self.compiled(**self._inputs(found), **{CALL: call})
+                (returned,) = self.compiled(**inputs, **{CALL: call})
         except HostTensorError as error:
             if not self._state.add_input(getattr(error, "tensor", None), found):
                 raise
@@ -186,12 +189,6 @@ class Ported(torch.nn.Module):
             raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
         with torch.no_grad():
             tensor.copy_(value)
-
-    def _inputs(self, found: state.Snapshot) -> dict[str, Any]:
-        """Returns a call's tensors by name. Those that the module keeps between calls are replicated on all devices."""
-        where = NamedSharding(self.compiled.mesh, PartitionSpec())
-        named = found.inputs.items()
-        return {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
 
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
         """Traces the module's forward, notes its effects, and returns its tensors; raises if it reshapes an input."""

@@ -350,7 +350,7 @@ class Compiled:
             self.programs[key], self._origins[key] = self._compiled(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
-            log.info("compile %s: %.1f s, %s", self.network.name, spent, self._origins[key].operators.text())
+            log.info("compile %s: %.1f s, %s", self.network.name, spent, self.operators.text())
         elif key not in self._used and self.ledger is not None and (trace := self._origins[key].trace) is not None:
             self.ledger.credit(trace)
         self._used[key] = self._origins[key]

@@ -135,18 +135,13 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
     """
     if isinstance(rules, str):
         document = parse_document(rules, PLACE)
-    else:
-        document = Document(PLACE, dict(rules), {}, _places(rules))
+    else:  # a dict has no line numbers: the place of a rule is its key with its index
+        places: dict[tuple[str | int, ...], str] = {}
+        for key, value in rules.items():
+            places[(key,)] = f"{PLACE} {key}"
+            places |= {(key, n): f"{PLACE} {key}[{n}]" for n in range(len(value) if isinstance(value, list) else 0)}
+        document = Document(PLACE, dict(rules), {}, places)
     return Rules(name, validated(WrittenRules, document), document)
-
-
-def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
-    """Returns the place of each key and each rule of a dict, for errors: a dict has no line numbers."""
-    places: dict[tuple[str | int, ...], str] = {}
-    for key, value in rules.items():
-        places[(key,)] = f"{PLACE} {key}"
-        places |= {(key, n): f"{PLACE} {key}[{n}]" for n in range(len(value) if isinstance(value, list) else 0)}
-    return places
 
 
 def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) -> None:

@@ -55,12 +55,13 @@ class Snapshot:
     def key(self, submodules: Collection[int]) -> Any:
         """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
         kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
-        inputs = tuple(
-            (name, *_form(tensor), is_read_only(tensor), _tags(tensor)) for name, tensor in self.inputs.items()
-        )
+        inputs = []
+        for name, tensor in self.inputs.items():
+            attributes = ((key, graph.constant(value)) for key, value in engine.attributes(tensor).items())
+            inputs.append((name, *_form(tensor), is_read_only(tensor), *attributes))
         terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
         firsts = *self.firsts, *self.views.items()
-        return self.root, kinds, terms, inputs, firsts, self.marks
+        return self.root, kinds, terms, tuple(inputs), firsts, self.marks
 
     def memory(self) -> set[int]:
         """Returns the addresses of the storages of all inputs and tables, in the host's memory."""
@@ -74,11 +75,6 @@ class Snapshot:
         first, last = _bytes_of(inputs[number])
         ends = [_bytes_of(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
         return any(max(first, start) < min(last, end) for start, end in ends)
-
-
-def _tags(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the attributes that somebody has given to a tensor, as terms."""
-    return tuple((name, graph.constant(value)) for name, value in engine.attributes(tensor).items())
 
 
 def _types(key: Any) -> Any:
@@ -228,7 +224,7 @@ class State:
         places: dict[int, set[Any]] = {}
         for thing, parts in zip(found.things, found.terms, strict=True):
             for part, term in parts.items():
-                for each in _references(term, "table"):
+                for each in graph.references(term, "table"):
                     places.setdefault(each.number, set()).update([id(thing), (type(thing), part)])
         known = {
             (place, _form(t))
@@ -255,7 +251,7 @@ class State:
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
             for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
-                mine = {part: t for part, t in terms.items() if _references(t, "input") or _references(t, "weight")}
+                mine = {part: t for part, t in terms.items() if graph.references(t, "input", "weight")}
                 new = {part: value_of(term, values) for part, term in mine.items()}
                 if new:
                     self.fill(thing, parts | new)
@@ -334,7 +330,7 @@ class State:
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Any]) -> None:
         """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
         for part, term in terms.items():
-            tensors = [value_of(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
+            tensors = [value_of(each, values) for each in graph.references(term, "output", "input")]
             self._made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
                 self._kept.add((Opaque(thing), part))
@@ -519,10 +515,6 @@ def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
     if path is None or kind not in _NAMES:
         return None
     return (*path, name.rpartition(".")[2] if kind == "slot" else str(name) or kind)
-
-
-def _references(term: Any, kind: str) -> list[Reference]:
-    return [each for each in graph.terms_in(term) if isinstance(each, Reference) and each.kind == kind]
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

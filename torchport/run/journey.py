@@ -486,25 +486,22 @@ def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
     """Returns lines of text about the memory that a stage takes: as compiled, and as counted after its steps."""
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]
-    planned = [_planned(call.network.name, program) for program in call.programs.values()]
+    name, lines = f"'{call.network.name}'", []
     if not call.jit:
-        planned = [f"'{call.network.name}' ran op by op: no program was compiled"]
-    return [*planned, _counted([device for device in devices if device.process_index == jax.process_index()])]
-
-
-def _planned(name: str, program: Any) -> str:
-    """Returns a line with the memory that a program takes on each device, as its compiler says."""
-    memory = program.memory_analysis()
-    if memory is None:
-        return f"'{name}': this backend's compiler does not say what a program takes"
-    sizes = {
-        "weights and inputs": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "intermediate": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
-    parts = ", ".join(f"{size_text(size)} {what}" for what, size in sizes.items())
-    return f"'{name}', as compiled, on each device: {size_text(sum(sizes.values()))} ({parts})"
+        lines = [f"{name} ran op by op: no program was compiled"]
+    for memory in [program.memory_analysis() for program in call.programs.values()] if call.jit else []:
+        if memory is None:
+            lines.append(f"{name}: this backend's compiler does not say what a program takes")
+            continue
+        sizes = {
+            "weights and inputs": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "intermediate": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+        }
+        parts = ", ".join(f"{size_text(size)} {use}" for use, size in sizes.items())
+        lines.append(f"{name}, as compiled, on each device: {size_text(sum(sizes.values()))} ({parts})")
+    return [*lines, _counted([device for device in devices if device.process_index == jax.process_index()])]
 
 
 def _counted(devices: Sequence[jax.Device]) -> str:

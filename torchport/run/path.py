@@ -161,19 +161,19 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
             gc.unfreeze()
 
 
+@dataclasses.dataclass(eq=False)
 class StageAtHand:
     """A stage that is loaded once, for one run or for several of one shape."""
 
-    def __init__(self, common: Shared, stage: family.Stage, ledger: patch.Ledger) -> None:
-        self.common = common
-        self.stage = stage
-        self.ledger = ledger
-        #: Whether it is being loaded: an error of that moment is one of all runs.
-        self.is_loading = False
-        self.parts: dict[str, Any] = {}
-        self.call: Any = None
-        self.encoders: dict[str, ported.Ported] = {}
-        self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
+    common: Shared
+    stage: family.Stage
+    ledger: patch.Ledger
+    #: Whether it is being loaded: an error of that moment is one of all runs.
+    is_loading: bool = False
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    call: Any = None
+    encoders: dict[str, ported.Ported] = dataclasses.field(default_factory=dict)
+    _loaded: patch.Trace | None = None  # the patches' calls while it was loaded
 
     def carry(self, journey: Journey) -> None:
         """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""

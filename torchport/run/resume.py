@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import pydantic
 import torch
 
 from torchport import save
@@ -18,7 +19,7 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save.manifest import Manifest, ManifestPart, leaves, versions
+from torchport.save.manifest import Manifest, leaves, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
 from torchport.stages.replay import latents_of
@@ -34,15 +35,14 @@ AFTER_REMOVAL = "the same command, after removing it"
 """The command that makes an artefact of a stopped run again."""
 
 
+@dataclasses.dataclass
 class Unfinished:
     """A run's unfinished latents: saved every few steps, and read by the run that goes on from there."""
 
-    def __init__(self, task: Task, upstream: Upstream | None = None) -> None:
-        self.task = task
-        self.upstream = upstream
-        self.stage: StageName = "denoise"
-        #: How many steps the latents on the disk have gone through; 0 where there are none.
-        self.step = 0
+    task: Task
+    upstream: Upstream | None = None
+    stage: StageName = "denoise"
+    step: int = 0  #: How many steps the latents on the disk have gone through; 0 where there are none.
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Saves the latents after a step; until these are whole on the disk, the older ones stay."""
@@ -197,17 +197,14 @@ def unfinished_run(task: Task) -> str | None:
     if task.request.stage != "all" or not file.is_file():
         return None
     try:
-        return _BegunRun.model_validate_json(file.read_bytes()).run
-    except (pydantic.ValidationError, OSError):
-        # This is safe: stages that were finished are run again.
-        log.warning("%s cannot be read: every stage is run again", file)
+        content = json.loads(file.read_bytes())
+        name = content["run"] if isinstance(content, dict) and [*content] == ["run"] else None
+    except (ValueError, RecursionError, OSError):
+        name = None
+    if not isinstance(name, str):
+        log.warning("%s cannot be read: every stage is run again", file)  # which is safe
         return None
-
-
-class _BegunRun(ManifestPart):
-    """The file `UNFINISHED`."""
-
-    run: str  #: Its name, which its artefacts carry, too.
+    return name
 
 
 def start(task: Task, run: str) -> None:

@@ -321,7 +321,14 @@ def make(
         hosts.check_same({**task.job.model_dump(), **execution, "prompts": settings, "versions": versions()})
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
-            _make_all(videos, together, stopping)
+            waiting = len(videos) + 1
+            # As long as it helps: another process that had some of the videos may have ended meanwhile.
+            while (left := sum(video.state == "waiting" for video in videos)) and left < waiting:
+                waiting = left
+                for key in dict.fromkeys(shape(video.task) for video in videos):
+                    _make_shape([video for video in videos if shape(video.task) == key], together, stopping)
+            for video in videos:
+                video.state = "elsewhere" if video.state == "waiting" else video.state
             return hosts.from_first(lambda: write_sheet(out, videos))
         except StoppedError as error:
             remedy = "Go on with the same command: what is finished stays"
@@ -343,17 +350,6 @@ def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
         return None
     atomic.write_bytes(out / CONTACT_SHEET, grid(images, columns=math.ceil(math.sqrt(len(images)))))
     return out / CONTACT_SHEET
-
-
-def _make_all(videos: Sequence[Video], together: int, stopping: Stopping) -> None:
-    """Makes the videos that no other process has. It tries again: such a process may have ended meanwhile."""
-    waiting = len(videos) + 1
-    while (left := sum(video.state == "waiting" for video in videos)) and left < waiting:
-        waiting = left
-        for key in dict.fromkeys(shape(video.task) for video in videos):
-            _make_shape([video for video in videos if shape(video.task) == key], together, stopping)
-    for video in videos:
-        video.state = "elsewhere" if video.state == "waiting" else video.state
 
 
 def _make_shape(videos: Sequence[Video], together: int, stopping: Stopping) -> None:
