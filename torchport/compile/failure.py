@@ -154,7 +154,7 @@ def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
     return None if frame is None or frame.owner == "torchport" else frame
 
 
-def script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
+def _script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
     """Returns the innermost frame that a script's author can change, where a library's code is at fault; or None."""
     raised_in = next((frame for frame in reversed(frames) if frame.owner in OURS), None)
     called_from = next((frame for frame in reversed(running_frames(owners)) if frame.owner in (*OURS, "library")), None)
@@ -169,14 +169,6 @@ def shown_frames(frames: Sequence[Frame], culprit: Frame) -> list[Frame]:
     """
     ours = [frame for frame in frames if frame.owner in OURS or frame == culprit]
     return [frame for frame, inner in zip(ours, [*ours[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
-
-
-def syntax_frame(error: BaseException) -> Frame | None:
-    """Returns a frame for the line of a SyntaxError, as the file itself never ran; None for other exceptions."""
-    if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
-        return None
-    text = (error.text or "").strip()
-    return Frame("upstream", Path(error.filename).stem, error.filename, error.lineno, "<module>", text)
 
 
 def running_frames(owners: Owners) -> list[Frame]:
@@ -431,19 +423,25 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     causes = [exception]  # upstream wraps errors in errors that say less
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)
-    if isinstance(causes[-1], MemoryError):  # no line of code is at fault
+    first = causes[-1]
+    if isinstance(first, MemoryError):  # no line of code is at fault
         return None
     frames = frames_of(causes, owners)
-    unparsed = syntax_frame(causes[-1])
-    frames += [unparsed] if unparsed is not None else []
-    frame = unparsed or culprit(causes[-1], frames)
+    if isinstance(first, SyntaxError) and first.filename and first.lineno:  # the file itself never ran
+        text = (first.text or "").strip()
+        frame: Frame | None = Frame(
+            "upstream", Path(first.filename).stem, first.filename, first.lineno, "<module>", text
+        )
+        frames.append(frame)
+    else:
+        frame = culprit(first, frames)
     if frame is None and owners.is_script:
-        frame = script_frame(frames, owners)
+        frame = _script_frame(frames, owners)
     if frame is None:
         return None
     if frame not in frames:
         frames.insert(0, frame)
-    failure = Failure(owners, causes[-1], frame, frames)
+    failure = Failure(owners, first, frame, frames)
     kind = failure.kind()
     fact, remedy, entry = CURES[kind](failure)
     error = kind(frame.place, fact, remedy, owner=frame.owner)

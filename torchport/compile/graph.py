@@ -17,8 +17,8 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -267,35 +267,30 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
             slot.__delete__(thing)
 
 
-class Blank(NamedTuple):
-    """How to make a new mutable object of a type; its items and attributes are filled in later."""
+def blank(thing: Any) -> Callable[[], Any]:
+    """Returns a function that makes new objects of a mutable object's type, without items and attributes. Of arrays and
+    bytes it makes copies, as their size is fixed.
+    """
+    kind: Any = type(thing)
+    if kind is types.CellType:
+        return types.CellType
+    if isinstance(thing, (numpy.ndarray, *_BYTES)):
+        return functools.partial(copy.copy, copy.copy(thing))
+    base = _base(kind)
+    if isinstance(thing, _VALUES):
+        return functools.partial(base.__new__, kind, base(thing))
+    length = thing.maxlen if isinstance(thing, collections.deque) else None
+    factory = thing.default_factory if isinstance(thing, collections.defaultdict) else None
 
-    type: type
-    model: Any
+    def new() -> Any:
+        made = base.__new__(kind)
+        if isinstance(made, collections.deque):
+            collections.deque.__init__(made, (), length)
+        elif isinstance(made, collections.defaultdict):
+            made.default_factory = factory
+        return made
 
-    @classmethod
-    def describe(cls, thing: Any) -> Blank:
-        """Returns how to make new objects of the same type as an object, without its items and attributes."""
-        if isinstance(thing, (numpy.ndarray, *_BYTES)):
-            return cls(type(thing), copy.copy(thing))
-        if isinstance(thing, _VALUES):
-            return cls(type(thing), _base(type(thing))(thing))
-        maximum = thing.maxlen if isinstance(thing, collections.deque) else None
-        return cls(type(thing), getattr(thing, "default_factory", maximum))
-
-    def new(self) -> Any:
-        """Returns a new empty object of the type: of an array or bytes a copy of `model`, as their size is fixed."""
-        if self.type is types.CellType:
-            return types.CellType()
-        if isinstance(self.model, (numpy.ndarray, *_BYTES)):
-            return copy.copy(self.model)
-        base = _base(self.type)
-        thing = base.__new__(self.type, *((self.model,) if base in _VALUES else ()))
-        if isinstance(thing, collections.deque):
-            collections.deque.__init__(thing, (), self.model)
-        elif isinstance(thing, collections.defaultdict):
-            thing.default_factory = self.model
-        return thing
+    return new
 
 
 def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:

@@ -371,7 +371,7 @@ def compiled(
     call = how(stage, task)
     if cache is not None:
         stacks = cached_steps.stacks(cache, stacks)
-        call = cached_steps.with_cache(call, cache, name, rules.place_of("stacks"))
+        call = cached_steps.with_cache(call, cache, name, rules.place("stacks"))
     network = _network_of(
         module,
         rules,
@@ -425,7 +425,7 @@ def ported(
                 outline = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
                 vars(outline).update(vars(parameter))
                 owner._parameters[name] = outlines.setdefault(id(parameter), outline)
-    more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.of_card, "strict": rules.strict}
+    more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.is_of_card, "strict": rules.strict}
     network = _network_of(module, rules, chosen, how=how, outputs=("output",), **more)
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
 
@@ -443,7 +443,7 @@ def _network_of(
         precision=rules.as_written.precision,
         activations=rules.as_written.activations,
         gathered=shard.gathered(weights),
-        place_of=rules.place_of,
+        place_of=rules.place,
         differing=rules.as_written.operators,
         **fields,
     )

@@ -13,7 +13,6 @@ from torchport.config.strategy import Axis, NetworkRules, Rule, shared_strategie
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.task import Task
 
-Kind = Literal["weights", "inputs", "activations"]
 PLACE = "port(strategy=...)"
 """Where rules of a caller are written, for errors."""
 MESH = "port(mesh=...)"
@@ -43,26 +42,31 @@ class Rules:
     #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()  #: Rules for inputs that hold before the others: those of a caller of `port`.
-    #: Whether an operator is refused that no sample has compared with PyTorch's.
-    strict: bool = False
+    strict: bool = False  #: Whether an operator is refused that no sample has compared with PyTorch's.
     base: str | None = None  #: The strategy that this one is `like`, for rules that it leaves out.
 
     @property
-    def of_card(self) -> bool:
+    def is_of_card(self) -> bool:
         """Whether the rules are a card's. Some of these are for inputs that a caller may leave out."""
         return bool(self.strategy)
 
     @property
     def inputs(self) -> list[Rule]:
+        """Its rules for inputs, those of a caller of `port` first."""
         return [*self.extra, *self.as_written.inputs]
 
-    def _path(self, kind: Kind) -> list[str | int]:
-        rest = [kind, *([self.written] if self.of_card else [])]
-        is_here = not self.base or (*self.strategy, *rest) in self.document.lines
-        return [*(self.strategy if is_here else ("strategies", self.base)), *rest]
+    def _path(self, kind: str) -> list[str | int]:
+        """Returns the path of the rules of a kind in their document: `["strategies", "tp", "weights", "vae"]`."""
+        rest = [kind, *([self.written] if self.is_of_card else [])]
+        is_left_out = self.base and (*self.strategy, *rest) not in self.document.lines
+        return [*(("strategies", self.base) if is_left_out else self.strategy), *rest]
 
-    def place(self, kind: Kind) -> str:
-        return self.document.place(self._path(kind))
+    def place(self, field: str) -> str:
+        """Returns where the rules of a kind are written, or as `stacks.blocks` the stack of some repeated blocks."""
+        if field.startswith("stacks"):
+            path = ["stacks", *([self.written] if self.is_of_card else []), field.removeprefix("stacks.")]
+            return self.document.place(path)
+        return self.document.place(self._path(field))
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
         """Returns where each rule of a kind is written, those of a caller of `port` first."""
@@ -70,13 +74,6 @@ class Rules:
             self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.as_written, kind)))
         ]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
-
-    def place_of(self, field: str) -> str:
-        """Returns where a field of a program is written: `activations`, or `stacks.` and the path of some blocks."""
-        if field == "activations":
-            return self.place("activations")
-        path = ["stacks", *([self.written] if self.of_card else []), field.removeprefix("stacks.")]
-        return self.document.place(path)
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
@@ -109,6 +106,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
 
 
 def of_task(task: Task, component: str) -> Rules:
+    """Returns a component's rules in the strategy of a task's job."""
     return of_card(task.card, task.card_document, task.job.strategy, component)
 
 

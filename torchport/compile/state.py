@@ -97,7 +97,7 @@ class Effects(NamedTuple):
 
     returned: Any
     changed: dict[int, dict[Part, Any]]  #: The parts of the nodes that it changes, by number.
-    created: list[tuple[graph.Blank, dict[Part, Any]]]  #: The nodes that it makes, with their parts.
+    created: list[tuple[Callable[[], Any], dict[Part, Any]]]  #: What makes each new node, with the node's parts.
     written: list[int]  #: The numbers of the inputs that it writes to.
     tables: dict[int, torch.Tensor]  #: New values of tables, by number; those that it makes have the last numbers.
     #: How many tensors there are for these terms. The program returns those that are no views, then those that it
@@ -138,8 +138,8 @@ class State:
             for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if tensor is not None
         }
-        self._kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
-        self._made = WeakIdKeyDictionary()  # tensors that calls have left
+        self.kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
+        self.made = WeakIdKeyDictionary()  # tensors that calls have left
         self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls return, and counts of writes
         self.weights: dict[int, str] = {}  # the names of weights, lent ones and buffers, by id
         self._numbers: dict[Any, int] = {}
@@ -211,7 +211,7 @@ class State:
         self._owned[id(owner), attribute] = buffer, buffer._version
         return buffer
 
-    def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
+    def add_input(self, tensor: torch.Tensor | None, before: Snapshot) -> bool:
         """Makes host tensors that lie in a tensor's memory inputs of later calls; returns whether there are any.
 
         Until then their values are in the program, as tables. Tables of the same form in the same list, or under the
@@ -219,22 +219,22 @@ class State:
         a trace.
         """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
-        plain = [each for each in found.tables if each.layout == torch.strided]
-        tables = [each for each in plain if each.untyped_storage().data_ptr() == memory]
-        places: dict[int, set[Any]] = {}
-        for thing, parts in zip(found.things, found.terms, strict=True):
-            for part, term in parts.items():
-                for each in graph.references(term, "table"):
-                    places.setdefault(each.number, set()).update([id(thing), (type(thing), part)])
-        known = {
-            (place, _form(t))
-            for n, t in enumerate(found.tables)
-            if any(t is each for each in tables)
-            for place in places.get(n, ())
+        numbers = {
+            number
+            for number, table in enumerate(before.tables)
+            if table.layout == torch.strided and table.untyped_storage().data_ptr() == memory
         }
-        likes = [t for n, t in enumerate(found.tables) if any((p, _form(t)) in known for p in places.get(n, ()))]
-        self._made.update((each, True) for each in [*tables, *likes])
-        return bool(tables)
+        kinds: dict[int, set[Any]] = {number: set() for number in range(len(before.tables))}  # place and form
+        for thing, terms in zip(before.things, before.terms, strict=True):
+            for part, term in terms.items():
+                for reference in graph.references(term, "table"):
+                    form = _form(before.tables[reference.number])
+                    kinds[reference.number] |= {(id(thing), form), ((type(thing), part), form)}
+        kinds_of_inputs = set().union(*(kinds[number] for number in numbers))
+        for number, table in enumerate(before.tables):
+            if number in numbers or kinds[number] & kinds_of_inputs:
+                self.made[table] = True
+        return bool(numbers)
 
     def snapshot_after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
         """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
@@ -276,35 +276,43 @@ class State:
                 if old.get(_SUBMODULES) != new.get(_SUBMODULES):
                     fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        there = len(before.things)  # nodes keep their numbers: the call has made those after these
-        created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
+        count = len(before.things)  # nodes keep their numbers: the call has made those after these
+        created = [*zip(map(graph.blank, after.things[count:]), after.terms[count:], strict=True)]
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
-        same = dict(enumerate(before.marks))
-        tables, parts = {n: t for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}, {}
+        marks = dict(enumerate(before.marks))
+        tables, parts = {n: t for n, t in enumerate(after.tables) if marks.get(n) != after.marks[n]}, {}
         if len(after.tables) > len(before.tables):
             tables, parts = _parts_of(tables, before.tables)
         tables = {n: t.clone() for n, t in tables.items()}
-        given = {("input", n): (traced[n], vars(each)) for n, each in enumerate(before.inputs.values())}
-        given |= {("output", n): (each, {}) for n, each in enumerate(after.outputs)}
-        found = {key: (self.check_attributes(tensor), known) for key, (tensor, known) in given.items()}
-        new = {key: attributes for key, (attributes, known) in found.items() if attributes != known}
-        whole = after.root, changed, [*created], written, tables, len(after.outputs)
-        return Effects(*whole, parts=parts, attributes=new)
+        new_attributes = {}
+        for number, tensor in enumerate(before.inputs.values()):
+            if (attributes := self.check_attributes(traced[number])) != vars(tensor):
+                new_attributes["input", number] = attributes
+        for number, tensor in enumerate(after.outputs):
+            if attributes := self.check_attributes(tensor):
+                new_attributes["output", number] = attributes
+        counts = len(after.outputs)
+        return Effects(after.root, changed, created, written, tables, counts, parts=parts, attributes=new_attributes)
 
-    def apply(self, effects: Effects, found: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
-        """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value."""
-        there = len(found.things)
-        things = [*found.things, *(blank.new() for blank, _ in effects.created)]
-        tables = dict(enumerate(found.tables))
+    def apply(self, effects: Effects, before: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
+        """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value.
+
+        Args:
+            before: What the call found.
+            outputs: The program's outputs, without those that are views.
+            weights: The weights and the new buffers by name, for terms of the kinds `weight` and `new`.
+        """
+        things = [*before.things, *(make() for make, _ in effects.created)]
+        tables = dict(enumerate(before.tables))
         tables.update({n: value.clone() for n, value in effects.tables.items() if n not in tables})
         for number, (base, (size, strides, offset)) in effects.parts.items():
             whole = tables[base]
             tables[number] = whole.as_strided(size, strides, whole.storage_offset() + offset)
-        inputs = [*found.inputs.values()]
-        waiting = iter(outputs)
-        outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
-        for number, (kind, base, place) in effects.views.items():
-            outputs[number] = place.within({"input": inputs, "output": outputs, **weights}[kind][base])
+        inputs = [*before.inputs.values()]
+        computed = iter(outputs)
+        outputs = [None if number in effects.views else next(computed) for number in range(effects.outputs)]
+        for number, (kind, base, section) in effects.views.items():
+            outputs[number] = section.within({"input": inputs, "output": outputs, **weights}[kind][base])
         values = {
             **weights,
             "thing": things,
@@ -315,29 +323,25 @@ class State:
         for (kind, number), attributes in effects.attributes.items():
             vars(values[kind][number]).clear()
             vars(values[kind][number]).update(attributes)
-        for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
+        for thing, (_, terms) in zip(things[len(before.things) :], effects.created, strict=True):
             self.fill(thing, {part: value_of(term, values) for part, term in terms.items()})
             self._note(thing, terms, values)
         for number, terms in effects.changed.items():
-            old, parts, thing = found.terms[number], found.parts[number], things[number]
+            old, parts, thing = before.terms[number], before.parts[number], things[number]
             self.fill(thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
             self._note(thing, terms, values)
         for number, value in effects.tables.items():
-            if number < len(found.tables) and _is_small(value):  # the trace itself has written to a large one
-                _write(found.tables[number], value)
+            if number < len(before.tables) and _is_small(value):  # the trace itself has written to a large one
+                _write(before.tables[number], value)
         return value_of(effects.returned, values)
 
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Any]) -> None:
-        """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
+        """Notes the tensors of an object that depend on a call's inputs: later calls take these as inputs."""
         for part, term in terms.items():
             tensors = [value_of(each, values) for each in graph.references(term, "output", "input")]
-            self._made.update((tensor, True) for tensor in tensors)
+            self.made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
-                self._kept.add((Opaque(thing), part))
-
-    def is_kept(self, tensor: torch.Tensor, thing: Any, part: Part) -> bool:
-        """Returns whether a tensor depends on the inputs of an earlier call."""
-        return tensor in self._made or (Opaque(thing), part) in self._kept
+                self.kept.add((Opaque(thing), part))
 
     def parts(self, thing: Any) -> dict[Part, Any]:
         """Returns an object's items or attributes, without a submodule's weights and the buffers it had at first."""
@@ -480,7 +484,8 @@ class _Survey:
                 snapshot.outputs.append(tensor)
         elif path is not None:
             return self._argument(tensor, ".".join(path))
-        elif id(tensor) not in self.tensors and self.state.is_kept(tensor, thing, part):
+        elif id(tensor) not in self.tensors and (tensor in self.state.made or (Opaque(thing), part) in self.state.kept):
+            # It depends on the inputs of an earlier call.
             return self._argument(tensor, f"{OF_MODULE}{len(snapshot.inputs)}")
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = Reference("table", len(snapshot.tables))
@@ -523,30 +528,35 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
-def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) -> Any:
-    """Returns new values of host tensors that a call leaves, and which of them are views of another's memory."""
+def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> Any:
+    """Returns new values of host tensors that a call leaves, and those of them that are parts of another's memory: by
+    number, the other's number with size, strides and offset.
+
+    Args:
+        new: The values by number; numbers after those of the `tables`, which the call found, are of new tensors.
+    """
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
-    by_number = {**dict(enumerate(found)), **tables}
+    by_number = {**dict(enumerate(tables)), **new}
     plain = {n: t for n, t in by_number.items() if t.layout == torch.strided and not (t.is_conj() or t.is_neg())}
     for number, tensor in plain.items():
         groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
-    last = max([len(found), *tables])
+    last = max([len(tables), *new])
     for numbers in groups.values():
-        new = [number for number in numbers if number >= len(found)]
-        bases = [n for n in numbers if n < len(found) and all(engine.lies_in(plain[each], plain[n]) for each in new)]
-        if not new or (not bases and len(new) < 2):
+        made = [number for number in numbers if number >= len(tables)]
+        bases = [n for n in numbers if n < len(tables) and all(engine.lies_in(plain[each], plain[n]) for each in made)]
+        if not made or (not bases and len(made) < 2):
             continue
         if not bases:
             last += 1
-            whole = plain[new[0]]
-            plain[last] = tables[last] = torch.empty(0, dtype=whole.dtype).set_(whole.untyped_storage())
+            first = plain[made[0]]
+            plain[last] = new[last] = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
             bases = [last]
-        for number in new:
-            tensor = tables.pop(number)
+        for number in made:
+            tensor = new.pop(number)
             offset = tensor.storage_offset() - plain[bases[0]].storage_offset()
             parts[number] = bases[0], (tensor.shape, tensor.stride(), offset)
-    return tables, parts
+    return new, parts
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
