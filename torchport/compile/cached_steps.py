@@ -172,12 +172,13 @@ class StepCached:
         sizes = {path: leaf.shape for path, leaf in leaves({KEPT: kept}).items()}
         tree = jax.tree_util.tree_structure(kept)
         prefix = f"{self.calls}."
-        mine = {key.removeprefix(prefix): t for key, t in self.saved.items() if key.startswith(prefix)}
+        saved = {key.removeprefix(prefix): t for key, t in self.saved.items() if key.startswith(prefix)}
         differences = []
         for order in range(self.cache.differences + 1):
             names = [f"{order}.{path}" for path in places]
-            if all(name in mine and mine[name].shape == sizes[path] for name, path in zip(names, places, strict=True)):
-                arrays = [shard.to_jax(mine[name], where) for name, where in zip(names, places.values(), strict=True)]
+            kept_sizes = [saved[name].shape if name in saved else None for name in names]
+            if kept_sizes == [*sizes.values()]:
+                arrays = [shard.to_jax(saved[name], where) for name, where in zip(names, places.values(), strict=True)]
                 differences.append(jax.tree_util.tree_unflatten(tree, arrays))
         self.saved = {key: tensor for key, tensor in self.saved.items() if not key.startswith(prefix)}
         last = max((step for step in self.full if step < self.step), default=-1)

@@ -167,8 +167,8 @@ def shown_frames(frames: Sequence[Frame], culprit: Frame) -> list[Frame]:
     """Returns the frames to show to a person, the innermost last: code that a port can change, and the code at fault.
     The frame of a comprehension has its function's name and line, and is not shown twice.
     """
-    ours = [frame for frame in frames if frame.owner in OURS or frame == culprit]
-    return [frame for frame, inner in zip(ours, [*ours[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
+    listed = [frame for frame in frames if frame.owner in OURS or frame == culprit]
+    return [frame for frame, inner in zip(listed, [*listed[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
 
 
 def running_frames(owners: Owners) -> list[Frame]:
@@ -428,11 +428,9 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
         return None
     frames = frames_of(causes, owners)
     if isinstance(first, SyntaxError) and first.filename and first.lineno:  # the file itself never ran
-        text = (first.text or "").strip()
-        frame: Frame | None = Frame(
-            "upstream", Path(first.filename).stem, first.filename, first.lineno, "<module>", text
-        )
-        frames.append(frame)
+        file, text = first.filename, (first.text or "").strip()
+        frames.append(Frame("upstream", Path(file).stem, file, first.lineno, "<module>", text))
+        frame: Frame | None = frames[-1]
     else:
         frame = culprit(first, frames)
     if frame is None and owners.is_script:

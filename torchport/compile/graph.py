@@ -171,13 +171,18 @@ def _base(kind: Any) -> Any:
 
 @functools.cache
 def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
-    found = [(cls, name, each) for cls in kind.__mro__ if "__slots__" in vars(cls) for name, each in vars(cls).items()]
-    return {f"{c.__qualname__}.{name}": each for c, name, each in found if isinstance(each, types.MemberDescriptorType)}
+    """Returns the descriptors of a class's `__slots__`: `{"Point.x": <member 'x' of 'Point' objects>}`."""
+    members: dict[str, types.MemberDescriptorType] = {}
+    for cls in kind.__mro__:
+        for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                members[f"{cls.__qualname__}.{name}"] = member
+    return members
 
 
 def parts(thing: Any) -> dict[Part, Any]:
     """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots."""
-    found: dict[Part, Any] = {}
+    result: dict[Part, Any] = {}
     if isinstance(thing, types.CellType):
         try:
             return {("cell", ""): thing.cell_contents}
@@ -185,37 +190,37 @@ def parts(thing: Any) -> dict[Part, Any]:
             return {}
     if isinstance(thing, numpy.ndarray):
         data = numpy.asarray(thing)
-        found["array", ""] = data.dtype, data.shape, (*data.flat,) if data.dtype.hasobject else data.tobytes()
+        result["array", ""] = data.dtype, data.shape, (*data.flat,) if data.dtype.hasobject else data.tobytes()
     elif isinstance(thing, _BYTES):
-        found["bytes", ""] = getattr(thing, "typecode", ""), bytes(thing)
+        result["bytes", ""] = getattr(thing, "typecode", ""), bytes(thing)
     elif isinstance(thing, _VALUES):
-        found["value", ""] = _base(type(thing))(thing)
+        result["value", ""] = _base(type(thing))(thing)
     elif isinstance(thing, list | collections.deque):
-        found = {("item", number): value for number, value in enumerate(thing)}
+        result = {("item", number): value for number, value in enumerate(thing)}
     elif isinstance(thing, dict):
         items = dict.items(thing)
         is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(_is_simple(key) for key, _ in items)
-        found = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
+        result = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
     elif isinstance(thing, set):
-        found = {("set", ""): frozenset(thing)}
+        result = {("set", ""): frozenset(thing)}
     elif isinstance(thing, types.FunctionType):
-        found = {("closure", ""): thing.__closure__, ("default", ""): thing.__defaults__}
-        found["keyword default", ""] = thing.__kwdefaults__
+        result = {("closure", ""): thing.__closure__, ("default", ""): thing.__defaults__}
+        result["keyword default", ""] = thing.__kwdefaults__
     hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
     for name, value in getattr(thing, "__dict__", {}).items():
         if name not in hidden:
-            found["attribute", name] = value
-    return found | slots(thing)
+            result["attribute", name] = value
+    return result | slots(thing)
 
 
 def slots(thing: Any) -> dict[Part, Any]:
     """Returns the values of a mutable object's `__slots__`, without those that are not bound."""
-    found: dict[Part, Any] = {}
+    values: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
         with contextlib.suppress(AttributeError):  # nothing is bound to it
-            found["slot", name] = slot.__get__(thing)
-    return found
+            values["slot", name] = slot.__get__(thing)
+    return values
 
 
 def fill(thing: Any, new: Mapping[Part, Any]) -> None:
@@ -298,20 +303,20 @@ def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
 
     Of the modules of Python that are among the values, the content is their global constants, lists, dicts and sets.
     """
-    found: dict[int, tuple[Any, dict[Part, Any]]] = {}
+    contents: dict[int, tuple[Any, dict[Part, Any]]] = {}
     waiting = [*values]
-    known = {id(value) for value in waiting if isinstance(value, types.ModuleType)}
+    modules = {id(value) for value in waiting if isinstance(value, types.ModuleType)}
     while waiting:
         value = waiting.pop()
-        if id(value) in found or constant(value) is not None or type(value).__module__.startswith("torchport."):
+        if id(value) in contents or constant(value) is not None or type(value).__module__.startswith("torchport."):
             continue
-        if (within := values_in(value)) is not None:
-            waiting.extend(within)
-        elif id(value) in known or isinstance(value, torch.Tensor) or is_node(value):
+        if (inner := values_in(value)) is not None:
+            waiting.extend(inner)
+        elif id(value) in modules or isinstance(value, torch.Tensor) or is_node(value):
             content = _content(value)
-            found[id(value)] = value, content
+            contents[id(value)] = value, content
             waiting.extend(content.values() if not isinstance(value, torch.Tensor) else ())
-    return [*found.values()]
+    return [*contents.values()]
 
 
 def _content(thing: Any) -> dict[Part, Any]:
@@ -319,8 +324,8 @@ def _content(thing: Any) -> dict[Part, Any]:
     if isinstance(thing, torch.Tensor):
         return {("written", ""): engine.stamp(thing)}
     if isinstance(thing, types.ModuleType):
-        found = ((name, value) for name, value in vars(thing).items() if name[:2] != "__")
-        return {("global", n): v for n, v in found if constant(v) is not None or isinstance(v, _ITEMS)}
+        names = ((name, value) for name, value in vars(thing).items() if name[:2] != "__")
+        return {("global", n): v for n, v in names if constant(v) is not None or isinstance(v, _ITEMS)}
     return parts(thing)
 
 
@@ -361,14 +366,16 @@ def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
         return bool(left == right)
     if (term := constant(left)) is not None:
         return term == constant(right)
-    if (values := values_in(left)) is not None:
-        theirs = values_in(right) or ()
-        return len(values) == len(theirs) and all(are_alike(*pair, pairs) for pair in zip(values, theirs, strict=True))
+    if (lefts := values_in(left)) is not None:
+        rights = values_in(right) or ()
+        return len(lefts) == len(rights) and all(are_alike(*pair, pairs) for pair in zip(lefts, rights, strict=True))
     if not is_node(left) or (isinstance(left, types.FunctionType) and left.__code__ != right.__code__):
         return Opaque(left) == Opaque(right)
     pairs.add((id(left), id(right)))
-    mine, its = parts(left), parts(right)
-    return [*mine] == [*its] and all(are_alike(value, its[part], pairs) for part, value in mine.items())
+    left_parts, right_parts = parts(left), parts(right)
+    if [*left_parts] != [*right_parts]:
+        return False
+    return all(are_alike(value, right_parts[part], pairs) for part, value in left_parts.items())
 
 
 _HEAP_TYPE = 1 << 9

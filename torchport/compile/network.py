@@ -228,12 +228,14 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
     may move them to its input's device, where a trace needs their values.
     """
     parts = dict(module.named_modules())
-    found = [(path, key) for path in parts for key, x in vars(parts[path]).items() if isinstance(x, torch.Tensor)]
-    if found:
+    plain: list[tuple[str, str]] = []
+    for path, part in parts.items():
+        plain += [(path, name) for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+    if plain:
         root = checkpoint.described(task.checkpoint, task.card)
         built = dict(_with_buffers(task, component, root).named_modules())
-        for path, key in found:
-            setattr(parts[path], key, getattr(built[path], key))
+        for path, attribute in plain:
+            setattr(parts[path], attribute, getattr(built[path], attribute))
 
 
 def check_classes(task: Task) -> None:

@@ -96,13 +96,9 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         operators=card.operators,
     )
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
-    divides = {
-        axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.rule_key(component)
-    }
-    at = ["strategies", strategy]
-    return Rules(
-        component, written, document, at, card.rule_key(component), bounds, divides, extra=extra, base=chosen.like
-    )
+    path, name = ["strategies", strategy], card.rule_key(component)
+    divides = {axis: key for axis, key in chosen.divides.items() if key.partition(".")[0] == name}
+    return Rules(component, written, document, path, name, bounds, divides, extra=extra, base=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:

@@ -415,15 +415,15 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
 
 def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, place: str) -> None:
     """Refuses a block that differs from the first in anything but the values of its weights."""
-    ours, theirs = dict(first.named_modules()), dict(other.named_modules())
-    pairs = {(id(ours[key]), id(theirs[key])) for key in ours.keys() & theirs.keys()}
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
-        if key not in ours or key not in theirs or type(ours[key]) is not type(theirs[key]):
-            fact = f"'{name}' has other modules than the first: '{key}'"
+    firsts, others = dict(first.named_modules()), dict(other.named_modules())
+    pairs = {(id(firsts[path]), id(others[path])) for path in firsts.keys() & others.keys()}
+    for path in {**firsts, **others}:
+        if type(firsts.get(path)) is not type(others.get(path)):
+            fact = f"'{name}' has other modules than the first: '{path}'"
             raise StackError(place, fact, "Leave it unstacked", name=name)
-        difference = _difference(ours[key], theirs[key], pairs)
+        difference = _difference(firsts[path], others[path], pairs)
         if difference:
-            fact = f"'{'.'.join(filter(None, (name, key)))}' differs from the first block's in {difference}"
+            fact = f"'{'.'.join(filter(None, (name, path)))}' differs from the first block's in {difference}"
             remedy = "Only weights may differ: leave the blocks that know their place apart, or unstacked"
             raise StackError(place, fact, remedy, name=name)
 
@@ -437,10 +437,10 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple
         ]
         if tensors[0] != tensors[1]:
             return f"its weights, {tensors[1]}"
-    mine, its = _settings(first), _settings(other)
-    for key in {**mine, **its}:
-        if key not in mine or key not in its or not graph.are_alike(mine[key], its[key], pairs):
-            return f"'{key}', {reprlib.repr(mine.get(key))} there and {reprlib.repr(its.get(key))} here"
+    firsts, others = _settings(first), _settings(other)
+    for key in {**firsts, **others}:
+        if key not in firsts or key not in others or not graph.are_alike(firsts[key], others[key], pairs):
+            return f"'{key}', {reprlib.repr(firsts.get(key))} there and {reprlib.repr(others.get(key))} here"
     return None
 
 
@@ -450,8 +450,8 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions = [(hook, getattr(hook, "func", hook)) for hook in hooks]
     # Those of the rules for activations are torchport's, and name each block.
-    theirs = [hook for hook, f in functions if not str(getattr(f, "__module__", "")).startswith("torchport.")]
-    return settings | {"forward hooks": len(hooks), "a forward hook": theirs}
+    upstream_hooks = [hook for hook, f in functions if not str(getattr(f, "__module__", "")).startswith("torchport.")]
+    return settings | {"forward hooks": len(hooks), "a forward hook": upstream_hooks}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,13 +466,13 @@ class _Call:
 
     def is_alike(self, other: _Call) -> bool:
         """Returns whether the arguments of two calls differ in the values of tensors alone."""
-        mine: dict[int, int] = {}  # by a tensor's id, where it is first: a tensor that is passed twice stays so
-        theirs: dict[int, int] = {}
+        left_firsts: dict[int, int] = {}  # by a tensor's id, where it is first: a tensor that is passed twice stays so
+        right_firsts: dict[int, int] = {}
         if self.form != other.form:
             return False
         for number, (left, right) in enumerate(zip(self.leaves, other.leaves, strict=True)):
             if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-                firsts = mine.setdefault(id(left), number), theirs.setdefault(id(right), number)
+                firsts = left_firsts.setdefault(id(left), number), right_firsts.setdefault(id(right), number)
                 is_alike = (left.shape, left.dtype, firsts[0]) == (right.shape, right.dtype, firsts[1])
             else:
                 is_plain = isinstance(left, bool | int | float | str | torch.dtype) and type(left) is type(right)

@@ -186,12 +186,12 @@ class State:
 
     def check_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Returns the attributes that somebody has given to a tensor; refuses those that are no constants."""
-        found = engine.attributes(tensor)
-        for name, value in found.items():
+        attributes = engine.attributes(tensor)
+        for name, value in attributes.items():
             if graph.constant(value) is None:
                 fact = f"The attribute '{name}' of a tensor is of the type {type(value).__name__}, and no constant"
                 raise BadValueError(self.place, fact, _BESIDE)
-        return found
+        return attributes
 
     def refuse(self, name: str) -> None:
         """Raises a BadValueError for a new value of a weight, a buffer or a submodule: the devices have the old one."""
@@ -251,8 +251,8 @@ class State:
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
             for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
-                mine = {part: t for part, t in terms.items() if graph.references(t, "input", "weight")}
-                new = {part: value_of(term, values) for part, term in mine.items()}
+                traced_terms = {part: t for part, t in terms.items() if graph.references(t, "input", "weight")}
+                new = {part: value_of(term, values) for part, term in traced_terms.items()}
                 if new:
                     self.fill(thing, parts | new)
             yield {name: value_of(term, values) for name, term in before.root}
@@ -347,22 +347,22 @@ class State:
         """Returns an object's items or attributes, without a submodule's weights and the buffers it had at first."""
         if not self._is_submodule(thing):
             return graph.parts(thing)
-        found: dict[Part, Any] = {
+        result: dict[Part, Any] = {
             ("attribute", name): value for name, value in vars(thing).items() if name not in graph.INTERNAL
         }
-        found["attribute", "training"] = thing.training
-        found.update(graph.slots(thing))
-        found.update({("buffer", n): b for n, b in thing._buffers.items() if (id(thing), n) not in self._owned})
+        result["attribute", "training"] = thing.training
+        result.update(graph.slots(thing))
+        result.update({("buffer", n): b for n, b in thing._buffers.items() if (id(thing), n) not in self._owned})
         hooks = tuple(
             hook
             for hook in (*thing._forward_pre_hooks.values(), *thing._forward_hooks.values())
             if not str(getattr(hook, "__module__", "")).startswith("torchport.")  # a trace has some of its own
         )
         if thing._modules:
-            found[_SUBMODULES] = (*thing._modules.values(),)
+            result[_SUBMODULES] = (*thing._modules.values(),)
         if hooks:
-            found[_HOOKS] = hooks
-        return found
+            result[_HOOKS] = hooks
+        return result
 
     def fill(self, node: Any, new: Mapping[Part, Any]) -> None:
         """Makes `new` the parts of an object, in place; its parts that `new` lacks are deleted, and weights stay."""
@@ -567,7 +567,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:
     """Returns, for each input inside another input, the other's number, and its size, strides and offset there."""
-    found = {}
+    views = {}
     by_memory: dict[Any, list[int]] = {}
     for number, tensor in enumerate(inputs):
         by_memory.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
@@ -577,8 +577,8 @@ def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ..
         for tensor, number in ((inputs[n], n) for n in numbers if inputs[n] is not whole and whole.is_contiguous()):
             if tensor.numel() and engine.lies_in(tensor, whole) and not is_read_only(tensor):
                 start = tensor.storage_offset() - whole.storage_offset()
-                found[number] = base, (tensor.shape, tensor.stride(), start)
-    return found
+                views[number] = base, (tensor.shape, tensor.stride(), start)
+    return views
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:

@@ -21,9 +21,9 @@ def inside(root: Path, path: Path) -> Path:
 
 def as_named(path: Path) -> str:
     """Returns a path as it can be opened from the current folder: relative to that folder if it lies in it."""
-    here = Path.cwd()
-    absolute = here / path
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+    current = Path.cwd()
+    absolute = current / path
+    return str(absolute.relative_to(current) if absolute.is_relative_to(current) else absolute)
 
 
 def refused(place: str, path: str, error: OSError) -> BadValueError:

@@ -150,10 +150,10 @@ class Journey:
                 save.check_lineage(folder, name, manifest)
                 file = save.file_of(folder, name)
                 _check_flags(task, stage, file, manifest)
-                theirs = manifest.upstream
-                if self.upstream and theirs and theirs.model_dump() != self.upstream.row():  # as with versions
-                    made = git.Revision(theirs.commit, theirs.dirty, "unknown")
-                    log.warning("%s was made by %s at %s; this run has %s", file, theirs.package, made, self.upstream)
+                revision = manifest.upstream
+                if self.upstream and revision and revision.model_dump() != self.upstream.row():  # as with versions
+                    made = git.Revision(revision.commit, revision.dirty, "unknown")
+                    log.warning("%s was made by %s at %s; this run has %s", file, revision.package, made, self.upstream)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
         return {"shas": shas, "settings": settings}, tensors

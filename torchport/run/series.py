@@ -251,10 +251,10 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     by_overrides: dict[tuple[str, ...], Task] = {}  # a card and a job take longer to read than a line
     for line in lines:
         try:
-            asked = _request(request, line)
-            first = by_overrides.get(asked.overrides)
-            task = accept(asked, reads_picture=False) if first is None else accept_like(first, asked)
-            by_overrides.setdefault(asked.overrides, task)
+            wanted = _request(request, line)
+            earlier = by_overrides.get(wanted.overrides)
+            task = accept(wanted, reads_picture=False) if earlier is None else accept_like(earlier, wanted)
+            by_overrides.setdefault(wanted.overrides, task)
             videos.append(_video(line, task))
         except TorchportError as error:
             for mistake in (error, *error.others):
