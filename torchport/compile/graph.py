@@ -181,7 +181,9 @@ def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
 
 
 def parts(thing: Any) -> dict[Part, Any]:
-    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots."""
+    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots. Of the list
+    `["a", "b"]` these are `{("item", 0): "a", ("item", 1): "b"}`.
+    """
     result: dict[Part, Any] = {}
     if isinstance(thing, types.CellType):
         try:
@@ -391,7 +393,9 @@ def references(term: Any, *kinds: str) -> list[Reference]:
 
 
 def value_of(term: Any, values: Mapping[str, Any]) -> Any:
-    """Returns the value that a term describes; `values` has what its references stand for, by kind and number."""
+    """Returns the value that a term describes; `values` has what its references stand for, by kind and number. With
+    `{"input": [x]}` the term `Whole(tuple, (Reference("input", 0), (int, 3)))` gives `(x, 3)`.
+    """
     if isinstance(term, Reference):
         return values[term.kind][term.number]
     if isinstance(term, Whole):

@@ -125,7 +125,7 @@ class Ported(torch.nn.Module):
         snapshot = self._state.snapshot_before(bound, unnamed)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         # What determines the program beside its inputs, the tensors. Hooks see which arguments are keywords.
-        call = self._state.number(snapshot), tuple(regions), (*kwargs,), given_names
+        call = self._state.program_number(snapshot), tuple(regions), (*kwargs,), given_names
         is_new = call not in self._effects
         token = _traced_call.set(snapshot)
         try:
@@ -165,8 +165,9 @@ class Ported(torch.nn.Module):
                 raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
             with torch.no_grad():
                 [*snapshot.inputs.values()][number].copy_(next(values))
-        weights, new_buffers = state.HostWeights(self._host_weight), {}
-        weights.update((name, self._host_weight(name)) for name, _ in effects.buffers)
+        names = {base for kind, base, _ in effects.views.values() if kind == "weight"}
+        names |= {*effects.weights, *(name for name, _ in effects.buffers)}
+        weights, new_buffers = {name: self._host_weight(name) for name in names}, {}
         for name, is_new in effects.buffers:
             value = next(values)
             self.compiled.weights[name] = shard.to_jax(value, self.compiled.weights[name].sharding)

@@ -67,7 +67,7 @@ class Network:
     differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     strict: bool = False  #: Whether an operator of which that is not known is refused.
 
-    def operators(self) -> engine.Operators:
+    def operator_record(self) -> engine.Operators:
         """Returns an empty record for the operators that the network calls while it is traced."""
         return engine.Operators(self.differing, self.strict)
 
@@ -142,7 +142,7 @@ class Compiled:
         self.seconds = 0.0  #: Spent tracing and compiling in this run so far.
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
-        self.operators = network.operators()
+        self.operators = network.operator_record()
         self._tables: list[Any] = []  # of the program that was lowered last
         self._origins: dict[Any, Origin] = {}
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
@@ -161,7 +161,7 @@ class Compiled:
 
     def operators_text(self) -> str:
         """Says in one line how many operators this run's programs have, and how many are the same as PyTorch's."""
-        operators = self.network.operators()
+        operators = self.network.operator_record()
         for origin in self._used.values():
             operators.found |= origin.operators.found
         return operators.text()
@@ -360,7 +360,7 @@ class Compiled:
         """Compiles the program for these inputs, and returns it with its origin."""
         before = None if self.ledger is None else self.ledger.trace()
         with waiting(f"compile {self.network.name}"):
-            self.operators = self.network.operators()
+            self.operators = self.network.operator_record()
             lowered = self.lowered(arrays, static)
             if unknown := self.operators.unknown():
                 log.warning("%s calls operators that may differ from PyTorch's: %s", self.network.name, unknown)

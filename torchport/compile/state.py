@@ -54,14 +54,20 @@ class Snapshot:
 
     def key(self, submodules: Collection[int]) -> Any:
         """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
-        kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
+        kinds: list[Any] = []  # what the program depends on of each node: a function's code, a submodule, or the type
+        for thing in self.things:
+            if isinstance(thing, types.FunctionType):
+                kinds.append((Opaque(thing.__code__), Opaque(thing.__globals__)))
+                continue
+            has_hooks = isinstance(thing, torch.nn.Module) and (thing._forward_hooks or thing._forward_pre_hooks)
+            kinds.append(Opaque(thing if has_hooks or id(thing) in submodules else type(thing)))
         inputs = []
         for name, tensor in self.inputs.items():
             attributes = ((key, graph.constant(value)) for key, value in engine.attributes(tensor).items())
             inputs.append((name, *_form(tensor), is_read_only(tensor), *attributes))
         terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
         firsts = *self.firsts, *self.views.items()
-        return self.root, kinds, terms, tuple(inputs), firsts, self.marks
+        return self.root, tuple(kinds), terms, tuple(inputs), firsts, self.marks
 
     def memory(self) -> set[int]:
         """Returns the addresses of the storages of all inputs and tables, in the host's memory."""
@@ -82,16 +88,6 @@ def _types(key: Any) -> Any:
     return type(key) if not isinstance(key, tuple | frozenset) else tuple(map(_types, key))
 
 
-def _kind(thing: Any, is_submodule: bool) -> Any:
-    """Returns what a program depends on of a mutable object: a function's code, a submodule itself, or the type."""
-    if isinstance(thing, types.FunctionType):
-        return Opaque(thing.__code__), Opaque(thing.__globals__)
-    is_itself = isinstance(thing, torch.nn.Module) and (
-        is_submodule or thing._forward_hooks or thing._forward_pre_hooks
-    )
-    return Opaque(thing if is_itself else type(thing))
-
-
 class Effects(NamedTuple):
     """What each call of a program returns and changes, described as terms (`graph`)."""
 
@@ -100,6 +96,7 @@ class Effects(NamedTuple):
     created: list[tuple[Callable[[], Any], dict[Part, Any]]]  #: What makes each new node, with the node's parts.
     written: list[int]  #: The numbers of the inputs that it writes to.
     tables: dict[int, torch.Tensor]  #: New values of tables, by number; those that it makes have the last numbers.
+    weights: frozenset[str]  #: The names of the weights that are in terms of what it returns, changes or makes.
     #: How many tensors there are for these terms. The program returns those that are no views, then those that it
     #: writes to, and then buffers.
     outputs: int
@@ -112,17 +109,6 @@ class Effects(NamedTuple):
     #: What upstream has set as attributes of inputs and outputs, by kind and number.
     attributes: Mapping[tuple[str, int], dict[str, Any]] = types.MappingProxyType({})
     holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
-
-
-class HostWeights(dict[str, torch.Tensor]):
-    """The weights and buffers on the host by name, each taken there when it is asked for."""
-
-    def __init__(self, take: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self.take = take
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return self.take(name)
 
 
 class State:
@@ -145,8 +131,8 @@ class State:
         self._numbers: dict[Any, int] = {}
         self._submodules: frozenset[int] = frozenset()
 
-    def number(self, snapshot: Snapshot) -> int:
-        """Returns a number for a snapshot: calls whose snapshots have the same number share a program."""
+    def program_number(self, snapshot: Snapshot) -> int:
+        """Returns the number of the program for a call that finds this snapshot; calls with equal keys share it."""
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
     def snapshot_before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
@@ -291,8 +277,12 @@ class State:
         for number, tensor in enumerate(after.outputs):
             if attributes := self.check_attributes(tensor):
                 new_attributes["output", number] = attributes
-        counts = len(after.outputs)
-        return Effects(after.root, changed, created, written, tables, counts, parts=parts, attributes=new_attributes)
+        terms = [after.root, *(term for _, terms in created for term in terms.values())]
+        for number, new in changed.items():
+            terms += [term for part, term in new.items() if before.terms[number].get(part) != term]
+        weights = frozenset(str(reference.number) for term in terms for reference in graph.references(term, "weight"))
+        whole = after.root, changed, created, written, tables, weights, len(after.outputs)
+        return Effects(*whole, parts=parts, attributes=new_attributes)
 
     def apply(self, effects: Effects, before: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
         """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value.
@@ -445,7 +435,13 @@ class _Survey:
             return Whole(type(value), tuple(terms), tuple((n, self.term(v, path, thing, part)) for n, v in attributes))
         is_code = isinstance(value, types.FunctionType | torch.nn.Module)
         if graph.is_node(value, is_long=path is not None) and not (is_code and self.traced is not None):
-            return self._node(value, None if is_code else path)
+            number = self.numbers[id(value)] = len(self.snapshot.things)
+            self.snapshot.things.append(value)
+            self.snapshot.paths.append(None if is_code else path)
+            self.snapshot.parts.append({})
+            self.snapshot.terms.append({})
+            self.waiting.append(number)  # its parts are read later, by `finish`
+            return Reference("thing", number)
         is_known = graph.is_hashable(value) and not isinstance(value, Iterator)
         if path is not None and not is_known:
             name = ".".join(path)
@@ -457,17 +453,6 @@ class _Survey:
             fact += f"{type(value).__name__}, of which a program would take the same item in each call"
             raise BadValueError(self.state.place, fact, "Keep a list and a number")
         return Opaque(value)
-
-    def _node(self, thing: Any, path: tuple[str, ...] | None) -> Reference:
-        """Adds a mutable object to the snapshot, to be read later, and returns its reference."""
-        snapshot = self.snapshot
-        number = self.numbers[id(thing)] = len(snapshot.things)
-        snapshot.things.append(thing)
-        snapshot.paths.append(path)
-        snapshot.parts.append({})
-        snapshot.terms.append({})
-        self.waiting.append(number)
-        return Reference("thing", number)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
         """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
