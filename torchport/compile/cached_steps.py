@@ -124,6 +124,7 @@ class StepCached:
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as JAX arrays, each where its rule puts it."""
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:
@@ -225,6 +226,7 @@ def _extrapolated(differences: list[Any], distance: Any) -> Any:
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
 
     def total(*terms: Any) -> Any:
+        """Returns the series of one array, summed in float32, in the dtype of its first term."""
         wide = sum(factor * term.astype(jnp.float32) for factor, term in zip(factors, terms, strict=True))
         return jnp.asarray(wide).astype(terms[0].dtype)
 

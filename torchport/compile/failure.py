@@ -80,9 +80,9 @@ class Owners:
 
     @classmethod
     def of_task(cls, task: Task) -> Owners:
-        return cls(
-            task.pack, task.card, task.card_document, lambda: task.patches(task.stages), family=task.family.__name__
-        )
+        """Returns what a task's card, patches and family say of whose code a module is."""
+        card, family = task.card, task.family.__name__
+        return cls(task.pack, card, task.card_document, lambda: task.patches(task.stages), family=family)
 
     @property
     def listed(self) -> str:
@@ -155,7 +155,9 @@ def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
 
 
 def _script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
-    """Returns the innermost frame that a script's author can change, where a library's code is at fault; or None."""
+    """Returns the innermost frame that a script's author can change, where a library's code is at fault; None if there
+    is none. It is searched in the traceback, and then in the calls that are running.
+    """
     raised_in = next((frame for frame in reversed(frames) if frame.owner in OURS), None)
     called_from = next((frame for frame in reversed(running_frames(owners)) if frame.owner in (*OURS, "library")), None)
     if raised_in is not None or called_from is None:
@@ -243,7 +245,7 @@ class Failure:
         return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
-        """Returns the class of torchport's error for the exception."""
+        """Returns the class of torchport's error for the exception, such as CudaError where it asks for CUDA."""
         if is_absence(self.error):
             return AbsentPackageError
         if is_cuda(self.error):
@@ -287,7 +289,7 @@ def _rewrite(failure: Failure, why: str, deed: str, cure: str) -> Cure:
 
 
 def _operator(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for an operator that computes something else than PyTorch's."""
+    """Returns fact, remedy and patch entry for a call of an operator that computes something else than in PyTorch."""
     difference = engine.difference(failure.error)
     assert difference is not None
     fact, cure = difference

@@ -204,13 +204,12 @@ class Ported(torch.nn.Module):
         tensors = [tensors[first] for first in snapshot.firsts]
         for tensor, host_input in zip(tensors, host_inputs, strict=True):
             vars(tensor).update(vars(host_input))
-        self._state.give_attributes()
-        attributes = [engine.attributes(weight) for weight in module.parameters()]
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in snapshot.firsts}
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in self.compiled.weights}
         weights = dict(module.named_parameters()) | buffers
         with self._state.traced_inputs_in_place(snapshot, tensors, weights) as arguments:
+            attributes = [engine.attributes(weight) for weight in module.parameters()]
             # These may be written to: the program returns their new values.
             shared = snapshot.memory()
             writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(host_inputs[n])]

@@ -268,6 +268,7 @@ def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
     largest = [0]
 
     def note(_: Any, __: Any, output: Any) -> None:
+        """Notes the bytes of an output of a layer: a forward hook."""
         if isinstance(output, torch.Tensor):
             largest[0] = max(largest[0], output.numel() * output.dtype.itemsize)
 

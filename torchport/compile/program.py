@@ -175,6 +175,7 @@ class Compiled:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
 
         def shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+            """Returns the shape, dtype and sharding of one input."""
             is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
             return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
 
@@ -244,6 +245,7 @@ class Compiled:
             return traced, []
 
         def program(tables: list[Any], *arguments: Any) -> Any:
+            """Evaluates the traced program with `tables` in place of its large constants."""
             values = dict(enumerate(closed.consts)) | dict(zip(large, tables, strict=True))
             flat = jax.tree.leaves(arguments)
             return jax.tree.unflatten(traced.out_tree, jax.core.eval_jaxpr(closed.jaxpr, [*values.values()], *flat))
@@ -425,10 +427,12 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
     entered: list[Any] = []
 
     def enter(scope: str) -> None:
+        """Begins a scope, in which JAX names operations after a module."""
         entered.append(jax.named_scope(scope))
         entered[-1].__enter__()
 
     def leave() -> None:
+        """Ends the innermost scope."""
         entered.pop().__exit__(None, None, None)
 
     with contextlib.ExitStack() as hooks:

@@ -85,6 +85,7 @@ class Stacked(torch.nn.Module):
         return type(self.__dict__["_modules"]["block"]) if self.__dict__.get("_modules") else Stacked
 
     def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the blocks that is the same in all: upstream may ask its block for it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -93,8 +94,9 @@ class Stacked(torch.nn.Module):
             return _plain_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of torchport's; refuses what upstream's code sets, as it does for the other blocks."""
         if "photo" in vars(self) and name not in vars(self):
-            _Block(self, 0).__setattr__(name, value)  # the last block is as the others
+            raise self._error(f"The network sets '{name}' of a block of '{self.name}'")
         super().__setattr__(name, value)
 
     def _error(self, fact: str, remedy: str = UNSTACKED, **names: str) -> StackError:
@@ -176,6 +178,7 @@ class Stacked(torch.nn.Module):
         starts = [0, *(number for number in range(1, len(calls)) if not calls[number].is_alike(calls[number - 1]))]
 
         def run(carry: Tensors) -> Tensors:
+            """Runs all blocks, by a scan for each group of calls that are alike."""
             for start, stop in itertools.pairwise([*starts, len(calls)]):
                 carry = self._scanned(carry, calls[start:stop], range(start, stop), written)
             return carry
@@ -235,6 +238,7 @@ class Stacked(torch.nn.Module):
             is_all = len(blocks) == self.count
 
             def run_block(carry: Any, item: Any) -> Any:
+                """Runs one block of the scan: `item` has its weights, its number and what varies from call to call."""
                 layer, index, given = item
                 if not is_all:  # slices of the weights for some blocks would be copies
                     layer = {k: jax.lax.dynamic_index_in_dim(each, index, keepdims=False) for k, each in layers.items()}
@@ -309,6 +313,7 @@ class _Block:
         return _plain_attribute(vars(self)["stacked"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses an attribute that upstream's code sets of one block: all blocks are one trace."""
         stacked = vars(self)["stacked"]
         raise stacked._error(f"The network sets '{name}' of a block of '{stacked.name}'")
 
@@ -370,6 +375,7 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
 
 
 def prefix(name: str, entry: Stack) -> str:
+    """Returns how the names of stacked weights begin: `blocks.1.block.` if the first block stays apart."""
     return f"{name}.{entry.first}.{BLOCK}."
 
 

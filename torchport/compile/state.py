@@ -75,16 +75,16 @@ class Snapshot:
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
     def overlaps(self, number: int) -> bool:
-        """Returns whether another tensor overlaps an input in memory; views of that input do not count."""
+        """Returns whether another input or table overlaps an input in memory; views of that input do not count."""
         inputs = [*self.inputs.values()]
         others = [t for n, t in enumerate(inputs) if number not in (n, self.views.get(n, [n])[0])]
-        first, last = _bytes_of(inputs[number])
-        ends = [_bytes_of(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
-        return any(max(first, start) < min(last, end) for start, end in ends)
+        first, last = _addresses(inputs[number])
+        ranges = [_addresses(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
+        return any(max(first, start) < min(last, end) for start, end in ranges)
 
 
 def _types(key: Any) -> Any:
-    """Returns the type of a dict's key, or the types in it: 1, 1.0 and True are equal keys."""
+    """Returns the type of a dict's key, or the types in it: they tell 1, 1.0 and True apart, which are equal keys."""
     return type(key) if not isinstance(key, tuple | frozenset) else tuple(map(_types, key))
 
 
@@ -163,13 +163,6 @@ class State:
             fact = "What a call reaches has tuples in tuples, deeper than Python can follow"
             raise BadValueError(self.place, fact, "Keep a flat list, or an object for each level") from error
 
-    def give_attributes(self) -> None:
-        """Gives the traced weights the attributes that somebody has given to those on the host."""
-        for part in self.module.modules():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if (known := self._owned.get((id(part), name))) is not None and engine.is_traced(tensor):
-                    vars(tensor).update(vars(known[0]))
-
     def check_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Returns the attributes that somebody has given to a tensor; refuses those that are no constants."""
         attributes = engine.attributes(tensor)
@@ -231,7 +224,13 @@ class State:
     def traced_inputs_in_place(
         self, before: Snapshot, traced: Sequence[Any], weights: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end."""
+        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end.
+        Traced weights get the attributes that somebody has given to those on the host.
+        """
+        for part in self.module.modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if (owned := self._owned.get((id(part), name))) is not None and engine.is_traced(tensor):
+                    vars(tensor).update(vars(owned[0]))
         values = {"thing": before.things, "input": traced, "table": before.tables, "weight": weights}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
@@ -370,6 +369,7 @@ class State:
         buffers.update({name: value for (kind, name), value in new.items() if kind == "buffer"})
 
     def _is_submodule(self, thing: Any) -> bool:
+        """Returns whether an object is a submodule of the ported module: its weights are on the devices."""
         return isinstance(thing, torch.nn.Module) and id(thing) in self._submodules
 
 
@@ -544,7 +544,7 @@ def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> A
     return new, parts
 
 
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the addresses at which a tensor begins and ends in the host's memory."""
     memory, (start, end) = tensor.untyped_storage().data_ptr(), engine.extent(tensor)
     return memory + start, memory + end
@@ -591,5 +591,6 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a value into a tensor in place; autograd does not follow it."""
     with torch.no_grad():
         tensor.copy_(value)

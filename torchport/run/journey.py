@@ -179,6 +179,7 @@ class Journey:
         folder = self.task.folder / _PROFILES / stage.name
 
         def track(items: Iterable[T], done: int, total: int) -> Iterator[T]:
+            """Iterates over steps under the progress bar and the profiler."""
             return profiled(steps.track(items, done=done, total=total), done, count, folder)
 
         return dataclasses.replace(steps, track=track)
@@ -217,6 +218,7 @@ class Journey:
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:
+            """Writes the artefact, which belongs to a run that has begun, and returns its manifest as a dict."""
             resume.start(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 

@@ -131,6 +131,7 @@ class Shared:
     upstream: checkout.Upstream | None
 
     def journey(self, task: Task, stopping: Stopping) -> Journey:
+        """Returns a run of a task of this shape, with nothing done yet."""
         return Journey(task, self.weights, self.upstream, stopping)
 
 

@@ -119,6 +119,7 @@ def steps(
     if stage.name not in DENOISING:
 
         def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
+            """Iterates under the progress bar, and stops before an item if that is requested."""
             for item in bar(items, done=done, total=total):
                 stopping.check(task.folder, f"in '{stage.name}'")
                 yield item

@@ -184,6 +184,7 @@ def input_rule(
 
 
 def matches(rule: Rule, name: str) -> bool:
+    """Returns whether a rule's regular expression matches the whole name of a tensor."""
     return re.fullmatch(rule.match, name) is not None
 
 
@@ -225,6 +226,7 @@ def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: M
 
 
 def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns a rule's spec as JAX's sharding on a mesh."""
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(rule.spec))))
 
 

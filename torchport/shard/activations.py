@@ -34,10 +34,12 @@ def check(
     module_rules, called = rule_by_module(module, rules, place), set[str]()
 
     def check_output(name: str, rule: ActivationRule, module: Any, inputs: Any, output: Any) -> None:
+        """Refuses an output that does not fit, and notes that the module was called: a forward hook."""
         _check_output(name, rule, sizes, place, output)
         called.add(name)
 
     def check_called() -> None:
+        """Refuses a rule none of whose modules was called: it would have no effect."""
         for number, rule in enumerate(rules, 1):
             names = [name for name in module_rules if module_rules[name] is rule]
             if called.isdisjoint(names) and not rule.is_shared:
