@@ -308,4 +308,5 @@ def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
 
 
 def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """Returns the shape of each tensor, by its name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
