@@ -410,10 +410,9 @@ def ported(
         how: How it is called. It returns a tuple of one tree of tensors.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    sizes = {axis: mesh.shape[axis] for axis in shard.AXES}
-    chosen = shard.match(
-        rules.as_written.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
-    )
+    sizes, shapes = {axis: mesh.shape[axis] for axis in shard.AXES}, shard.named_shapes(tensors)
+    place, places = rules.place("weights"), rules.places("weights")
+    chosen = shard.match(rules.as_written.weights, shapes, sizes, place, places)
     if any(tensor.is_meta for tensor in module.parameters()):  # of a plan
         weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
     else:
@@ -461,12 +460,12 @@ def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
     spread = {key: array for key, array in weights.items() if not array.is_fully_addressable}
     weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
     bounds: dict[str, float] = {}
-    for what, entry in rules.bounds.items():
-        place = rules.document.place(["score_bounds", what])
-        limit = bound.of_weights(weights, entry.queries, entry.keys, what, place)
+    for name, entry in rules.bounds.items():
+        place = rules.document.place(["score_bounds", name])
+        limit = bound.of_weights(weights, entry.queries, entry.keys, name, place)
         if limit is not None:
-            bounds[what] = limit
-            log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
+            bounds[name] = limit
+            log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", name, limit)
     return bounds
 
 

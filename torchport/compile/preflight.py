@@ -183,14 +183,11 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
 def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
     prefix = f"{stage.submodule}." if stage.submodule else ""
-    parameters = network.published(task, name).named_parameters()
-    shapes = shard.named_shapes(
-        {
-            key.removeprefix(prefix): parameter
-            for key, parameter in parameters
-            if key.startswith(prefix) and not network.is_left_out(stage, key)
-        }
-    )
+    shapes = {
+        key.removeprefix(prefix): tuple(parameter.shape)
+        for key, parameter in network.published(task, name).named_parameters()
+        if key.startswith(prefix) and not network.is_left_out(stage, key)
+    }
     written = of_task(task, name)
     # Buffers are made later: rules for them match nothing yet, or only what an earlier rule matches.
     firsts = shard.firsts(written.as_written.weights, shapes)

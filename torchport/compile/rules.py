@@ -70,9 +70,8 @@ class Rules:
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
         """Returns where each rule of a kind is written, those of a caller of `port` first."""
-        places = [
-            self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.as_written, kind)))
-        ]
+        count, path = len(getattr(self.as_written, kind)), self._path(kind)
+        places = [self.document.place([*path, number]) for number in range(count)]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
 
 
@@ -95,10 +94,10 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         precision=card.components[component].precision,
         operators=card.operators,
     )
-    bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
-    path, name = ["strategies", strategy], card.rule_key(component)
-    divides = {axis: key for axis, key in chosen.divides.items() if key.partition(".")[0] == name}
-    return Rules(component, written, document, path, name, bounds, divides, extra=extra, base=chosen.like)
+    bounds = {name: bound for name, bound in card.score_bounds.items() if bound.component == component}
+    path, rule_key = ["strategies", strategy], card.rule_key(component)
+    divides = {axis: key for axis, key in chosen.divides.items() if key.partition(".")[0] == rule_key}
+    return Rules(component, written, document, path, rule_key, bounds, divides, extra=extra, base=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:

@@ -13,9 +13,8 @@ def inside(root: Path, path: Path) -> Path:
     """Returns a path as it is; raises if a link in it leads out of the folder `root`."""
     # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise BadValueError(
-            as_named(path), f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there"
-        )
+        fact = f"'{path.name}' is a link out of '{root.name}'"
+        raise BadValueError(as_named(path), fact, "Put the file itself there")
     return path
 
 

@@ -53,29 +53,28 @@ _DERIVED = ("schema_version", "tensors", "sha256")
 """Fields of a manifest that `save.write` finds out itself."""
 
 
+@dataclasses.dataclass(eq=False)
 class Journey:
     """One run of a task: it reads and writes artefacts, and notes what manifests say.
 
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        weights: checkpoint.Checkpoint,
-        upstream: checkout.Upstream | None,
-        stopping: Stopping,
-    ) -> None:
-        self.task = task
-        self.weights = weights
-        self.upstream = upstream
-        self.stopping = stopping
-        self.run = ""
-        self.unfinished = resume.Unfinished(task, self.upstream)
-        self.seconds: dict[str, float] = {}
-        self.steps = self.begins = 0
+    task: Task
+    weights: checkpoint.Checkpoint
+    upstream: checkout.Upstream | None
+    stopping: Stopping
+    run: str = ""  #: Its name; empty before `stages` is called.
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  #: By stage and verb: `denoise load`.
+    steps: int = 0  #: The denoising steps that it takes.
+    begins: int = 0  #: The step, counted from 0, at which the network of the stage begins; see `read`.
+    #: By stage, in words, how many operators its programs call.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Notes that nothing is read or written yet."""
+        self.unfinished = resume.Unfinished(self.task, self.upstream)
         self._programs: dict[str, list[dict[str, Any]]] = {}  # rows of manifests, by stage
-        self.operators: dict[str, str] = {}  # in words, how many operators a stage's programs call
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
@@ -121,13 +120,14 @@ class Journey:
         return fields is not None
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns a stage's inputs, verified, from the stages that it needs; keeps their loop state for `steps_of`."""
+        """Returns a stage's inputs, verified, from the stages that it needs, with noise; keeps their loop's state for
+        `steps_of`.
+        """
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
-        #: The step, counted from 0, at which the network of this stage begins.
         self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
         self._start = (self.begins, state)
         return inputs | self.task.noise(stage)

@@ -68,9 +68,8 @@ def check_used(
         if size > 1 and axis not in used:
             remedy = "Write a strategy whose rules split something, or leave the axis out and plan one device"
             remedy = f"Use the axes {', '.join(sorted(used))}" if used else remedy
-            raise MeshError(
-                place(axis), f"{axis}={size} splits nothing: no rule of {owner} names it", remedy, axis=axis
-            )
+            fact = f"{axis}={size} splits nothing: no rule of {owner} names it"
+            raise MeshError(place(axis), fact, remedy, axis=axis)
 
 
 def axes_of(rules: Iterable[Rule], activations: Iterable[ActivationRule]) -> set[Axis]:

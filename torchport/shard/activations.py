@@ -60,9 +60,8 @@ def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], pla
     for number, rule in enumerate(rules):
         if number not in numbers.values() and not rule.is_shared:
             fact = f"Rule {number + 1}, '{rule.match}', matches none of {len(names)} modules"
-            raise DeadRuleError(
-                place, fact, "Remove it or mend it. " + nearest(rule.match, names[:12]), rule=rule.match
-            )
+            remedy = f"Remove it or mend it. {nearest(rule.match, names[:12])}"
+            raise DeadRuleError(place, fact, remedy, rule=rule.match)
     return {name: rules[number] for name, number in numbers.items() if number is not None}
 
 
