@@ -53,6 +53,20 @@ _DERIVED = ("schema_version", "tensors", "sha256")
 """Fields of a manifest that `save.write` finds out itself."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run has made: where the video is, and where the time went."""
+
+    folder: Path
+    video: Path | None
+    seconds: dict[str, float]
+    steps: int
+    #: The upstream and its commit, if it is a checkout.
+    upstream: checkout.Upstream | None = None
+    #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
+    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(eq=False)
 class Journey:
     """One run of a task: it reads and writes artefacts, and notes what manifests say.
@@ -279,13 +293,13 @@ class Journey:
 
         return lap
 
-    def finish(self) -> Path | None:
-        """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one."""
+    def finish(self) -> Summary:
+        """Writes the run's own manifest, forgets that the run was unfinished, and returns where its outputs are."""
         has_video = any(stage.name == "decode" for stage in self.task.stages)
-        file = self.task.result if has_video else None
-        hosts.from_first(lambda: _write_manifest(self.task, file, self._manifests))
+        video = self.task.result if has_video else None
+        hosts.from_first(lambda: _write_manifest(self.task, video, self._manifests))
         hosts.from_first(lambda: resume.forget(self.task))
-        return file
+        return Summary(self.task.folder, video, self.seconds, self.steps, self.upstream, self.operators)
 
     def continuation(self) -> str:
         """Returns what the same command does next time, after an error, as a clause."""

@@ -25,25 +25,11 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log
-from torchport.run.journey import LOSSY_INT8, Journey, log_patches
+from torchport.run.journey import LOSSY_INT8, Journey, Summary, log_patches
 from torchport.save.manifest import versions
 from torchport.stages import family
 from torchport.task import Request, Task, accept, execution
 from torchport.task.devices import devices
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Where the video is, and where the time went."""
-
-    folder: Path
-    video: Path | None
-    seconds: dict[str, float]
-    steps: int
-    #: The upstream and its commit, if it is a checkout.
-    upstream: checkout.Upstream | None = None
-    #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
-    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
@@ -72,21 +58,14 @@ def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
 def _carry(task: Task, stopping: Stopping) -> Summary:
     """Runs all stages of a task in its locked folder; if that cannot be written, the error says how to go on."""
     with output_folder(task.folder), shared(task) as common:
-        journey = common.journey(task, stopping)
+        journey = Journey(task, common.weights, common.upstream, stopping)
         try:
             for stage in journey.stages():
                 with at_stage(common, stage) as stage_at_hand:
                     stage_at_hand.carry(journey)
-            return summary(journey)
+            return journey.finish()
         except OutputError as error:
             raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.continuation()}") from error
-
-
-def summary(journey: Journey) -> Summary:
-    """Ends a run, and returns where its outputs are; raises OutputError if its folder cannot be written."""
-    return Summary(
-        journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream, journey.operators
-    )
 
 
 @contextlib.contextmanager
@@ -114,10 +93,10 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
                 remedy = "Let it differ in prompt, seed, image and folders alone"
                 raise BadValueError(str(accepted.folder), fact, remedy)
             with output_folder(accepted.folder):
-                journey = common.journey(accepted, Stopping())
+                journey = Journey(accepted, common.weights, common.upstream, Stopping())
                 for _ in journey.stages():
                     stage_at_hand.carry(journey)
-                return summary(journey)
+                return journey.finish()
 
         yield carry
 
@@ -129,10 +108,6 @@ class Shared:
     task: Task
     weights: checkpoint.Checkpoint
     upstream: checkout.Upstream | None
-
-    def journey(self, task: Task, stopping: Stopping) -> Journey:
-        """Returns a run of a task of this shape, with nothing done yet."""
-        return Journey(task, self.weights, self.upstream, stopping)
 
 
 @contextlib.contextmanager

@@ -199,7 +199,7 @@ class Video:
 
     def start(self, common: path.Shared, stopping: Stopping) -> None:
         """Begins the video, or goes on with it where it was stopped; ends it at once if it is finished."""
-        journey = common.journey(self.task, stopping)
+        journey = Journey(self.task, common.weights, common.upstream, stopping)
         if hosts.from_first(lambda: resume.is_finished(self.task, common.weights, common.upstream)):
             if journey.revise():  # the job has another `fps` than the video
                 journey.finish()
@@ -212,7 +212,7 @@ class Video:
         """Goes on to the next stage; after the last one it ends the video."""
         self.stage = next(self.stages or iter(()), None)
         if self.stage is None:
-            summary = path.summary(journey)
+            summary = journey.finish()
             self.seconds = sum(summary.seconds.values())
             self.end("done")
             log.info("%s is done: %s", self.name, summary.video)
