@@ -32,16 +32,22 @@ _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 
 
 @dataclasses.dataclass
+class Node:
+    """A mutable object that a call can reach."""
+
+    thing: Any
+    path: tuple[str, ...] | None = None  #: The names that lead to it from the arguments; None: it is reached otherwise.
+    parts: dict[Part, Any] = dataclasses.field(default_factory=dict)
+    terms: dict[Part, Any] = dataclasses.field(default_factory=dict)  #: Its parts, as terms.
+
+
+@dataclasses.dataclass
 class Snapshot:
     """What a call of a ported module can reach before or after it: mutable objects, nodes of a graph, and tensors."""
 
     #: The terms of the arguments, by parameter; after a call, the term of its return value.
     root: Any = ()
-    things: list[Any] = dataclasses.field(default_factory=list)  #: The nodes, by number.
-    parts: list[dict[Part, Any]] = dataclasses.field(default_factory=list)  #: Of each node, its parts.
-    terms: list[dict[Part, Any]] = dataclasses.field(default_factory=list)  #: Of each node, its parts as terms.
-    #: The names that lead from the arguments to each node; None: it is reached otherwise.
-    paths: list[tuple[str, ...] | None] = dataclasses.field(default_factory=list)
+    nodes: list[Node] = dataclasses.field(default_factory=list)  #: By number.
     inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  #: The program's inputs, by name.
     #: Of each input, the number of the first one that is the same tensor.
     firsts: list[int] = dataclasses.field(default_factory=list)
@@ -55,7 +61,7 @@ class Snapshot:
     def key(self, submodules: Collection[int]) -> Any:
         """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
         kinds: list[Any] = []  # what the program depends on of each node: a function's code, a submodule, or the type
-        for thing in self.things:
+        for thing in (node.thing for node in self.nodes):
             if isinstance(thing, types.FunctionType):
                 kinds.append((Opaque(thing.__code__), Opaque(thing.__globals__)))
                 continue
@@ -65,7 +71,7 @@ class Snapshot:
         for name, tensor in self.inputs.items():
             attributes = ((key, graph.constant(value)) for key, value in engine.attributes(tensor).items())
             inputs.append((name, *_form(tensor), is_read_only(tensor), *attributes))
-        terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
+        terms = tuple(tuple((part, _types(part[1]), term) for part, term in node.terms.items()) for node in self.nodes)
         firsts = *self.firsts, *self.views.items()
         return self.root, tuple(kinds), terms, tuple(inputs), firsts, self.marks
 
@@ -154,7 +160,7 @@ class State:
             if tensor._version != version:
                 self.refuse(name)
         self._submodules = frozenset(map(id, submodules))
-        survey = _Survey(self, Snapshot(things=submodules), None)
+        survey = _Survey(self, Snapshot(nodes=[*map(Node, submodules)]), None)
         names = [() if name in unnamed else (name,) for name in arguments]
         try:
             root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
@@ -204,11 +210,11 @@ class State:
             if table.layout == torch.strided and table.untyped_storage().data_ptr() == memory
         }
         kinds: dict[int, set[Any]] = {number: set() for number in range(len(before.tables))}  # place and form
-        for thing, terms in zip(before.things, before.terms, strict=True):
-            for part, term in terms.items():
+        for node in before.nodes:
+            for part, term in node.terms.items():
                 for reference in graph.references(term, "table"):
                     form = _form(before.tables[reference.number])
-                    kinds[reference.number] |= {(id(thing), form), ((type(thing), part), form)}
+                    kinds[reference.number] |= {(id(node.thing), form), ((type(node.thing), part), form)}
         kinds_of_inputs = set().union(*(kinds[number] for number in numbers))
         for number, table in enumerate(before.tables):
             if number in numbers or kinds[number] & kinds_of_inputs:
@@ -217,7 +223,8 @@ class State:
 
     def snapshot_after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
         """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
-        survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
+        nodes = [Node(node.thing) for node in before.nodes]
+        survey = _Survey(self, Snapshot(nodes=nodes, tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
@@ -231,21 +238,22 @@ class State:
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if (owned := self._owned.get((id(part), name))) is not None and engine.is_traced(tensor):
                     vars(tensor).update(vars(owned[0]))
-        values = {"thing": before.things, "input": traced, "table": before.tables, "weight": weights}
+        things = [node.thing for node in before.nodes]
+        values = {"thing": things, "input": traced, "table": before.tables, "weight": weights}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
-            for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
-                traced_terms = {part: t for part, t in terms.items() if graph.references(t, "input", "weight")}
-                new = {part: value_of(term, values) for part, term in traced_terms.items()}
+            for node in before.nodes:
+                terms = node.terms.items()
+                new = {p: value_of(t, values) for p, t in terms if graph.references(t, "input", "weight")}
                 if new:
-                    self.fill(thing, parts | new)
+                    self.fill(node.thing, node.parts | new)
             yield {name: value_of(term, values) for name, term in before.root}
         finally:
-            for thing, parts in zip(before.things, before.parts, strict=True):
-                left = self.parts(thing)
-                if [*left] != [*parts] or any(left[part] is not parts[part] for part in parts):
-                    self.fill(thing, parts)
+            for node in before.nodes:
+                left = self.parts(node.thing)
+                if [*left] != [*node.parts] or any(left[part] is not value for part, value in node.parts.items()):
+                    self.fill(node.thing, node.parts)
             for part, old in submodules:
                 part._modules.clear()
                 part._modules.update(old)
@@ -255,14 +263,14 @@ class State:
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
         """Returns what a call does, from the snapshots before and after it; raises if it exchanges submodules."""
         changed = {}
-        for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
-            if [*old.items()] != [*new.items()]:
-                changed[number] = new
-                if old.get(_SUBMODULES) != new.get(_SUBMODULES):
-                    fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
+        for number, (old, new) in enumerate(zip(before.nodes, after.nodes, strict=False)):
+            if [*old.terms.items()] != [*new.terms.items()]:
+                changed[number] = new.terms
+                if old.terms.get(_SUBMODULES) != new.terms.get(_SUBMODULES):
+                    fact = f"A call exchanges submodules of a '{type(old.thing).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        count = len(before.things)  # nodes keep their numbers: the call has made those after these
-        created = [*zip(map(graph.blank, after.things[count:]), after.terms[count:], strict=True)]
+        # Nodes keep their numbers: the call has made those after these.
+        created = [(graph.blank(node.thing), node.terms) for node in after.nodes[len(before.nodes) :]]
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
         marks = dict(enumerate(before.marks))
         tables, parts = {n: t for n, t in enumerate(after.tables) if marks.get(n) != after.marks[n]}, {}
@@ -277,8 +285,9 @@ class State:
             if attributes := self.check_attributes(tensor):
                 new_attributes["output", number] = attributes
         terms = [after.root, *(term for _, terms in created for term in terms.values())]
-        for number, new in changed.items():
-            terms += [term for part, term in new.items() if before.terms[number].get(part) != term]
+        for number, new_terms in changed.items():
+            old_terms = before.nodes[number].terms
+            terms += [term for part, term in new_terms.items() if old_terms.get(part) != term]
         weights = frozenset(str(reference.number) for term in terms for reference in graph.references(term, "weight"))
         whole = after.root, changed, created, written, tables, weights, len(after.outputs)
         return Effects(*whole, parts=parts, attributes=new_attributes)
@@ -291,7 +300,7 @@ class State:
             outputs: The program's outputs, without those that are views.
             weights: The weights and the new buffers by name, for terms of the kinds `weight` and `new`.
         """
-        things = [*before.things, *(make() for make, _ in effects.created)]
+        things = [*(node.thing for node in before.nodes), *(make() for make, _ in effects.created)]
         tables = dict(enumerate(before.tables))
         tables.update({n: value.clone() for n, value in effects.tables.items() if n not in tables})
         for number, (base, (size, strides, offset)) in effects.parts.items():
@@ -312,13 +321,14 @@ class State:
         for (kind, number), attributes in effects.attributes.items():
             vars(values[kind][number]).clear()
             vars(values[kind][number]).update(attributes)
-        for thing, (_, terms) in zip(things[len(before.things) :], effects.created, strict=True):
+        for thing, (_, terms) in zip(things[len(before.nodes) :], effects.created, strict=True):
             self.fill(thing, {part: value_of(term, values) for part, term in terms.items()})
             self._note(thing, terms, values)
         for number, terms in effects.changed.items():
-            old, parts, thing = before.terms[number], before.parts[number], things[number]
-            self.fill(thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
-            self._note(thing, terms, values)
+            node = before.nodes[number]
+            old, parts = node.terms, node.parts
+            self.fill(node.thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
+            self._note(node.thing, terms, values)
         for number, value in effects.tables.items():
             if number < len(before.tables) and _is_small(value):  # the trace itself has written to a large one
                 _write(before.tables[number], value)
@@ -387,27 +397,24 @@ class _Survey:
         self.state = state
         self.snapshot = snapshot
         self.traced = traced
-        self.numbers = {id(thing): number for number, thing in enumerate(snapshot.things)}
+        self.numbers = {id(node.thing): number for number, node in enumerate(snapshot.nodes)}
         self.tensors = {id(t): Reference("table", n) for n, t in enumerate(snapshot.tables)}
         self.tensors.update(traced or {})
-        self.waiting: collections.deque[int] = collections.deque()
-        count = len(snapshot.things)
-        snapshot.parts = [{}] * count
-        snapshot.terms = [{}] * count
-        snapshot.paths = [None] * count
+        self.first_nodes = [*snapshot.nodes]
+        self.waiting: collections.deque[Node] = collections.deque()  # whose parts are not read yet
 
     def finish(self, root: Any) -> Snapshot:
-        """Reads the objects that wait, then those known from the start; returns the snapshot with `root` in it."""
-        snapshot, known = self.snapshot, [number for number in self.numbers.values() if number not in self.waiting]
-        while self.waiting or known:
+        """Reads the nodes that wait, then those of the start; returns the snapshot with `root` in it."""
+        snapshot = self.snapshot
+        while self.waiting or self.first_nodes:
             if not self.waiting:
-                self.waiting, known = collections.deque(known), []
-            number = self.waiting.popleft()
-            thing, path = snapshot.things[number], snapshot.paths[number]
-            parts = snapshot.parts[number] = self.state.parts(thing)
-            snapshot.terms[number] = {
-                part: graph.constant(value) or self.term(value, _longer(path, part), thing, part)
-                for part, value in parts.items()
+                self.waiting.extend(self.first_nodes)
+                self.first_nodes = []
+            node = self.waiting.popleft()
+            node.parts = self.state.parts(node.thing)
+            node.terms = {
+                part: graph.constant(value) or self.term(value, _longer(node.path, part), node.thing, part)
+                for part, value in node.parts.items()
             }
         snapshot.root, snapshot.marks = root, tuple(map(_mark, snapshot.tables))
         snapshot.views = _views([*snapshot.inputs.values()])
@@ -435,12 +442,10 @@ class _Survey:
             return Whole(type(value), tuple(terms), tuple((n, self.term(v, path, thing, part)) for n, v in attributes))
         is_code = isinstance(value, types.FunctionType | torch.nn.Module)
         if graph.is_node(value, is_long=path is not None) and not (is_code and self.traced is not None):
-            number = self.numbers[id(value)] = len(self.snapshot.things)
-            self.snapshot.things.append(value)
-            self.snapshot.paths.append(None if is_code else path)
-            self.snapshot.parts.append({})
-            self.snapshot.terms.append({})
-            self.waiting.append(number)  # its parts are read later, by `finish`
+            node = Node(value, None if is_code else path)
+            number = self.numbers[id(value)] = len(self.snapshot.nodes)
+            self.snapshot.nodes.append(node)
+            self.waiting.append(node)  # its parts are read later, by `finish`
             return Reference("thing", number)
         is_known = graph.is_hashable(value) and not isinstance(value, Iterator)
         if path is not None and not is_known:
