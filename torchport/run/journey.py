@@ -93,6 +93,7 @@ class Journey:
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
         self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # finished steps, and the state after them
+        self._clock = 0.0  # the moment from which the next seconds count
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run, and takes over those that a stopped or killed run finished."""
@@ -137,6 +138,7 @@ class Journey:
         """Returns a stage's inputs, verified, from the stages that it needs, with noise; keeps their loop's state for
         `steps_of`.
         """
+        self._clock = time.perf_counter()
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
@@ -202,17 +204,11 @@ class Journey:
         """Returns whether an earlier run had taken all steps of `denoise_first`, so that this run called no network."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
-    def note_run(
-        self,
-        stage: family.Stage,
-        call: Any,
-        lap: Callable[[str], None],
-        programs: Mapping[str, compile.Compiled],
-    ) -> None:
+    def note_run(self, stage: family.Stage, call: Any, programs: Mapping[str, compile.Compiled]) -> None:
         """Notes a stage's programs and its seconds, and writes the curve of a calibrating step cache; `--memory` logs.
         Programs are compiled when the stage first calls them, so that the seconds of compiling are taken from the run.
         """
-        lap("run")
+        self.note_seconds(stage, "run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
         self.operators |= {name: compiled.operators_text() for name, compiled in programs.items() if compiled.jit}
         for compiled in (programs.values() or [call]) if self.task.request.execution.memory else ():
@@ -281,17 +277,11 @@ class Journey:
         names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
         save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
 
-    def clock(self, stage: family.Stage) -> Callable[[str], None]:
-        """Returns a function `lap(verb)`: it notes the seconds since its last call (or since now) for a verb."""
-        last = time.perf_counter()
-
-        def lap(verb: str) -> None:
-            nonlocal last
-            moment = time.perf_counter()
-            self.seconds[f"{stage.name} {verb}"] = moment - last
-            last = moment
-
-        return lap
+    def note_seconds(self, stage: family.Stage, verb: str) -> None:
+        """Notes the seconds of a stage's `load`, `shard`, `run` or `save`: since the last of them, or since `read`."""
+        moment = time.perf_counter()
+        self.seconds[f"{stage.name} {verb}"] = moment - self._clock
+        self._clock = moment
 
     def finish(self) -> Summary:
         """Writes the run's own manifest, forgets that the run was unfinished, and returns where its outputs are."""

@@ -153,18 +153,18 @@ class StageAtHand:
 
     def carry(self, journey: Journey) -> None:
         """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""
-        stage, lap = self.stage, journey.clock(self.stage)
+        stage = self.stage
         inputs = journey.read(stage)
         ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
         # Stages in PyTorch run in one process alone: another machine might round differently.
-        run = functools.partial(self._outputs, journey, ledger, inputs, lap)  # load, shard, compile, run
+        run = functools.partial(self._outputs, journey, ledger, inputs)  # load, shard, compile, run
         is_everywhere = stage.network is not None or journey.task.encodes_on_devices(stage)
         outputs = run() if is_everywhere else dict(hosts.pair_from_first(lambda: (None, run()))[1])
         journey.write(stage, outputs, ledger)  # save
-        lap("save")
+        journey.note_seconds(stage, "save")
 
     def _outputs(
-        self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor], lap: Callable[[str], None]
+        self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Loads, shards, compiles and runs the stage for a run, and returns its outputs, after checking them."""
         task, stage = journey.task, self.stage
@@ -172,11 +172,11 @@ class StageAtHand:
         parts = self._parts_of_run()  # load
         self.is_loading = False
         family.check_inputs(stage, parts, task.settings, inputs)
-        lap("load")
+        journey.note_seconds(stage, "load")
         self.is_loading = True
         call = self._network(parts, ledger)  # shard, compile
         self.is_loading = False
-        lap("shard")
+        journey.note_seconds(stage, "shard")
         with network.first_not_finite_named(call):
             if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
                 log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
@@ -185,7 +185,7 @@ class StageAtHand:
             if isinstance(call, StepCached) and stage.name == DENOISING[0]:
                 outputs |= call.measured()  # the second network's curve goes on from it
         family.check_outputs(stage, outputs)
-        journey.note_run(stage, call, lap, self._programs())
+        journey.note_run(stage, call, self._programs())
         if not journey.is_idle(stage, outputs):
             ledger.check_called()
         log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
