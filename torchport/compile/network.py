@@ -171,7 +171,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     if stage.without:
         task.shapes.pop(network, None)  # another stage may have it, with all its modules
     parts = outlines(task, stage)
-    del task.shapes[network]
+    del task.shapes[network]  # it is the caller's from now on
     _prune(parts[network], stage)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings.shared())

@@ -83,14 +83,14 @@ class Unfinished:
         remedy = f"Finish that run, or remove {file.name}, or choose another --out"
         tensors, manifest = save.read(self.task.folder, name, identity, weights.digests, AFTER_REMOVAL)
         assert manifest is not None
-        differs = _difference(self.task, stage, manifest, self.upstream)
-        if differs is not None:
-            key, theirs, ours = differs
-            fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
+        difference = _difference(self.task, stage, manifest, self.upstream)
+        if difference is not None:
+            key, earlier, current = difference
+            fact = f"A run with {key} {earlier!r} was stopped here, and this one has {current!r}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
         if manifest.inputs != dict(shas):
-            theirs = {str(name): sha for name, sha in manifest.inputs.items()}
-            other = next((name for name, sha in shas.items() if theirs.get(name) != sha), "encode")
+            earlier = {str(name): sha for name, sha in manifest.inputs.items()}
+            other = next((name for name, sha in shas.items() if earlier.get(name) != sha), "encode")
             what = "other embeddings" if other == "encode" else f"another '{other}'"
             raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
         done, total = manifest.done, self.task.settings.steps
@@ -177,19 +177,19 @@ def _difference(
 ) -> tuple[str, Any, Any] | None:
     """Returns the first setting in which an artefact's run differs from this one: key, its value, ours; or None."""
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
-    theirs = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
-    ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
-    theirs |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
-    ours |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
+    earlier = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
+    current = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
+    earlier |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
+    current |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
     code = leaves({"card": manifest.card, "code": manifest.code})
-    theirs, ours = theirs | code, ours | dict.fromkeys(code) | leaves(task.code(stage))
-    theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
-    ours |= {f"version of {name}": version for name, version in versions().items()}
+    earlier, current = earlier | code, current | dict.fromkeys(code) | leaves(task.code(stage))
+    earlier |= {f"version of {name}": version for name, version in manifest.versions.items()}
+    current |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:
-        for settings, revision in ((theirs, manifest.upstream), (ours, upstream.revision)):
+        for settings, revision in ((earlier, manifest.upstream), (current, upstream.revision)):
             settings[f"commit of {upstream.package}"] = revision.commit
             settings[f"changes to {upstream.package}'s commit"] = revision.dirty
-    return next(((key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value), None)
+    return next(((key, earlier.get(key), value) for key, value in current.items() if earlier.get(key) != value), None)
 
 
 def unfinished_run(task: Task) -> str | None:
@@ -242,12 +242,12 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
         manifest = save.read_manifest(file) if file.is_file() else None
-        differs = None if manifest is None else _difference(task, stage, manifest, upstream)
+        difference = None if manifest is None else _difference(task, stage, manifest, upstream)
         if manifest is not None and task.job.keep_steps and not manifest.config.get("keep_steps"):
-            differs = differs or ("keep_steps", False, True)
-        if differs is not None:
-            key, theirs, ours = differs
-            fact = f"A finished video with {key} {theirs!r} lies here, and this one has {ours!r}"
+            difference = difference or ("keep_steps", False, True)
+        if difference is not None:
+            key, earlier, current = difference
+            fact = f"A finished video with {key} {earlier!r} lies here, and this one has {current!r}"
             remedy = "Remove the folder to make it anew, or choose another --out"
             raise ArtefactForeignError(str(task.folder), fact, remedy, key=key)
     return len(finished_manifests(task, save.read_manifest(last).run, weights, upstream)) == len(task.stages)
