@@ -143,7 +143,9 @@ def frames_of(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
 
 
 def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
-    """Returns the frame whose code is at fault; None if that is torchport's own code, or a library's."""
+    """Returns the innermost frame of upstream, a family, a patch or a script, whose code is at fault; None if the fault
+    is torchport's or a library's.
+    """
     if is_absence(error):  # whoever imports the absent package is at fault, a library, too
         frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]
         frame = next((frame for frame in reversed(frames) if frame.owner != "engine"), None)

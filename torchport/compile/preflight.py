@@ -74,7 +74,7 @@ def check(task: Task) -> None:
 
 
 def _check_guider(task: Task) -> None:
-    """Refuses a guider that does more than combine predictions, or whose number of them `dp` does not divide."""
+    """Refuses a guider that does more than combine predictions, or whose count of predictions `dp` does not divide."""
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
@@ -323,6 +323,7 @@ class _LargeWithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors of `LARGE` elements, and what is computed from them, without values or memory."""
 
     def __init__(self) -> None:
+        """Makes the mode in which PyTorch computes shapes alone."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]

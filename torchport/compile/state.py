@@ -337,7 +337,7 @@ class State:
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Any]) -> None:
         """Notes the tensors of an object that depend on a call's inputs: later calls take these as inputs."""
         for part, term in terms.items():
-            tensors = [value_of(each, values) for each in graph.references(term, "output", "input")]
+            tensors = [value_of(reference, values) for reference in graph.references(term, "output", "input")]
             self.made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
                 self.kept.add((Opaque(thing), part))

@@ -101,12 +101,12 @@ def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
             continue
         strides = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
         walks = [_turning([part[axis] for part in parts]) for axis in range(len(sizes))]
-        order = []
-        for digits in itertools.product(*walks):
+        numbers = []
+        for digits in itertools.product(*walks):  # of each axis, the steps along the lines to a position
             pairs = zip(digits, strides, strict=True)
             moves = ([d * s for d, s in zip(digit, stride, strict=True)] for digit, stride in pairs)
-            order.append(devices[tuple(map(sum, zip(*moves, strict=True)))])
-        yield order
+            numbers.append(devices[tuple(map(sum, zip(*moves, strict=True)))])
+        yield numbers
 
 
 def _factorisations(length: int, parts: int) -> Iterator[tuple[int, ...]]:
