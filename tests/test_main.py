@@ -21,7 +21,7 @@ from torchport.commands import run as command
 from torchport.config.checkout import Upstream
 from torchport.processes import hosts
 from torchport.processes.git import Revision
-from torchport.run.path import Summary
+from torchport.run.journey import Summary
 from torchport.task import Execution, Request, devices
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "frames=5", "--set", "steps=3")

@@ -9,7 +9,7 @@ from torchport.__main__ import cli
 from torchport.config import pack
 from torchport.errors import BadValueError
 from torchport.run import path
-from torchport.run.path import Summary
+from torchport.run.journey import Summary
 
 
 @pytest.fixture

@@ -101,10 +101,10 @@ def test_where_all_is_finite_nothing_is_named_and_the_numbers_are_pytorchs(how):
 def test_an_error_about_nan_gets_the_module_as_a_line_of_its_own():
     call = in_pytorch(layers())
     call(x=torch.full((2, 4), -9.0))
-    with pytest.raises(NotFiniteError) as caught, network.explained(call):
+    with pytest.raises(NotFiniteError) as caught, network.first_not_finite_named(call):
         raise NotFiniteError("'denoise', step 1 of 3", "'latents' has 1 of 9 values that are NaN", "Look")
     assert str(caught.value).splitlines()[1:] == [call.first.text]
-    with pytest.raises(NotFiniteError) as caught, network.explained(None):
+    with pytest.raises(NotFiniteError) as caught, network.first_not_finite_named(None):
         raise NotFiniteError("'decode'", "It is NaN", "Look")
     assert len(str(caught.value).splitlines()) == 1
 

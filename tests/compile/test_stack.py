@@ -161,21 +161,6 @@ def test_weights_that_are_called_like_stacked_ones_are_left_alone():
     assert made[name].shape == (4,) and made["blocks.0.block.w"].shape == (1, 4)
 
 
-def test_something_is_done_after_each_block_with_its_number():
-    module = network(3)
-    with torch.no_grad():
-        x, y, factor = inputs().values()
-        for number, block in enumerate(module.blocks):
-            x, y = block(x, y, factor, (factor * 0.1, None))
-            y = y + number
-        wanted = x + y
-    program = compiled(module, {"blocks": CARRIES})
-    *_, stacked = program.network.module.blocks
-    stacked.after = lambda index, outputs: (outputs[0], outputs[1] + index)
-    found = program(**inputs())
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
-
-
 def test_a_block_that_knows_its_index_is_refused_by_name():
     module = Network([Block(known=n) for n in range(3)])
     text = refusal(lambda: stack.stack(module, {"blocks": CARRIES}, lambda name: "card.yaml:7"))

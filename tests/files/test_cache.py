@@ -128,13 +128,13 @@ def test_what_somebody_else_owns_is_refused(folder, monkeypatch):
 
 def test_another_kind_of_cpu_has_another_name(monkeypatch, tmp_path):
     """XLA compiles for the CPU's own instructions, and JAX's keys do not tell CPUs apart."""
-    before, read = cache.host(), cache.Path.read_text
+    before, read = cache.cpu_kind(), cache.Path.read_text
     monkeypatch.setattr(cache.Path, "is_file", lambda self: True)
     monkeypatch.setattr(cache.Path, "read_text", lambda self, **rest: "flags : sse2\n\nflags : avx\n")
-    lacking = cache.host()
+    lacking = cache.cpu_kind()
     assert lacking != before
     monkeypatch.setattr(cache.Path, "read_text", lambda self, **rest: "flags : sse2\ncpu MHz : 9\n")
-    assert cache.host() == lacking
+    assert cache.cpu_kind() == lacking
     monkeypatch.setattr(cache.Path, "read_text", read)
 
 

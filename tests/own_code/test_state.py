@@ -374,7 +374,7 @@ def test_a_large_table_of_whole_numbers_is_an_argument_of_64_bits(x, session):
 
     ported = torchport.port(Module(places).eval(), strategy=RULES)
     assert torch.equal(ported(x), places(None, x))
-    [program] = ported.compiled.programs.values()
+    [program] = ported.compiled._origins.values()
     assert [str(table.dtype) for tables in program.tables for table in tables] == ["int64"]
 
 

@@ -15,7 +15,7 @@ from torchport.config.step_cache import Schedule
 from torchport.errors import OutputError
 from torchport.progress import log
 from torchport.run import journey
-from torchport.run.journey import Profile
+from torchport.run.journey import profiled
 from torchport.run.path import StageAtHand
 from torchport.stages.family import Steps
 
@@ -58,9 +58,9 @@ def track(items, done, total):
     yield from items
 
 
-def steps_of(profile, count, done=0, leave=None):
+def steps_of(folder, stage, traced, count, done=0, leave=None):
     """Takes steps under a profile; in the step `leave` the loop is closed, as where another network goes on from it."""
-    loop = profile.tracking(track)(range(done, count), done=done, total=count)
+    loop = profiled(track(range(done, count), done=done, total=count), done, traced, folder / "profile" / stage)
     taken = []
     for step in loop:
         taken.append(step)
@@ -81,7 +81,7 @@ def marks(folder):
 @pytest.mark.parametrize(("done", "marked"), [(0, [3, 4]), (5, [8, 9])])
 def test_as_many_steps_as_named_are_traced_after_the_first_two_of_the_run(tmp_path, caplog, done, marked):
     with caplog.at_level(logging.INFO, log.name):
-        assert steps_of(Profile(tmp_path, "denoise", 2), done + 7, done) == list(range(done, done + 7))
+        assert steps_of(tmp_path, "denoise", 2, done + 7, done) == list(range(done, done + 7))
     folder = tmp_path / "profile" / "denoise"
     assert marks(folder) == marked and list(folder.rglob("*.xplane.pb"))
     lines = [record.getMessage() for record in caplog.records]
@@ -91,26 +91,26 @@ def test_as_many_steps_as_named_are_traced_after_the_first_two_of_the_run(tmp_pa
 
 def test_a_loop_that_ends_early_has_what_it_took(tmp_path, caplog):
     with caplog.at_level(logging.INFO, log.name):
-        steps_of(Profile(tmp_path, "denoise", 3), 4)
+        steps_of(tmp_path, "denoise", 3, 4)
     assert marks(tmp_path) == [3, 4] and "steps 3 to 4 of" in caplog.text
 
 
 def test_a_loop_of_two_steps_says_that_none_is_traced(tmp_path, caplog):
-    steps_of(Profile(tmp_path, "denoise_first", 1), 2)
+    steps_of(tmp_path, "denoise_first", 1, 2)
     assert caplog.messages == ["profile: 'denoise_first' took no more than 2 steps, and none is traced"]
     assert not (tmp_path / "profile").exists()
 
 
 def test_a_loop_that_is_left_within_the_trace_ends_it(tmp_path):
-    steps_of(Profile(tmp_path, "denoise_first", 3), 9, leave=3)
-    steps_of(Profile(tmp_path, "denoise", 1), 3)  # JAX refuses a second trace while there is one
+    steps_of(tmp_path, "denoise_first", 3, 9, leave=3)
+    steps_of(tmp_path, "denoise", 1, 3)  # JAX refuses a second trace while there is one
 
 
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "profile").write_text("a file is in its way")
     with pytest.raises(OutputError, match=r"profile/denoise: The trace cannot be written: .* --out\.$"):
-        steps_of(Profile(tmp_path, "denoise", 1), 4)
-    steps_of(Profile(tmp_path / "other", "denoise", 1), 3)  # JAX would refuse a second trace after one it lost
+        steps_of(tmp_path, "denoise", 1, 4)
+    steps_of(tmp_path / "other", "denoise", 1, 3)  # JAX would refuse a second trace after one it lost
 
 
 def test_after_an_error_nobody_waits_for_a_video(monkeypatch, tmp_path):

@@ -1,9 +1,12 @@
 """A file of prompts: what its lines say, and every mistake in it by its line, all at once."""
 
+from pathlib import Path
+
 import pytest
 
 from torchport.errors import ConfigError
-from torchport.run.series import read_prompts
+from torchport.run.series import _request, read_prompts
+from torchport.task import Request
 
 
 @pytest.fixture
@@ -30,8 +33,11 @@ def test_a_line_is_a_video_with_a_folder_of_its_own(read):
     cat, fox = read(
         '{"prompt": "A cat\u2028"}', "", '{"prompt": "A fox", "seed": 7, "height": 64, "frames": 5, "out": "fox"}'
     )
-    assert (cat.prompt.prompt, cat.name, cat.place, cat.sizes()) == ("A cat\u2028", "0001", "p.jsonl:1", ())
-    assert (fox.prompt.seed, fox.name, fox.place, fox.sizes()) == (7, "fox", "p.jsonl:3", ("height=64", "frames=5"))
+    assert (cat.prompt.prompt, cat.name, cat.place) == ("A cat\u2028", "0001", "p.jsonl:1")
+    assert (fox.prompt.seed, fox.name, fox.place) == (7, "fox", "p.jsonl:3")
+    shared = Request("small", "small.yaml", out=Path("out"), overrides=("steps=2",))
+    assert _request(shared, cat).overrides == ("steps=2",)
+    assert _request(shared, fox).overrides == ("steps=2", "height=64", "frames=5")
 
 
 def test_every_mistake_is_named_with_its_line_at_once(read):

@@ -127,7 +127,7 @@ def test_a_large_constant_is_an_argument_of_its_program(mesh8):
     made = program(lambda x: x[:1, :1] * 0 + torch.arange(LARGE // 4 + 1).float(), mesh8)
     for _ in range(2):
         assert made(x=torch.ones(2, 4)).equal(torch.arange(LARGE // 4 + 1).float()[None])
-    assert [table.shape for [table] in (each.tables[0] for each in made.programs.values())] == [(LARGE // 4 + 1,)]
+    assert [table.shape for [table] in (origin.tables[0] for origin in made._origins.values())] == [(LARGE // 4 + 1,)]
 
 
 def test_constants_keep_64_bits(mesh8):

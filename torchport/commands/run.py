@@ -14,7 +14,7 @@ from torchport.errors import BadValueError
 
 if TYPE_CHECKING:
     from torchport.processes.hosts import Cluster
-    from torchport.run.path import Summary
+    from torchport.run.journey import Summary
     from torchport.task import Request
 
 

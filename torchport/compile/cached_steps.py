@@ -57,7 +57,7 @@ def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
             output = how(module, **inputs)
         finally:
             for block in blocks:
-                block.around = stack.through
+                block.around = None
         return stage_outputs(output, (), name), tuple(kept)
 
     return call
@@ -107,8 +107,8 @@ class StepCached:
         self.full = frozenset(cache.computed(total))
         self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
         self.slots: list[_Slot] = []
-        #: By step, the norm of what was kept over that of the step before, the mean of its calls (`calibrate`). A stage
-        #: that goes on from another one's steps goes on with its curve, too.
+        #: By step, the norm of what was kept over that of the step before, the mean over tokens and the step's calls
+        #: (`calibrate`). A stage that goes on from another stage's steps goes on with its curve, too.
         self.curve: list[float] = []
         self._ratios: list[float] = []  # of the calls of the step in progress
         self.saved: dict[str, torch.Tensor] = {}
@@ -123,11 +123,8 @@ class StepCached:
         self.finished = steps.finished
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
-    @property
-    def seconds(self) -> float:
-        return self.compiled.seconds
-
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as JAX arrays, each where its rule puts it."""
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:
@@ -142,7 +139,7 @@ class StepCached:
         if self.step in self.full or not slot.differences:
             return self._computed(slot, inputs)
         if self.cache.differences:
-            reused = _series(slot.differences, float(self.step - slot.step))
+            reused = _extrapolated(slot.differences, float(self.step - slot.step))
             return self.compiled(**inputs, **{MODE: "reuse", KEPT: reused})[0]
         output, slot.differences[0] = self.compiled(**inputs, **{MODE: "reuse", KEPT: slot.differences[0]})
         return output
@@ -154,9 +151,14 @@ class StepCached:
             slot.differences = before = []  # frees its memory before the call
         output, kept = self.compiled(**inputs, **{MODE: "full"})
         if isinstance(self.cache, Calibrate):
-            self._ratios.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
+            ratio = 1.0
+            if before:
+                arrays = kept[0][0], before[0][0][0]
+                new, old = (jnp.linalg.norm(array.astype(jnp.float32), axis=-1) for array in arrays)
+                ratio = float((new / jnp.maximum(old, 1e-12)).mean())
+            self._ratios.append(ratio)
         before = before[: self.cache.differences]
-        slot.differences = [kept, *(_divided(kept, before, float(self.step - slot.step)) if before else [])]
+        slot.differences = [kept, *(_differences(kept, before, float(self.step - slot.step)) if before else [])]
         slot.step = self.step
         return output
 
@@ -171,12 +173,13 @@ class StepCached:
         sizes = {path: leaf.shape for path, leaf in leaves({KEPT: kept}).items()}
         tree = jax.tree_util.tree_structure(kept)
         prefix = f"{self.calls}."
-        mine = {key.removeprefix(prefix): t for key, t in self.saved.items() if key.startswith(prefix)}
+        saved = {key.removeprefix(prefix): t for key, t in self.saved.items() if key.startswith(prefix)}
         differences = []
         for order in range(self.cache.differences + 1):
             names = [f"{order}.{path}" for path in places]
-            if all(name in mine and mine[name].shape == sizes[path] for name, path in zip(names, places, strict=True)):
-                arrays = [shard.to_jax(mine[name], where) for name, where in zip(names, places.values(), strict=True)]
+            kept_sizes = [saved[name].shape if name in saved else None for name in names]
+            if kept_sizes == [*sizes.values()]:
+                arrays = [shard.to_jax(saved[name], where) for name, where in zip(names, places.values(), strict=True)]
                 differences.append(jax.tree_util.tree_unflatten(tree, arrays))
         self.saved = {key: tensor for key, tensor in self.saved.items() if not key.startswith(prefix)}
         last = max((step for step in self.full if step < self.step), default=-1)
@@ -209,8 +212,8 @@ class StepCached:
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
-    """Returns the finite differences of what is kept to what was kept before, one for each order, for `_series`."""
+def _differences(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
+    """Returns the finite differences of what is kept to what was kept before, one for each order."""
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, past: ((new - past) / interval).astype(past.dtype), rows[-1], old))
@@ -218,18 +221,13 @@ def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
 
 
 @jax.jit  # type: ignore[untyped-decorator]
-def _series(differences: list[Any], distance: Any) -> Any:
-    """Extrapolates kept values over a distance in steps: a Taylor series with finite differences."""
+def _extrapolated(differences: list[Any], distance: Any) -> Any:
+    """Returns kept values extrapolated over a distance in steps: a Taylor series with finite differences."""
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
 
     def total(*terms: Any) -> Any:
+        """Returns the series of one array, summed in float32, in the dtype of its first term."""
         wide = sum(factor * term.astype(jnp.float32) for factor, term in zip(factors, terms, strict=True))
         return jnp.asarray(wide).astype(terms[0].dtype)
 
     return jax.tree.map(total, *differences)
-
-
-def _ratio(kept: jax.Array, before: jax.Array) -> jax.Array:
-    """Returns the norm of what is kept over the norm of what was kept before, as the mean over tokens."""
-    new, old = (jnp.linalg.norm(values.astype(jnp.float32), axis=-1) for values in (kept, before))
-    return (new / jnp.maximum(old, 1e-12)).mean()

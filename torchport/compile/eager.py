@@ -50,6 +50,7 @@ How = Callable[..., Any]
 
 
 def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
+    """Calls a module with its inputs alone: the `how` of a network whose family has no `Stage.call`."""
     return module(**inputs)
 
 
@@ -66,6 +67,7 @@ class Eager:
     first: FirstNotFinite | None = None  #: Finds the first module that returns NaN; None: it is not looked for.
 
     def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are: eager PyTorch takes them from the host."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:

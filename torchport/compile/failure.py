@@ -11,6 +11,7 @@ and the context that turns exceptions into errors (`explained`).
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -79,9 +80,9 @@ class Owners:
 
     @classmethod
     def of_task(cls, task: Task) -> Owners:
-        return cls(
-            task.pack, task.card, task.card_document, lambda: task.patches(task.stages), family=task.family.__name__
-        )
+        """Returns what a task's card, patches and family say of whose code a module is."""
+        card, family = task.card, task.family.__name__
+        return cls(task.pack, card, task.card_document, lambda: task.patches(task.stages), family=family)
 
     @property
     def listed(self) -> str:
@@ -130,6 +131,7 @@ class Frame:
         return self.function
 
     def text(self) -> str:
+        """Returns the frame as a line: `  up/model.py:5 in Layer.forward: y = x.item()`."""
         where = f"import of {self.module}" if self.function == "<module>" else self.function
         where = "the script" if self.caller == "The script" else where
         return f"  {self.place} in {where}: {self.statement[:100]}"
@@ -141,7 +143,9 @@ def frames_of(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
 
 
 def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
-    """Returns the frame whose code is at fault; None if that is torchport's own code, or a library's."""
+    """Returns the innermost frame of upstream, a family, a patch or a script, whose code is at fault; None if the fault
+    is torchport's or a library's.
+    """
     if is_absence(error):  # whoever imports the absent package is at fault, a library, too
         frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]
         frame = next((frame for frame in reversed(frames) if frame.owner != "engine"), None)
@@ -152,8 +156,10 @@ def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
     return None if frame is None or frame.owner == "torchport" else frame
 
 
-def script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
-    """Returns the innermost frame that a script's author can change, where a library's code is at fault; or None."""
+def _script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
+    """Returns the innermost frame that a script's author can change, where a library's code is at fault; None if there
+    is none. It is searched in the traceback, and then in the calls that are running.
+    """
     raised_in = next((frame for frame in reversed(frames) if frame.owner in OURS), None)
     called_from = next((frame for frame in reversed(running_frames(owners)) if frame.owner in (*OURS, "library")), None)
     if raised_in is not None or called_from is None:
@@ -165,16 +171,8 @@ def shown_frames(frames: Sequence[Frame], culprit: Frame) -> list[Frame]:
     """Returns the frames to show to a person, the innermost last: code that a port can change, and the code at fault.
     The frame of a comprehension has its function's name and line, and is not shown twice.
     """
-    ours = [frame for frame in frames if frame.owner in OURS or frame == culprit]
-    return [frame for frame, inner in zip(ours, [*ours[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
-
-
-def syntax_frame(error: BaseException) -> Frame | None:
-    """Returns a frame for the line of a SyntaxError, as the file itself never ran; None for other exceptions."""
-    if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
-        return None
-    text = (error.text or "").strip()
-    return Frame("upstream", Path(error.filename).stem, error.filename, error.lineno, "<module>", text)
+    listed = [frame for frame in frames if frame.owner in OURS or frame == culprit]
+    return [frame for frame, inner in zip(listed, [*listed[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
 
 
 def running_frames(owners: Owners) -> list[Frame]:
@@ -194,16 +192,11 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
         file = file.rpartition(" in ")[2].removesuffix(">")
     name = re.sub(r"(\.<locals>)?\.<\w+>.*", "", code.co_qualname)  # without comprehensions and lambdas inside it
     owner = _owner(module, file, owners)
-    owner = "engine" if owner == "patch" and _is_passage(module, name, statement) else owner
+    if owner == "patch" and module.split(".")[1:2] in [[package] for package in ENGINE]:
+        # A patch of torch that only passes a call on, such as the mode of `torch/autocast`, is as torch's own frames.
+        passes_on = name.rpartition(".")[2] in HANDS_ON or "original(" in statement
+        owner = "engine" if passes_on else owner
     return Frame(owner, module, file, line, name, statement)
-
-
-def _is_passage(module: str, name: str, statement: str) -> bool:
-    """Returns whether a frame of a patch of torch or torchax only passes a call on: then its caller is at fault. A mode
-    of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
-    """
-    is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
-    return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)
 
 
 def _owner(module: str, file: str, owners: Owners) -> Owner:
@@ -249,16 +242,12 @@ class Failure:
     frames: Sequence[Frame]
 
     @property
-    def reason(self) -> str:
-        return class_and_message(self.error)
-
-    @property
     def home(self) -> str:
         """The module under whose name a patch entry is written; for a family or a patch, its path in `patches/`."""
         return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
-        """Returns the class of torchport's error for the exception."""
+        """Returns the class of torchport's error for the exception, such as CudaError where it asks for CUDA."""
         if is_absence(self.error):
             return AbsentPackageError
         if is_cuda(self.error):
@@ -285,23 +274,24 @@ class Failure:
     def remedy(self, cure: str, entry: Proposal | None) -> str:
         """Says what to do: paste the patch entry, or mend the code by hand."""
         if entry is not None:
-            return f"{cure}: {_small(entry.remedy(self.owners.listed))}" if cure else entry.remedy(self.owners.listed)
+            text = entry.remedy(self.owners.listed)
+            return f"{cure}: {text[0].lower()}{text[1:]}" if cure else text
         place = EDITED.get(self.frame.owner, "It runs outside all functions, where no statement can be rewritten")
         return f"{place}. {cure}" if cure else place
 
 
-def _small(text: str) -> str:
-    return text[0].lower() + text[1:]
+def _rewrite(failure: Failure, why: str, deed: str, cure: str) -> Cure:
+    """Returns fact, remedy and patch entry for a statement that a rewrite can replace.
 
-
-def _rewrite(failure: Failure, why: str, what: str, cure: str) -> Cure:
-    """Returns fact, remedy and patch entry for a statement that a rewrite can replace: `what` it does, and the cure."""
+    Args:
+        why: The patch entry's reason; `deed`: the statement's fault, as the predicate of the fact; `cure`: the remedy.
+    """
     entry = failure.rewritten(why)
-    return f"{failure.frame.caller} {what}", failure.remedy(cure, entry), entry
+    return f"{failure.frame.caller} {deed}", failure.remedy(cure, entry), entry
 
 
 def _operator(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for an operator that computes something else than PyTorch's."""
+    """Returns fact, remedy and patch entry for a call of an operator that computes something else than in PyTorch."""
     difference = engine.difference(failure.error)
     assert difference is not None
     fact, cure = difference
@@ -310,40 +300,39 @@ def _operator(failure: Failure) -> Cure:
 
 def _no_lowering(failure: Failure) -> Cure:
     """Returns fact, remedy and patch entry for an operator that torchax cannot lower."""
-    target, what = engine.missing_operator(failure.error), "calls an operator that torchax cannot lower"
+    target, deed = engine.missing_operator(failure.error), "calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
-        return _rewrite(failure, f"{what.capitalize()}.", what, "Compute it with other operators")
+        return _rewrite(failure, f"{deed.capitalize()}.", deed, "Compute it with other operators")
     entry = proposal.operator(target, failure.home, "torchax has no lowering for it.")
-    return f"{failure.frame.caller} {what}", entry.remedy(failure.owners.listed), entry
+    return f"{failure.frame.caller} {deed}", entry.remedy(failure.owners.listed), entry
 
 
 def _cuda(failure: Failure) -> Cure:
     """Returns fact, remedy and patch entry for code that asks for CUDA: a shipped patch, or a new entry."""
+    import torch
+
     owners, target = failure.owners, _torch_cuda(failure)
     fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
     why = "Asks for CUDA, also where there is none."
     if target is not None:
-        names = _shipped(owners, target)
+        shipped = _shipped(owners, target)
         is_listed = target in {entry.target for entry in owners.patches()}
-        if names is not None and not is_listed:
-            return fact, f"List {names} under {owners.listed}, for the stage that needs it", None
-        if names is not None and owners.unpatched:
-            return fact, f"Leave it to {names}, which the card lists and which was left out here", None
-        entry: Proposal | None = proposal.function(target, failure.home, why, _parameters(target))
-    else:
-        entry = failure.rewritten(why)
-    if entry is None and (maker := _torch_maker(failure.frame)) is not None:
-        entry = proposal.function(maker, failure.home, why, "(...)", importing=True)
-    return fact, failure.remedy("" if target else "Take the device from a tensor, as x.device", entry), entry
-
-
-def _torch_maker(frame: Frame) -> str | None:
-    """Returns the torch function that upstream's statement calls for CUDA, as a patch's target; None for other ones."""
-    if frame.owner != "upstream":
-        return None
-    method = re.search(r"\.(cuda|to)\(", frame.statement)
-    name = re.search(r"\btorch\.(\w+)\(", frame.statement)
-    return f"torch:Tensor.{method[1]}" if method else f"torch:{name[1]}" if name else None
+        if shipped is not None and not is_listed:
+            return fact, f"List {shipped} under {owners.listed}, for the stage that needs it", None
+        if shipped is not None and owners.unpatched:
+            return fact, f"Leave it to {shipped}, which the card lists and which was left out here", None
+        parameters = "(...)"
+        with contextlib.suppress(ValueError):  # a function in C has no signature
+            parameters = str(inspect.signature(getattr(torch.cuda, target.partition(":")[2])))
+        entry: Proposal | None = proposal.function(target, failure.home, why, parameters)
+        return fact, failure.remedy("", entry), entry
+    entry, statement = failure.rewritten(why), failure.frame.statement
+    if entry is None and failure.frame.owner == "upstream":  # the statement runs at module level
+        method = re.search(r"\.(cuda|to)\(", statement)
+        name = re.search(r"\btorch\.(\w+)\(", statement)
+        called = f"Tensor.{method[1]}" if method else name[1] if name else ""
+        entry = proposal.function(f"torch:{called}", failure.home, why, "(...)", importing=True) if called else None
+    return fact, failure.remedy("Take the device from a tensor, as x.device", entry), entry
 
 
 def _torch_cuda(failure: Failure) -> str | None:
@@ -356,16 +345,6 @@ def _torch_cuda(failure: Failure) -> str | None:
     names += [frame.function.partition(".")[0] for frame in failure.frames if frame.module.startswith("torch.cuda")]
     public = [name for name in names if not name.startswith("_") and callable(getattr(torch.cuda, name, None))]
     return f"torch.cuda:{public[0]}" if public else None
-
-
-def _parameters(target: str) -> str:
-    """Returns the parameters of a function or class of torch.cuda, as its replacement must have them."""
-    import torch
-
-    try:
-        return str(inspect.signature(getattr(torch.cuda, target.partition(":")[2])))
-    except ValueError:  # of a function in C
-        return "(...)"
 
 
 def _shipped(owners: Owners, target: str) -> str | None:
@@ -404,13 +383,12 @@ def _absent_package(failure: Failure) -> Cure:
     entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
     if entry is None:
         return fact, "Install it", None
-    cure = "Install it. If nothing of it is called in your job"
-    return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
+    return fact, failure.remedy("Install it. If nothing of it is called in your job", entry), entry
 
 
 def _other(failure: Failure) -> Cure:
     """Returns fact, remedy and patch entry for an exception of any other kind."""
-    fact = f"{failure.frame.caller} raises {failure.reason}"
+    fact = f"{failure.frame.caller} raises {class_and_message(failure.error)}"
     if failure.frame.owner == "upstream":
         where = "" if failure.owners.is_script else " in the family"
         return fact, f"Call it otherwise{where}, or patch it: docs/patches.md", None
@@ -421,14 +399,14 @@ CURES: dict[type[ForeignError], Callable[[Failure], Cure]] = {
     HostTensorError: functools.partial(
         _rewrite,
         why="Computes with a tensor of the host while it is traced.",
-        what="computes with a traced tensor and with one that was made beside it, on the host",
+        deed="computes with a traced tensor and with one that was made beside it, on the host",
         cure="Make it on the traced tensor's device, as torch.tensor(..., device=x.device), or register it as a buffer "
         "of the network in Stage.prepare",
     ),
     TracedValueError: functools.partial(
         _rewrite,
         why="Asks for the value of a tensor while it is traced.",
-        what="asks for the value of a tensor, and while it is traced a tensor has none",
+        deed="asks for the value of a tensor, and while it is traced a tensor has none",
         cure="Compute it from shapes, from settings, or with torch.where",
     ),
     NoLoweringError: _no_lowering,
@@ -449,19 +427,23 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     causes = [exception]  # upstream wraps errors in errors that say less
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)
-    if isinstance(causes[-1], MemoryError):  # no line of code is at fault
+    first = causes[-1]
+    if isinstance(first, MemoryError):  # no line of code is at fault
         return None
     frames = frames_of(causes, owners)
-    unparsed = syntax_frame(causes[-1])
-    frames += [unparsed] if unparsed is not None else []
-    frame = unparsed or culprit(causes[-1], frames)
+    if isinstance(first, SyntaxError) and first.filename and first.lineno:  # the file itself never ran
+        file, text = first.filename, (first.text or "").strip()
+        frames.append(Frame("upstream", Path(file).stem, file, first.lineno, "<module>", text))
+        frame: Frame | None = frames[-1]
+    else:
+        frame = culprit(first, frames)
     if frame is None and owners.is_script:
-        frame = script_frame(frames, owners)
+        frame = _script_frame(frames, owners)
     if frame is None:
         return None
     if frame not in frames:
         frames.insert(0, frame)
-    failure = Failure(owners, causes[-1], frame, frames)
+    failure = Failure(owners, first, frame, frames)
     kind = failure.kind()
     fact, remedy, entry = CURES[kind](failure)
     error = kind(frame.place, fact, remedy, owner=frame.owner)
@@ -470,7 +452,7 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     more += "its __cause__ has them" if owners.is_script else "torchport -v COMMAND"
     error.details = [
         *(frame.text() for frame in shown),
-        f"  {failure.reason}  ({more})",
+        f"  {class_and_message(failure.error)}  ({more})",
         *(entry.text.splitlines() if entry else ()),
     ]
     error.trace = "".join(traceback.format_exception(exception))

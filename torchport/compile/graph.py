@@ -17,8 +17,8 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -171,13 +171,20 @@ def _base(kind: Any) -> Any:
 
 @functools.cache
 def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
-    found = [(cls, name, each) for cls in kind.__mro__ if "__slots__" in vars(cls) for name, each in vars(cls).items()]
-    return {f"{c.__qualname__}.{name}": each for c, name, each in found if isinstance(each, types.MemberDescriptorType)}
+    """Returns the descriptors of a class's `__slots__`: `{"Point.x": <member 'x' of 'Point' objects>}`."""
+    members: dict[str, types.MemberDescriptorType] = {}
+    for cls in kind.__mro__:
+        for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                members[f"{cls.__qualname__}.{name}"] = member
+    return members
 
 
 def parts(thing: Any) -> dict[Part, Any]:
-    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots."""
-    found: dict[Part, Any] = {}
+    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots. Of the list
+    `["a", "b"]` these are `{("item", 0): "a", ("item", 1): "b"}`.
+    """
+    result: dict[Part, Any] = {}
     if isinstance(thing, types.CellType):
         try:
             return {("cell", ""): thing.cell_contents}
@@ -185,37 +192,37 @@ def parts(thing: Any) -> dict[Part, Any]:
             return {}
     if isinstance(thing, numpy.ndarray):
         data = numpy.asarray(thing)
-        found["array", ""] = data.dtype, data.shape, (*data.flat,) if data.dtype.hasobject else data.tobytes()
+        result["array", ""] = data.dtype, data.shape, (*data.flat,) if data.dtype.hasobject else data.tobytes()
     elif isinstance(thing, _BYTES):
-        found["bytes", ""] = getattr(thing, "typecode", ""), bytes(thing)
+        result["bytes", ""] = getattr(thing, "typecode", ""), bytes(thing)
     elif isinstance(thing, _VALUES):
-        found["value", ""] = _base(type(thing))(thing)
+        result["value", ""] = _base(type(thing))(thing)
     elif isinstance(thing, list | collections.deque):
-        found = {("item", number): value for number, value in enumerate(thing)}
+        result = {("item", number): value for number, value in enumerate(thing)}
     elif isinstance(thing, dict):
         items = dict.items(thing)
         is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(_is_simple(key) for key, _ in items)
-        found = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
+        result = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
     elif isinstance(thing, set):
-        found = {("set", ""): frozenset(thing)}
+        result = {("set", ""): frozenset(thing)}
     elif isinstance(thing, types.FunctionType):
-        found = {("closure", ""): thing.__closure__, ("default", ""): thing.__defaults__}
-        found["keyword default", ""] = thing.__kwdefaults__
+        result = {("closure", ""): thing.__closure__, ("default", ""): thing.__defaults__}
+        result["keyword default", ""] = thing.__kwdefaults__
     hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
     for name, value in getattr(thing, "__dict__", {}).items():
         if name not in hidden:
-            found["attribute", name] = value
-    return found | slots(thing)
+            result["attribute", name] = value
+    return result | slots(thing)
 
 
 def slots(thing: Any) -> dict[Part, Any]:
     """Returns the values of a mutable object's `__slots__`, without those that are not bound."""
-    found: dict[Part, Any] = {}
+    values: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
         with contextlib.suppress(AttributeError):  # nothing is bound to it
-            found["slot", name] = slot.__get__(thing)
-    return found
+            values["slot", name] = slot.__get__(thing)
+    return values
 
 
 def fill(thing: Any, new: Mapping[Part, Any]) -> None:
@@ -248,7 +255,11 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
         set.clear(thing)
         set.update(thing, new["set", ""])
     if hasattr(thing, "__dict__"):
-        _set_attributes(thing, {name: value for (kind, name), value in new.items() if kind == "attribute"})
+        attributes = {name: value for (kind, name), value in new.items() if kind == "attribute"}
+        hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
+        for name in [name for name in vars(thing) if name not in attributes and name not in hidden]:
+            del vars(thing)[name]
+        vars(thing).update(attributes)
     fill_slots(thing, new)
 
 
@@ -263,44 +274,30 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
             slot.__delete__(thing)
 
 
-def _set_attributes(thing: Any, new: Mapping[str, Any]) -> None:
-    """Replaces the attributes of a mutable object, but for the internal ones of a `torch.nn.Module`."""
-    attributes = vars(thing)
-    hidden = INTERNAL - _COUNTS if isinstance(thing, torch.nn.Module) else ()
-    for name in [name for name in attributes if name not in new and name not in hidden]:
-        del attributes[name]
-    attributes.update(new)
+def blank(thing: Any) -> Callable[[], Any]:
+    """Returns a function that makes new objects of a mutable object's type, without items and attributes. Of arrays and
+    bytes it makes copies, as their size is fixed.
+    """
+    kind: Any = type(thing)
+    if kind is types.CellType:
+        return types.CellType
+    if isinstance(thing, (numpy.ndarray, *_BYTES)):
+        return functools.partial(copy.copy, copy.copy(thing))
+    base = _base(kind)
+    if isinstance(thing, _VALUES):
+        return functools.partial(base.__new__, kind, base(thing))
+    length = thing.maxlen if isinstance(thing, collections.deque) else None
+    factory = thing.default_factory if isinstance(thing, collections.defaultdict) else None
 
+    def new() -> Any:
+        made = base.__new__(kind)
+        if isinstance(made, collections.deque):
+            collections.deque.__init__(made, (), length)
+        elif isinstance(made, collections.defaultdict):
+            made.default_factory = factory
+        return made
 
-class Blank(NamedTuple):
-    """How to make a new mutable object of a type; its items and attributes are filled in later."""
-
-    type: type
-    model: Any
-
-    @classmethod
-    def describe(cls, thing: Any) -> Blank:
-        """Returns how to make new objects of the same type as an object, without its items and attributes."""
-        if isinstance(thing, (numpy.ndarray, *_BYTES)):
-            return cls(type(thing), copy.copy(thing))
-        if isinstance(thing, _VALUES):
-            return cls(type(thing), _base(type(thing))(thing))
-        maximum = thing.maxlen if isinstance(thing, collections.deque) else None
-        return cls(type(thing), getattr(thing, "default_factory", maximum))
-
-    def new(self) -> Any:
-        """Returns a new empty object of the type: of an array or bytes a copy of `model`, as their size is fixed."""
-        if self.type is types.CellType:
-            return types.CellType()
-        if isinstance(self.model, (numpy.ndarray, *_BYTES)):
-            return copy.copy(self.model)
-        base = _base(self.type)
-        thing = base.__new__(self.type, *((self.model,) if base in _VALUES else ()))
-        if isinstance(thing, collections.deque):
-            collections.deque.__init__(thing, (), self.model)
-        elif isinstance(thing, collections.defaultdict):
-            thing.default_factory = self.model
-        return thing
+    return new
 
 
 def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
@@ -308,20 +305,20 @@ def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
 
     Of the modules of Python that are among the values, the content is their global constants, lists, dicts and sets.
     """
-    found: dict[int, tuple[Any, dict[Part, Any]]] = {}
+    contents: dict[int, tuple[Any, dict[Part, Any]]] = {}
     waiting = [*values]
-    known = {id(value) for value in waiting if isinstance(value, types.ModuleType)}
+    modules = {id(value) for value in waiting if isinstance(value, types.ModuleType)}
     while waiting:
         value = waiting.pop()
-        if id(value) in found or constant(value) is not None or type(value).__module__.startswith("torchport."):
+        if id(value) in contents or constant(value) is not None or type(value).__module__.startswith("torchport."):
             continue
-        if (within := values_in(value)) is not None:
-            waiting.extend(within)
-        elif id(value) in known or isinstance(value, torch.Tensor) or is_node(value):
+        if (inner := values_in(value)) is not None:
+            waiting.extend(inner)
+        elif id(value) in modules or isinstance(value, torch.Tensor) or is_node(value):
             content = _content(value)
-            found[id(value)] = value, content
+            contents[id(value)] = value, content
             waiting.extend(content.values() if not isinstance(value, torch.Tensor) else ())
-    return [*found.values()]
+    return [*contents.values()]
 
 
 def _content(thing: Any) -> dict[Part, Any]:
@@ -329,8 +326,8 @@ def _content(thing: Any) -> dict[Part, Any]:
     if isinstance(thing, torch.Tensor):
         return {("written", ""): engine.stamp(thing)}
     if isinstance(thing, types.ModuleType):
-        found = ((name, value) for name, value in vars(thing).items() if name[:2] != "__")
-        return {("global", n): v for n, v in found if constant(v) is not None or isinstance(v, _ITEMS)}
+        names = ((name, value) for name, value in vars(thing).items() if name[:2] != "__")
+        return {("global", n): v for n, v in names if constant(v) is not None or isinstance(v, _ITEMS)}
     return parts(thing)
 
 
@@ -371,30 +368,34 @@ def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
         return bool(left == right)
     if (term := constant(left)) is not None:
         return term == constant(right)
-    if (values := values_in(left)) is not None:
-        theirs = values_in(right) or ()
-        return len(values) == len(theirs) and all(are_alike(*pair, pairs) for pair in zip(values, theirs, strict=True))
+    if (lefts := values_in(left)) is not None:
+        rights = values_in(right) or ()
+        return len(lefts) == len(rights) and all(are_alike(*pair, pairs) for pair in zip(lefts, rights, strict=True))
     if not is_node(left) or (isinstance(left, types.FunctionType) and left.__code__ != right.__code__):
         return Opaque(left) == Opaque(right)
     pairs.add((id(left), id(right)))
-    mine, its = parts(left), parts(right)
-    return [*mine] == [*its] and all(are_alike(value, its[part], pairs) for part, value in mine.items())
+    left_parts, right_parts = parts(left), parts(right)
+    if [*left_parts] != [*right_parts]:
+        return False
+    return all(are_alike(value, right_parts[part], pairs) for part, value in left_parts.items())
 
 
 _HEAP_TYPE = 1 << 9
 """Source: Py_TPFLAGS_HEAPTYPE, a class that Python code defines."""
 
 
-def terms_in(term: Any) -> Iterator[Any]:
-    """Yields a term, the description of a value, and all terms in it."""
-    yield term
-    if isinstance(term, Whole):
-        for each in (*term.terms, *(value for _, value in term.attributes)):
-            yield from terms_in(each)
+def references(term: Any, *kinds: str) -> list[Reference]:
+    """Returns the references of some kinds, such as `input`, that are in a term, the description of a value."""
+    if isinstance(term, Reference):
+        return [term] if term.kind in kinds else []
+    inner = (*term.terms, *(value for _, value in term.attributes)) if isinstance(term, Whole) else ()
+    return [reference for part in inner for reference in references(part, *kinds)]
 
 
 def value_of(term: Any, values: Mapping[str, Any]) -> Any:
-    """Returns the value that a term describes; `values` has what its references stand for, by kind and number."""
+    """Returns the value that a term describes; `values` has what its references stand for, by kind and number. With
+    `{"input": [x]}` the term `Whole(tuple, (Reference("input", 0), (int, 3)))` gives `(x, 3)`.
+    """
     if isinstance(term, Reference):
         return values[term.kind][term.number]
     if isinstance(term, Whole):
@@ -444,27 +445,20 @@ def holder_of_traced() -> str:
         for referrer in referrers:
             name = modules.get(id(referrer), "")
             if name and not is_of_library(name):
-                return f"'{_name(referrer, things)}' of the module '{name}'"
+                names = (key for key, value in referrer.items() if any(value is thing for thing in things))
+                return f"'{next(names, '')}' of the module '{name}'"
             if isinstance(referrer, type) and not is_of_library(referrer.__module__):
                 return f"the class '{referrer.__qualname__}'"
-        things = [r for r in referrers if id(r) not in modules and _is_followed(r)]
+        # Frames, classes and objects of libraries are not followed, but for what carries values, such as a list.
+        things = [
+            referrer
+            for referrer in referrers
+            if id(referrer) not in modules
+            and not isinstance(referrer, types.FrameType | type)
+            and (engine.is_traced(referrer) or not is_of_library(type(referrer).__module__, but=_CARRIERS))
+        ]
         first = first or next((f"a {type(each).__name__}" for each in things), "")
         things = things[:MOST]
         if not things:
             break
     return first or "something"
-
-
-def _is_followed(thing: Any) -> bool:
-    """Returns whether `holder_of_traced` goes on to what refers to a thing: not of frames, classes and libraries."""
-    if isinstance(thing, types.FrameType | type):
-        return False
-    return engine.is_traced(thing) or not is_of_library(type(thing).__module__, but=_CARRIERS)
-
-
-def _name(attributes: dict[str, Any], things: Sequence[Any]) -> str:
-    """Returns the name under which a module's globals have one of these objects; empty if they have none."""
-    for name, value in attributes.items():
-        if any(value is thing for thing in things):
-            return name
-    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,15 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     for name in stage.parts:
         component, path = task.card.components[name], task.component_folder(folder, name)
         if component.dtype is None:
-            parts[name] = _light(task, name, path)
+            parts[name] = _weightless(task, name, path)
         elif load.is_built_here(component):
-            parts[name] = load.fill(_built(task, name, folder), path, name, layout(task, name))
+            parts[name] = load.fill(_with_buffers(task, name, folder), path, name, layout(task, name))
         else:
             parts[name] = load.text_encoder(component, path, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name in parts:  # upstream's own loading may have loaded it already
             continue
-        parts[name] = _built(task, name, folder)
+        parts[name] = _with_buffers(task, name, folder)
         if name != stage.network:
             load.fill_buffers(parts[name], task.component_folder(folder, name), layout(task, name))
     if stage.network is not None:
@@ -77,12 +77,12 @@ def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> 
     """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew. A
     loop changes its scheduler, and the next run must not see that. Patches must be in place.
     """
-    light = [name for name in stage.parts if task.card.components[name].dtype is None]
-    return {**parts, **{name: _light(task, name, task.component_folder(folder, name)) for name in light}}
+    names = [name for name in stage.parts if task.card.components[name].dtype is None]
+    return {**parts, **{name: _weightless(task, name, task.component_folder(folder, name)) for name in names}}
 
 
-def _light(task: Task, name: str, folder: Path) -> Any:
-    """Returns a part without weights: the job's scheduler, or what the checkpoint has in a folder."""
+def _weightless(task: Task, name: str, folder: Path) -> Any:
+    """Returns a part that has no weights: the job's scheduler, or what the checkpoint has in the part's folder."""
     if name == "scheduler" and task.settings.scheduler is not None:
         place, chosen = task.job_document.place(["scheduler"]), task.settings.scheduler
         return instance(load.class_of(f"diffusers.schedulers:{chosen.get('class')}", place), chosen, place)
@@ -103,7 +103,8 @@ def is_left_out(stage: Stage, name: str) -> bool:
     return name.startswith(tuple(f"{module}." for module in stage.without))
 
 
-def _built(task: Task, component: str, folder: Path) -> torch.nn.Module:
+def _with_buffers(task: Task, component: str, folder: Path | None) -> torch.nn.Module:
+    """Returns a component with parameters on meta, and with buffers and other tensors as its class makes them."""
     maker, config, place = recipe(task, component, folder)
     return load.build(maker, config, task.dtype(component), place)
 
@@ -132,26 +133,20 @@ def maker(task: Task, component: str) -> load.Maker:
     return load.Builder(function, entry.class_, entry.build)
 
 
-def layout(task: Task, component: str, variant: str | None = None) -> load.Layout:
-    """Returns how a component's tensors are stored in its folder, for a variant of the checkpoint or the task's own."""
-    entry, variant = task.card.components[component], variant or task.settings.variant
-    places = [task.card_document.place(["components", component, "rename", n]) for n in range(len(entry.rename))]
+def layout(task: Task, component: str, variant: str | None = None, without: Sequence[str] = ()) -> load.Layout:
+    """Returns how a component's tensors are stored in its folder, for a variant of the checkpoint or the task's own.
+
+    Args:
+        without: Modules of the component whose tensors are not read.
+    """
+    entry, variant, document = task.card.components[component], variant or task.settings.variant, task.card_document
+    places = [document.place(["components", component, "rename", n]) for n in range(len(entry.rename))]
     as_stored = load.layout_of(entry, task.card.file(component, variant), places)
-    return dataclasses.replace(as_stored, loras=_loras(task, component))
-
-
-def _loras(task: Task, component: str) -> load.Loras:
-    files = [load.Lora(expand_home(each.path), each.scale) for each in task.job.lora if each.component == component]
-    names, path = (
-        task.card.components[component].lora_names,
-        ["components", task.card.rule_key(component), "lora_names"],
-    )
-    return load.Loras(component, files, names, [task.card_document.place([*path, n]) for n in range(len(names))])
-
-
-def _layout_of_stage(task: Task, stage: Stage) -> load.Layout:
-    """Returns how the tensors of a stage's network are stored, without those of modules that the stage never calls."""
-    return dataclasses.replace(layout(task, str(stage.network)), without=stage.without)
+    files = [load.Lora(expand_home(lora.path), lora.scale) for lora in task.job.lora if lora.component == component]
+    path = ["components", task.card.rule_key(component), "lora_names"]
+    places = [document.place([*path, n]) for n in range(len(entry.lora_names))]
+    loras = load.Loras(component, files, entry.lora_names, places)
+    return dataclasses.replace(as_stored, loras=loras, without=without)
 
 
 def write_tiny(task: Task) -> Path:
@@ -166,13 +161,6 @@ def write_tiny(task: Task) -> Path:
     return tiny.write(card, Path(str(family.__file__)), arrange, makers)
 
 
-def account(task: Task, component: str, folder: Path) -> None:
-    """Refuses a component of a checkpoint that lacks tensors, or that is another model's."""
-    entry, path = task.card.components[component], task.component_folder(folder, component)
-    in_card = load.is_built_here(entry) and not load.reads_config(entry)
-    load.account_component(entry, path, layout(task, component), recipe(task, component, folder) if in_card else None)
-
-
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     """Returns a stage's parts on meta, by name: of the checkpoint if it is on this machine, else as published.
 
@@ -183,7 +171,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     if stage.without:
         task.shapes.pop(network, None)  # another stage may have it, with all its modules
     parts = outlines(task, stage)
-    del task.shapes[network]
+    del task.shapes[network]  # it is the caller's from now on
     _prune(parts[network], stage)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings.shared())
@@ -195,21 +183,23 @@ def outlines(task: Task, stage: Stage) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
-        parts[name] = _without_weights(task, name) if component.dtype is None else published(task, name)
+        parts[name] = _weightless_outline(task, name) if component.dtype is None else published(task, name)
     for name in (*stage.meta, str(stage.network)):
         parts[name] = published(task, name)
     return parts
 
 
-def _without_weights(task: Task, component: str) -> Any:
-    """Returns a part that has no weights: a scheduler as it is configured, anything else as its class makes it."""
+def _weightless_outline(task: Task, component: str) -> Any:
+    """Returns a part that has no weights as far as it is known without a checkpoint: as configured, or as its class
+    makes it.
+    """
     entry = task.card.components[component]
     cls = load.class_of(entry.class_)
     if not hasattr(cls, "from_config"):
         return cls()
     root = checkpoint.described(task.checkpoint, task.card)
     if root is not None or (component == "scheduler" and task.settings.scheduler is not None):
-        return _light(task, component, task.component_folder(root or Path(), component))
+        return _weightless(task, component, task.component_folder(root or Path(), component))
     return cls.from_config(dict(recipe(task, component, None).config))
 
 
@@ -238,12 +228,14 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
     may move them to its input's device, where a trace needs their values.
     """
     parts = dict(module.named_modules())
-    found = [(path, key) for path in parts for key, x in vars(parts[path]).items() if isinstance(x, torch.Tensor)]
-    if found:
-        maker, config, place = recipe(task, component, checkpoint.described(task.checkpoint, task.card))
-        built = dict(load.build(maker, config, task.dtype(component), place).named_modules())
-        for path, key in found:
-            setattr(parts[path], key, getattr(built[path], key))
+    plain: list[tuple[str, str]] = []
+    for path, part in parts.items():
+        plain += [(path, name) for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+    if plain:
+        root = checkpoint.described(task.checkpoint, task.card)
+        built = dict(_with_buffers(task, component, root).named_modules())
+        for path, attribute in plain:
+            setattr(parts[path], attribute, getattr(built[path], attribute))
 
 
 def check_classes(task: Task) -> None:
@@ -291,6 +283,7 @@ def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def how(stage: Stage, task: Task) -> How:
+    """Returns how a stage's network is called in a trace: by the family's `Stage.call`, or plainly."""
     return plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 
@@ -302,22 +295,19 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     written = of_task(task, component)
     rules, places = written.as_written.weights, written.places("weights")
-    numbers = list(range(len(rules)))
     if stage.without:
-        names = [name for name, _ in published(task, component).named_parameters()]
-        others = shard.firsts(rules, [name for name in names if is_left_out(stage, name)])
-        here = shard.firsts(rules, shapes)
-        numbers = [n for n in numbers if n in here or n not in others]
-    rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
+        names = [name for name, _ in published(task, component).named_parameters() if is_left_out(stage, name)]
+        used, used_elsewhere = shard.firsts(rules, shapes), shard.firsts(rules, names)
+        numbers = [n for n in range(len(rules)) if n in used or n not in used_elsewhere]
+        rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
     return shard.match(rules, shapes, task.job.mesh, written.place("weights"), places)
 
 
 def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> Eager:
     """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch."""
     name = str(stage.network)
-    load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
-    settings = task.settings.shared()
-    call = plainly if stage.call is None else functools.partial(stage.call, settings=settings)
+    load.fill(parts[name], task.component_folder(folder, name), name, layout(task, name, without=stage.without))
+    call = plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.shared())
     module = module_of(stage, parts)
     first = None if task.request.execution.jit else FirstNotFinite(module, name)
     return Eager(module, call, stage.outputs, name, first)
@@ -333,7 +323,8 @@ def placed(
     """
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, stage, module_of(stage, parts))
-    tensors = load.tensors(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
+    stored = layout(task, name, without=stage.without)
+    tensors = load.tensors(parts[name], task.component_folder(folder, name), name, stored)
     buffers = {key for key, _ in parts[name].named_buffers()}
     on_host: dict[str, torch.Tensor] = {}
 
@@ -382,7 +373,7 @@ def compiled(
     call = how(stage, task)
     if cache is not None:
         stacks = cached_steps.stacks(cache, stacks)
-        call = cached_steps.with_cache(call, cache, name, rules.place_of("stacks"))
+        call = cached_steps.with_cache(call, cache, name, rules.place("stacks"))
     network = _network_of(
         module,
         rules,
@@ -419,17 +410,23 @@ def ported(
         how: How it is called. It returns a tuple of one tree of tensors.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    sizes = {axis: mesh.shape[axis] for axis in shard.AXES}
-    chosen = shard.match(
-        rules.as_written.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
-    )
+    sizes, shapes = {axis: mesh.shape[axis] for axis in shard.AXES}, shard.named_shapes(tensors)
+    place, places = rules.place("weights"), rules.places("weights")
+    chosen = shard.match(rules.as_written.weights, shapes, sizes, place, places)
     if any(tensor.is_meta for tensor in module.parameters()):  # of a plan
         weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
     else:
         weights = shard.place(tensors.items(), chosen, mesh)
     bounds = _score_bounds(rules, weights)
-    _release(module)
-    more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.of_card, "strict": rules.strict}
+    # The devices have the parameters: the host's memory of these is freed. Tied parameters stay tied.
+    outlines: dict[int, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                outline = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                vars(outline).update(vars(parameter))
+                owner._parameters[name] = outlines.setdefault(id(parameter), outline)
+    more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.is_of_card, "strict": rules.strict}
     network = _network_of(module, rules, chosen, how=how, outputs=("output",), **more)
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
 
@@ -447,21 +444,10 @@ def _network_of(
         precision=rules.as_written.precision,
         activations=rules.as_written.activations,
         gathered=shard.gathered(weights),
-        place_of=rules.place_of,
+        place_of=rules.place,
         differing=rules.as_written.operators,
         **fields,
     )
-
-
-def _release(module: torch.nn.Module) -> None:
-    """Frees the host's memory of a module's parameters, which the devices have. Tied parameters stay tied."""
-    shapes: dict[int, torch.nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                shape = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-                vars(shape).update(vars(parameter))
-                owner._parameters[name] = shapes.setdefault(id(parameter), shape)
 
 
 def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
@@ -474,17 +460,17 @@ def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
     spread = {key: array for key, array in weights.items() if not array.is_fully_addressable}
     weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
     bounds: dict[str, float] = {}
-    for what, entry in rules.bounds.items():
-        place = rules.document.place(["score_bounds", what])
-        limit = bound.of_weights(weights, entry.queries, entry.keys, what, place)
+    for name, entry in rules.bounds.items():
+        place = rules.document.place(["score_bounds", name])
+        limit = bound.of_weights(weights, entry.queries, entry.keys, name, place)
         if limit is not None:
-            bounds[what] = limit
-            log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
+            bounds[name] = limit
+            log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", name, limit)
     return bounds
 
 
 @contextlib.contextmanager
-def explained(call: Any) -> Iterator[None]:
+def first_not_finite_named(call: Any) -> Iterator[None]:
     """Adds to a NotFiniteError the module that returned NaN first, where the network runs op by op."""
     try:
         yield

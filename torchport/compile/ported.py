@@ -29,7 +29,7 @@ CALL = "(call)"
 """The name of the static argument that says how a module is called; no parameter has it."""
 
 _lock = threading.RLock()  # a trace replaces parts of the module, and changes PyTorch for the process
-_found: contextvars.ContextVar[state.Snapshot] = contextvars.ContextVar("found")
+_traced_call: contextvars.ContextVar[state.Snapshot] = contextvars.ContextVar("snapshot")
 """The snapshot of the call that is being traced."""
 
 
@@ -37,21 +37,16 @@ class Ported(torch.nn.Module):
     """A module whose forward is a compiled program. Its other attributes are those of the original module.
 
     Args:
-        module: The original; its weights move to the devices.
-        written: Its rules.
+        module: The original; its weights move to the devices, and its parameters to meta.
         ledger: The patches that are in force.
         owners: Whose code the module runs, for errors.
         attention: The implementation of attention; None: the platform's.
-
-    Attributes:
-        compiled: Its programs.
-        original: The original module; its parameters are on meta.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        written: rules.Rules,
+        module_rules: rules.Rules,
         mesh: jax.sharding.Mesh,
         ledger: patch.Ledger,
         owners: failure.Owners,
@@ -67,9 +62,9 @@ class Ported(torch.nn.Module):
             name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
         }
         self.compiled = network.ported(
-            module, written, mesh, how=self._traced, trace=ledger.trace(), attention=attention
+            module, module_rules, mesh, how=self._traced, trace=ledger.trace(), attention=attention
         )
-        self._state = state.State(module, written.name)
+        self._state = state.State(module, module_rules.name)
         self.training = False
         vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
 
@@ -98,9 +93,11 @@ class Ported(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights and buffers, gathered on the host; those of stacked blocks are stacked."""
-        weights, there = self.compiled.weights, self.original.state_dict()
-        names = {name: each for name, each in there.items() if name in weights or not getattr(each, "is_meta", 0)}
-        return {n: shard.to_torch(weights[n]) if n in weights else names[n] for n in names or weights}
+        weights, on_host = self.compiled.weights, self.original.state_dict()
+        on_host = {name: x for name, x in on_host.items() if name in weights or not getattr(x, "is_meta", False)}
+        return {
+            name: shard.to_torch(weights[name]) if name in weights else on_host[name] for name in on_host or weights
+        }
 
     def train(self, mode: bool = True) -> Ported:
         """Returns itself for evaluation mode, and refuses training mode with a BadValueError."""
@@ -109,41 +106,40 @@ class Ported(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module returns for these arguments, on the host.
-
-        Raises:
-            ForeignError: An exception of the module's code, or of PyTorch's or JAX's at one of its calls.
-            UnmatchedError: An input that no rule matches.
-            MeshError: A dim that its axes do not divide.
-            StaleTraceError: It is compiled outside of its patches.
-            BadValueError: An argument that is neither tensors nor a constant.
+        """Returns what the module returns for these arguments, on the host; refuses arguments that are neither tensors
+        nor constants.
         """
         with _lock:
             return self._call(args, kwargs)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls the program, and changes on the host what forward would; raises if a tensor is left in a global."""
+        """Calls the program for these arguments, and changes on the host what the module's forward would change.
+        Refuses a forward that leaves a tensor in a global.
+        """
         bound = self.signature.bind(*args, **kwargs).arguments
-        given_names = [*bound]
+        given_names = (*bound,)
         for name, parameter in self.signature.parameters.items():
             if isinstance(parameter.default, list | dict):  # a call may leave something in it
                 bound.setdefault(name, parameter.default)
         unnamed = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        found = self._state.snapshot_before(bound, unnamed)
+        snapshot = self._state.snapshot_before(bound, unnamed)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         # What determines the program beside its inputs, the tensors. Hooks see which arguments are keywords.
-        call = self._state.number(found), tuple(regions), (*kwargs,), (*given_names,)
+        call = self._state.program_number(snapshot), tuple(regions), (*kwargs,), given_names
         is_new = call not in self._effects
-        token = _found.set(found)
+        token = _traced_call.set(snapshot)
         try:
+            # Tensors that the module keeps between calls are replicated on all devices.
+            where, named = NamedSharding(self.compiled.mesh, PartitionSpec()), snapshot.inputs.items()
+            inputs = {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
             with failure.explained(self.owners), lowerings(self.ledger):
-                (returned,) = self.compiled(**self._inputs(found), **{CALL: call})
+                (returned,) = self.compiled(**inputs, **{CALL: call})
         except HostTensorError as error:
-            if not self._state.add_input(getattr(error, "tensor", None), found):
+            if not self._state.add_input(getattr(error, "tensor", None), snapshot):
                 raise
             return self._call(args, kwargs)  # the tensor that it writes to is an input now
         finally:
-            _found.reset(token)
+            _traced_call.reset(token)
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
         effects = self._effects[call]
@@ -153,21 +149,34 @@ class Ported(torch.nn.Module):
             fact = f"It leaves a tensor in {effects.holder}, where torchport does not follow it"
             remedy = "Return it, or keep it in an attribute of the module, in a list, a dict or an object"
             raise BadValueError(self.compiled.network.name, fact, remedy)
-        waiting = iter(returned)
-        outputs = [next(waiting) for _ in range(effects.outputs - len(effects.views))]
+        return self._make_changes(effects, snapshot, returned)
+
+    def _make_changes(self, effects: state.Effects, snapshot: state.Snapshot, returned: Sequence[torch.Tensor]) -> Any:
+        """Makes the changes of a call's effects on the host, and returns the call's return value.
+
+        Args:
+            returned: What the program returns: its outputs, new values of inputs, new values of buffers.
+        """
+        values = iter(returned)
+        outputs = [next(values) for _ in range(effects.outputs - len(effects.views))]
         for number in effects.written:
-            self._write(number, next(waiting), found)
-        weights, new = state.HostWeights(self._of_host), {}
-        weights.update((name, self._of_host(name)) for name, _ in effects.buffers)
+            if snapshot.overlaps(number):
+                fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
+                raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
+            with torch.no_grad():
+                [*snapshot.inputs.values()][number].copy_(next(values))
+        names = {base for kind, base, _ in effects.views.values() if kind == "weight"}
+        names |= {*effects.weights, *(name for name, _ in effects.buffers)}
+        weights, new_buffers = {name: self._host_weight(name) for name in names}, {}
         for name, is_new in effects.buffers:
-            value = next(waiting)
+            value = next(values)
             self.compiled.weights[name] = shard.to_jax(value, self.compiled.weights[name].sharding)
-            new[name] = self._state.write_buffer(name, value, is_new)
-            self._memory[name] = new[name].untyped_storage().data_ptr()
-        return self._state.apply(effects, found, outputs, {"weight": weights, "new": new})
+            buffer = new_buffers[name] = self._state.write_buffer(name, value, is_new)
+            self._memory[name] = buffer.untyped_storage().data_ptr()
+        return self._state.apply(effects, snapshot, outputs, {"weight": weights, "new": new_buffers})
 
     @torch.inference_mode(False)  # a tensor of inference has no count of writes
-    def _of_host(self, name: str) -> torch.Tensor:
+    def _host_weight(self, name: str) -> torch.Tensor:
         """Returns a weight or a buffer on the host: the same tensor each time, and the next call refuses a write."""
         prefix, _, attribute = name.rpartition(".")
         buffer: torch.Tensor | None = self.original.get_submodule(prefix)._buffers.get(attribute)
@@ -178,68 +187,56 @@ class Ported(torch.nn.Module):
             self._state.lent[name] = weight, weight._version
         return self._state.lent[name][0]
 
-    def _write(self, number: int, value: torch.Tensor, found: state.Snapshot) -> None:
-        """Copies an input's new value into the caller's tensor, as forward would; raises if others share its memory."""
-        tensor = [*found.inputs.values()][number]
-        if found.overlaps(number):
-            fact = "It writes to an argument that lies in the memory of another one, or of an attribute"
-            raise BadValueError(self.compiled.network.name, fact, "Pass a clone()")
-        with torch.no_grad():
-            tensor.copy_(value)
-
-    def _inputs(self, found: state.Snapshot) -> dict[str, Any]:
-        """Returns a call's tensors by name. Those that the module keeps between calls are replicated on all devices."""
-        where = NamedSharding(self.compiled.mesh, PartitionSpec())
-        named = found.inputs.items()
-        return {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
-
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
-        """Traces the module's forward, notes its effects, and returns its tensors; raises if it reshapes an input."""
-        call, found = inputs.pop(CALL), _found.get()
-        given = list(found.inputs.values())
+        """Traces the module's forward and notes its effects.
+
+        Returns:
+            The outputs that are no views, the new values of inputs that it writes to, and those of buffers.
+        """
+        call, snapshot = inputs.pop(CALL), _traced_call.get()
+        host_inputs = list(snapshot.inputs.values())
         tensors = [
             inputs[name] if tensor.is_contiguous() else engine.with_strides(inputs[name], tensor.stride())
-            for name, tensor in found.inputs.items()
+            for name, tensor in snapshot.inputs.items()
         ]
-        for number, (base, (size, strides, start)) in found.views.items():
+        for number, (base, (size, strides, start)) in snapshot.views.items():
             tensors[number] = tensors[base].view(-1)[start:].as_strided(size, strides)
-        tensors = [tensors[first] for first in found.firsts]
-        for tensor, each in zip(tensors, given, strict=True):
-            vars(tensor).update(vars(each))
-        self._state.give_attributes()
-        attributes = [engine.attributes(each) for each in module.parameters()]
+        tensors = [tensors[first] for first in snapshot.firsts]
+        for tensor, host_input in zip(tensors, host_inputs, strict=True):
+            vars(tensor).update(vars(host_input))
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
-        traced = {id(tensors[first]): graph.Reference("input", first) for first in found.firsts}
-        buffers = {name: b for name, b in module.named_buffers() if name in self.compiled.weights}
+        traced = {id(tensors[first]): graph.Reference("input", first) for first in snapshot.firsts}
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in self.compiled.weights}
         weights = dict(module.named_parameters()) | buffers
-        with self._state.traced_inputs_in_place(found, tensors, weights) as arguments:
+        with self._state.traced_inputs_in_place(snapshot, tensors, weights) as arguments:
+            attributes = [engine.attributes(weight) for weight in module.parameters()]
             # These may be written to: the program returns their new values.
-            writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(given[n])]
-            shared = found.memory()
-            alone = [
-                b for name, b in buffers.items() if self._shares_no_memory(name) and self._memory[name] not in shared
-            ]
-            engine.freeze((writable, alone), "")
+            shared = snapshot.memory()
+            writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(host_inputs[n])]
+            for name, buffer in buffers.items():
+                if self._shares_no_memory(name) and self._memory[name] not in shared:
+                    writable.append(buffer)
+            engine.freeze(writable, "")
             args, kwargs = self._as_passed(arguments, *call[2:])
             returned = module(*args, **kwargs)
             for number, (tensor, form) in enumerate(zip(tensors, forms, strict=True)):
                 if (tensor.shape, tensor.stride()) != form:
-                    fact = f"It gives the argument '{[*found.inputs][number]}' another shape"
+                    fact = f"It gives the argument '{[*snapshot.inputs][number]}' another shape"
                     raise BadValueError(self.compiled.network.name, fact, "Give a view of it that shape")
-            if attributes != [engine.attributes(each) for each in module.parameters()]:
+            if attributes != [engine.attributes(weight) for weight in module.parameters()]:
                 fact = "It sets an attribute of a weight, and a later call would not see that"
                 raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute of the module")
             rebound = self._rebound(module, buffers)
-            known: dict[tuple[str, Any], Any] = {("weight", name): each for name, each in weights.items()}
-            known |= {("new", name): each for name, is_new, each in rebound if is_new}
-            known |= {("input", number): each for number, each in enumerate(tensors)}
-            references = {id(each): graph.Reference(*key) for key, each in known.items()}
-            left = self._state.snapshot_after(found, references | traced, returned)
-            views, changed = engine.views(left.outputs, known), [each[:2] for each in rebound]
-            effects = self._state.effects(found, left, tensors)._replace(buffers=changed, views=views)
+            known: dict[tuple[str, Any], Any] = {("weight", name): weight for name, weight in weights.items()}
+            known |= {("new", name): buffer for name, is_new, buffer in rebound if is_new}
+            known |= {("input", number): tensor for number, tensor in enumerate(tensors)}
+            references = {id(tensor): graph.Reference(*key) for key, tensor in known.items()}
+            after = self._state.snapshot_after(snapshot, references | traced, returned)
+            views, changed = engine.views(after.outputs, known), [(name, is_new) for name, is_new, _ in rebound]
+            effects = self._state.effects(snapshot, after, tensors)._replace(buffers=changed, views=views)
         self._effects[call] = effects
-        outputs = (output for number, output in enumerate(left.outputs) if number not in views)
-        return ((*outputs, *(tensors[n] for n in effects.written), *(each for *_, each in rebound)),)
+        outputs = (output for number, output in enumerate(after.outputs) if number not in views)
+        return ((*outputs, *(tensors[n] for n in effects.written), *(buffer for *_, buffer in rebound)),)
 
     def _as_passed(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
         """Returns the positional arguments and the keyword arguments, as the caller has passed them."""
@@ -264,13 +261,13 @@ class Ported(torch.nn.Module):
         """Returns the buffers that were written to, and those that are other tensors by now, and restores the old ones;
         raises if shape or dtype has changed. Each has its name, whether it is another tensor, and its value.
         """
-        found = []
+        rows = []
         for name, buffer in before.items():
             prefix, _, attribute = name.rpartition(".")
             buffers = module.get_submodule(prefix)._buffers
             new = buffers.get(attribute)
             if engine.was_written(buffer):
-                found.append((name, False, buffer))
+                rows.append((name, False, buffer))
             if new is buffer:
                 continue
             buffers[attribute] = buffer
@@ -278,8 +275,8 @@ class Ported(torch.nn.Module):
             if new is None or (new.shape, new.dtype) != form or not self._shares_no_memory(name):
                 fact = f"It binds the buffer '{name}' to a tensor of another form, or another buffer is the same tensor"
                 raise BadValueError(self.compiled.network.name, fact, "Keep it in an attribute, which is no buffer")
-            found.append((name, True, new))
-        return found
+            rows.append((name, True, new))
+        return rows
 
 
 def encoders(task: Task, stage: Stage, parts: Mapping[str, Any], ledger: patch.Ledger) -> dict[str, Ported]:

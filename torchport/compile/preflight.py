@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,7 +74,7 @@ def check(task: Task) -> None:
 
 
 def _check_guider(task: Task) -> None:
-    """Refuses a guider that does more than combine predictions, or whose number of them `dp` does not divide."""
+    """Refuses a guider that does more than combine predictions, or whose count of predictions `dp` does not divide."""
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
@@ -91,7 +92,10 @@ def check_checkpoint(task: Task, folder: Path) -> None:
     for stage in task.stages:
         names = [stage.network] if stage.network is not None else []
         for name in (*stage.parts, *stage.loads(task.settings), *names):
-            network.account(task, name, folder)
+            component, path = task.card.components[name], task.component_folder(folder, name)
+            is_in_card = load.is_built_here(component) and not load.reads_config(component)
+            recipe = network.recipe(task, name, folder) if is_in_card else None
+            load.account_component(component, path, network.layout(task, name), recipe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +183,11 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
 def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
     prefix = f"{stage.submodule}." if stage.submodule else ""
-    parameters = network.published(task, name).named_parameters()
-    shapes = shard.named_shapes(
-        {
-            key.removeprefix(prefix): parameter
-            for key, parameter in parameters
-            if key.startswith(prefix) and not network.is_left_out(stage, key)
-        }
-    )
+    shapes = {
+        key.removeprefix(prefix): tuple(parameter.shape)
+        for key, parameter in network.published(task, name).named_parameters()
+        if key.startswith(prefix) and not network.is_left_out(stage, key)
+    }
     written = of_task(task, name)
     # Buffers are made later: rules for them match nothing yet, or only what an earlier rule matches.
     firsts = shard.firsts(written.as_written.weights, shapes)
@@ -224,29 +225,26 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
     rules = of_task(task, component)
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules.inputs, names, rules.place("inputs"), rules.places("inputs"))
-    return [_fitting_rules(task, component, rules, call) for call in calls]
+    rules_by_call = []
+    for call in calls:
+        # Outputs that become inputs of later calls, `kept`, are checked here, too.
+        shapes = shard.named_shapes({**call.tensors, **call.kept})
+        fitting = {key: _input_rule(task, component, rules, key, shape) for key, shape in shapes.items()}
+        rules_by_call.append({key: fitting[key] for key in call.tensors})
+    return rules_by_call
 
 
-def _fitting_rules(task: Task, component: str, rules: Rules, call: recorder.NetworkCall) -> dict[str, Rule]:
-    """Returns the rule of every input of a call, with the spec that fits; refuses one that does not split the batch.
-    Outputs that become inputs of later calls are checked, too, and not returned.
-    """
-    mesh, place = task.job.mesh, rules.place("inputs")
-    shapes = shard.named_shapes({**call.tensors, **call.kept})
-    rule_of = {key: shard.input_rule(rules.inputs, key, shapes[key], mesh, place, component) for key in shapes}
+def _input_rule(task: Task, component: str, rules: Rules, key: str, shape: shard.Shape) -> Rule:
+    """Returns the rule of an input, with the spec that fits; refuses a batch that `dp` does not split."""
+    mesh = task.job.mesh
+    rule = shard.input_rule(rules.inputs, key, shape, mesh, rules.place("inputs"), component)
     ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
-    for key, rule in rule_of.items():
-        axes = {axis for part in dims_of(rule.spec) for axis in part}
-        if ways > 1 and shapes[key][:1] == (batch,) and "dp" not in axes:
-            number = next(n for n, other in enumerate(rules.inputs) if shard.matches(other, key))
-            raise MeshError(
-                rules.places("inputs")[number],
-                f"'{rule.match}' gives every device the whole batch of '{key}' {list(shapes[key])}, an input of "
-                f"{component}, and the mesh has dp={ways}",
-                "Split it with the spec [dp]",
-                name=key,
-            )
-    return {key: rule_of[key] for key in call.tensors}
+    if ways > 1 and shape[:1] == (batch,) and not any("dp" in axes for axes in dims_of(rule.spec)):
+        number = next(n for n, other in enumerate(rules.inputs) if shard.matches(other, key))
+        fact = f"'{rule.match}' gives every device the whole batch of '{key}' {list(shape)}, an input of {component}"
+        place = rules.places("inputs")[number]
+        raise MeshError(place, f"{fact}, and the mesh has dp={ways}", "Split it with the spec [dp]", name=key)
+    return rule
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
@@ -254,8 +252,8 @@ def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], tas
     output: int = sum(leaf.numel() * leaf.dtype.itemsize for leaf in outputs.leaves({"": call.output}).values())
     inputs = 0
     for name, tensor in call.tensors.items():
-        ways = math.prod(task.job.mesh.get(axis, 1) for axes in dims_of(rules[name].spec) for axis in axes)
-        inputs += tensor.numel() * tensor.dtype.itemsize // ways
+        axes = itertools.chain(*dims_of(rules[name].spec))
+        inputs += tensor.numel() * tensor.dtype.itemsize // shard.ways(axes, task.job.mesh)
     return inputs + max(output, largest) // task.job.devices
 
 
@@ -267,6 +265,7 @@ def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
     largest = [0]
 
     def note(_: Any, __: Any, output: Any) -> None:
+        """Notes the bytes of an output of a layer: a forward hook."""
         if isinstance(output, torch.Tensor):
             largest[0] = max(largest[0], output.numel() * output.dtype.itemsize)
 
@@ -324,6 +323,7 @@ class _LargeWithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors of `LARGE` elements, and what is computed from them, without values or memory."""
 
     def __init__(self) -> None:
+        """Makes the mode in which PyTorch computes shapes alone."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]

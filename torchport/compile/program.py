@@ -67,36 +67,23 @@ class Network:
     differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     strict: bool = False  #: Whether an operator of which that is not known is refused.
 
-    def operators(self) -> engine.Operators:
+    def operator_record(self) -> engine.Operators:
         """Returns an empty record for the operators that the network calls while it is traced."""
         return engine.Operators(self.differing, self.strict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How a program was made: the patches' calls while it was traced, its operators, and whether a cache had it."""
+    """How a program was made."""
 
-    trace: patch.Trace | None  # None where no ledger counts them
-    jax_cache: bool
-    operators: engine.Operators  # that it calls
-
-
-@dataclasses.dataclass(frozen=True)
-class _Executable:
-    """A compiled program with its large constants, which it takes before its other arguments."""
-
-    compiled: Any
-    tables: tuple[list[jax.Array], ...]
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.compiled(*self.tables, *arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.compiled, name)  # what the compiler says of it
+    trace: patch.Trace | None  #: The patches' calls while it was traced; None where no ledger counts them.
+    jax_cache: bool  #: Whether JAX's cache had it.
+    operators: engine.Operators  #: Those that it calls.
+    tables: tuple[list[jax.Array], ...]  #: Its large constants, which it takes before its other arguments.
 
 
 class _Bound(torch.nn.Module):
-    """A module together with how it is called, as one module that `functional_call` can give weights."""
+    """A module whose forward calls another one by its `how`, so that `functional_call` can give it weights."""
 
     def __init__(self, module: torch.nn.Module, how: How) -> None:
         super().__init__()
@@ -155,16 +142,14 @@ class Compiled:
         self.seconds = 0.0  #: Spent tracing and compiling in this run so far.
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
-        self.operators = network.operators()
+        self.operators = network.operator_record()
         self._tables: list[Any] = []  # of the program that was lowered last
         self._origins: dict[Any, Origin] = {}
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
 
     def start_run(self, ledger: patch.Ledger) -> None:
-        """Begins a run, the first one or another one with the same weights and programs.
-
-        Args:
-            ledger: The run's. It is credited with the calls of programs that an earlier run has traced.
+        """Begins a run, the first one or another one with the same weights and programs. Its ledger is credited with
+        the patches' calls in programs that an earlier run has traced.
         """
         self.seconds = 0.0
         self.ledger = ledger
@@ -174,24 +159,27 @@ class Compiled:
         """Returns a manifest's row of each program that this run has called."""
         return [{"jax_cache": origin.jax_cache, "operators": origin.operators.row()} for origin in self._used.values()]
 
-    def called(self) -> str:
+    def operators_text(self) -> str:
         """Says in one line how many operators this run's programs have, and how many are the same as PyTorch's."""
-        operators = self.network.operators()
+        operators = self.network.operator_record()
         for origin in self._used.values():
             operators.found |= origin.operators.found
         return operators.text()
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors."""
-        return {name: self._placed(name, value) for name, value in inputs.items()}
+        name_of_network = self.network.name
+        return {name: map_leaves(self._to_device, name, plain(name, x, name_of_network)) for name, x in inputs.items()}
 
     def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
-        return {name: map_leaves(self._shape, name, value) for name, value in inputs.items()}
 
-    def _shape(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
-        return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
+        def shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+            """Returns the shape, dtype and sharding of one input."""
+            is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
+            return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
+
+        return {name: map_leaves(shape, name, value) for name, value in inputs.items()}
 
     @torch.inference_mode(False)  # whatever the caller's: a tensor of inference takes no part in a trace
     def __call__(self, **inputs: Any) -> Any:
@@ -206,8 +194,11 @@ class Compiled:
         """
         arrays, static = self._arrays_and_static(inputs)
         with _lack_of_memory_refused(self.network.name):
-            program = self._program(arrays, static) if self.jit else self._tracing()(self._function(static, []))
-            output = program(*self._arguments(arrays))
+            if self.jit:
+                program, tables = self._program(arrays, static)
+                output = program(*tables, *self._arguments(arrays))
+            else:
+                output = self._tracing()(self._function(static, []))(*self._arguments(arrays))
             if not self.network.outputs:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
@@ -223,11 +214,11 @@ class Compiled:
         """
         arrays, static = self._arrays_and_static(inputs)
         with _lack_of_memory_refused(self.network.name):
-            return self._program(arrays, static).out_info
+            return self._program(arrays, static)[0].out_info
 
     def _arrays_and_static(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
         """Parts inputs into arrays, which it shards by their rules, and static arguments."""
-        arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
+        arrays = self.place(**{name: value for name, value in inputs.items() if has_tensor(value)})
         return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
@@ -254,6 +245,7 @@ class Compiled:
             return traced, []
 
         def program(tables: list[Any], *arguments: Any) -> Any:
+            """Evaluates the traced program with `tables` in place of its large constants."""
             values = dict(enumerate(closed.consts)) | dict(zip(large, tables, strict=True))
             flat = jax.tree.leaves(arguments)
             return jax.tree.unflatten(traced.out_tree, jax.core.eval_jaxpr(closed.jaxpr, [*values.values()], *flat))
@@ -348,8 +340,8 @@ class Compiled:
         whole: torch.Tensor = engine.call_jax(jax.lax.with_sharding_constraint, weight, where)
         return whole
 
-    def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        """Returns the compiled program for these inputs, compiled at the first call with such shapes."""
+    def _program(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, tuple[list[jax.Array], ...]]:
+        """Returns the program of these inputs, compiled at the first call with such shapes, and its large constants."""
         flat, tree = jax.tree_util.tree_flatten(arrays)
         # 1, 1.0 and True are equal, and make different programs: their words differ.
         key = (static, repr(static), tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
@@ -360,19 +352,17 @@ class Compiled:
             self.programs[key], self._origins[key] = self._compiled(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
-            origin = self._origins[key]
-            words = origin.operators.text()
-            log.info("compile %s: %.1f s, %s", self.network.name, spent, words)
+            log.info("compile %s: %.1f s, %s", self.network.name, spent, self.operators.text())
         elif key not in self._used and self.ledger is not None and (trace := self._origins[key].trace) is not None:
             self.ledger.credit(trace)
         self._used[key] = self._origins[key]
-        return self.programs[key]
+        return self.programs[key], self._origins[key].tables
 
     def _compiled(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, Origin]:
         """Compiles the program for these inputs, and returns it with its origin."""
         before = None if self.ledger is None else self.ledger.trace()
         with waiting(f"compile {self.network.name}"):
-            self.operators = self.network.operators()
+            self.operators = self.network.operator_record()
             lowered = self.lowered(arrays, static)
             if unknown := self.operators.unknown():
                 log.warning("%s calls operators that may differ from PyTorch's: %s", self.network.name, unknown)
@@ -384,11 +374,7 @@ class Compiled:
                 placed = [
                     jax.make_array_from_callback(t.shape, where, lambda index, t=t: t[index]) for t in self._tables
                 ]
-            return _Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
-
-    def _placed(self, name: str, value: Any) -> Any:
-        """Returns a tensor or a tree as arrays, each where its rule puts it; arrays stay where they are."""
-        return map_leaves(self._to_device, name, plain(name, value, self.network.name))
+            return program, Origin(trace, bool(delivered), self.operators, (placed,) if placed else ())
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
         """Returns a host tensor as an array that its rule shards; refuses tensors on meta, and deleted arrays."""
@@ -414,8 +400,8 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def _lack_of_memory_refused(what: str) -> Iterator[None]:
-    """Turns XLA's out-of-memory error into a refusal with the bytes that XLA requested."""
+def _lack_of_memory_refused(network: str) -> Iterator[None]:
+    """Turns XLA's out-of-memory error into a refusal that names the network, with the bytes that XLA requested."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -423,12 +409,12 @@ def _lack_of_memory_refused(what: str) -> Iterator[None]:
             raise
         if "memory space vmem" in str(error):
             reason = " ".join(str(error).split())[:200]
-            raise VmemError(what, f"A kernel's tile does not fit: {reason}", "Take a smaller tile") from error
+            raise VmemError(network, f"A kernel's tile does not fit: {reason}", "Take a smaller tile") from error
         request = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
         size = f" ({request[1] or request[2]} bytes at once)" if request else ""
         fact = f"Its activations do not fit into a device's memory{size}"
         remedy = "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine"
-        raise MachineError(what, fact, remedy) from error
+        raise MachineError(network, fact, remedy) from error
 
 
 @contextlib.contextmanager
@@ -441,10 +427,12 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
     entered: list[Any] = []
 
     def enter(scope: str) -> None:
+        """Begins a scope, in which JAX names operations after a module."""
         entered.append(jax.named_scope(scope))
         entered[-1].__enter__()
 
     def leave() -> None:
+        """Ends the innermost scope."""
         entered.pop().__exit__(None, None, None)
 
     with contextlib.ExitStack() as hooks:

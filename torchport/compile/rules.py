@@ -13,7 +13,6 @@ from torchport.config.strategy import Axis, NetworkRules, Rule, shared_strategie
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.task import Task
 
-Kind = Literal["weights", "inputs", "activations"]
 PLACE = "port(strategy=...)"
 """Where rules of a caller are written, for errors."""
 MESH = "port(mesh=...)"
@@ -43,40 +42,37 @@ class Rules:
     #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()  #: Rules for inputs that hold before the others: those of a caller of `port`.
-    #: Whether an operator is refused that no sample has compared with PyTorch's.
-    strict: bool = False
+    strict: bool = False  #: Whether an operator is refused that no sample has compared with PyTorch's.
     base: str | None = None  #: The strategy that this one is `like`, for rules that it leaves out.
 
     @property
-    def of_card(self) -> bool:
+    def is_of_card(self) -> bool:
         """Whether the rules are a card's. Some of these are for inputs that a caller may leave out."""
         return bool(self.strategy)
 
     @property
     def inputs(self) -> list[Rule]:
+        """Its rules for inputs, those of a caller of `port` first."""
         return [*self.extra, *self.as_written.inputs]
 
-    def _path(self, kind: Kind) -> list[str | int]:
-        rest = [kind, *([self.written] if self.of_card else [])]
-        is_here = not self.base or (*self.strategy, *rest) in self.document.lines
-        return [*(self.strategy if is_here else ("strategies", self.base)), *rest]
+    def _path(self, kind: str) -> list[str | int]:
+        """Returns the path of the rules of a kind in their document: `["strategies", "tp", "weights", "vae"]`."""
+        rest = [kind, *([self.written] if self.is_of_card else [])]
+        is_left_out = self.base and (*self.strategy, *rest) not in self.document.lines
+        return [*(("strategies", self.base) if is_left_out else self.strategy), *rest]
 
-    def place(self, kind: Kind) -> str:
-        return self.document.place(self._path(kind))
+    def place(self, field: str) -> str:
+        """Returns where the rules of a kind are written, or as `stacks.blocks` the stack of some repeated blocks."""
+        if field.startswith("stacks"):
+            path = ["stacks", *([self.written] if self.is_of_card else []), field.removeprefix("stacks.")]
+            return self.document.place(path)
+        return self.document.place(self._path(field))
 
     def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
         """Returns where each rule of a kind is written, those of a caller of `port` first."""
-        places = [
-            self.document.place([*self._path(kind), number]) for number in range(len(getattr(self.as_written, kind)))
-        ]
+        count, path = len(getattr(self.as_written, kind)), self._path(kind)
+        places = [self.document.place([*path, number]) for number in range(count)]
         return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
-
-    def place_of(self, field: str) -> str:
-        """Returns where a field of a program is written: `activations`, or `stacks.` and the path of some blocks."""
-        if field == "activations":
-            return self.place("activations")
-        path = ["stacks", *([self.written] if self.of_card else []), field.removeprefix("stacks.")]
-        return self.document.place(path)
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
@@ -98,17 +94,14 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         precision=card.components[component].precision,
         operators=card.operators,
     )
-    bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
-    divides = {
-        axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.rule_key(component)
-    }
-    at = ["strategies", strategy]
-    return Rules(
-        component, written, document, at, card.rule_key(component), bounds, divides, extra=extra, base=chosen.like
-    )
+    bounds = {name: bound for name, bound in card.score_bounds.items() if bound.component == component}
+    path, rule_key = ["strategies", strategy], card.rule_key(component)
+    divides = {axis: key for axis, key in chosen.divides.items() if key.partition(".")[0] == rule_key}
+    return Rules(component, written, document, path, rule_key, bounds, divides, extra=extra, base=chosen.like)
 
 
 def of_task(task: Task, component: str) -> Rules:
+    """Returns a component's rules in the strategy of a task's job."""
     return of_card(task.card, task.card_document, task.job.strategy, component)
 
 
@@ -135,25 +128,19 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
     """
     if isinstance(rules, str):
         document = parse_document(rules, PLACE)
-    else:
-        document = Document(PLACE, dict(rules), {}, _places(rules))
+    else:  # a dict has no line numbers: the place of a rule is its key with its index
+        places: dict[tuple[str | int, ...], str] = {}
+        for key, value in rules.items():
+            places[(key,)] = f"{PLACE} {key}"
+            places |= {(key, n): f"{PLACE} {key}[{n}]" for n in range(len(value) if isinstance(value, list) else 0)}
+        document = Document(PLACE, dict(rules), {}, places)
     return Rules(name, validated(WrittenRules, document), document)
-
-
-def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
-    """Returns the place of each key and each rule of a dict, for errors: a dict has no line numbers."""
-    places: dict[tuple[str | int, ...], str] = {}
-    for key, value in rules.items():
-        places[(key,)] = f"{PLACE} {key}"
-        places |= {(key, n): f"{PLACE} {key}[{n}]" for n in range(len(value) if isinstance(value, list) else 0)}
-    return places
 
 
 def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) -> None:
     """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads."""
-    shard.check_used(
-        mesh, [rules.as_written.weights, rules.inputs], rules.as_written.activations, lambda _: MESH, rules.name
-    )
+    written = rules.as_written
+    shard.check_used(mesh, [*written.weights, *rules.inputs], written.activations, lambda _: MESH, rules.name)
     for axis, path in rules.divides.items():
         key = path.partition(".")[2]
         number, place = config.get(key), rules.document.place([*rules.strategy, "divides", axis])

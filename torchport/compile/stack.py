@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import re
 import reprlib
 import sys
@@ -36,22 +37,12 @@ from torchport.stages.constants import Constants, converted
 
 BLOCK = "block"
 """The attribute under which the stacked block keeps its template: a part of every stacked weight's name."""
-
 PLAIN = (bool, int, float, str, torch.dtype, tuple, type(None))
 """Types of attributes that are the same in all blocks: others than these are weights, modules and what changes."""
 UNSTACKED = "Leave these blocks unstacked: take the stack out of the card, or run with --set stacked=false"
-
-After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
-"""What is done after each block: `after(index, outputs)` returns the outputs that the next block gets."""
-
-Gather = Callable[[str, torch.Tensor], torch.Tensor]
-
-Run = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+Tensors = tuple[torch.Tensor, ...]
+Run = Callable[[Tensors], Tensors]
 """Runs all blocks: called with the first block's inputs named in `carries`, it returns the last block's outputs."""
-
-
-def through(carry: tuple[torch.Tensor, ...], run: Run) -> tuple[torch.Tensor, ...]:
-    return run(carry)
 
 
 class Stacked(torch.nn.Module):
@@ -61,18 +52,10 @@ class Stacked(torch.nn.Module):
         block: The first of them; its weights are exchanged for stacked ones before it is called.
         carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
         first: How many blocks of the list come before the stacked ones.
-        after: Called after each block, within the scan.
     """
 
     def __init__(
-        self,
-        block: torch.nn.Module,
-        count: int,
-        carries: Sequence[str],
-        name: str,
-        place: str,
-        first: int = 0,
-        after: After | None = None,
+        self, block: torch.nn.Module, count: int, carries: Sequence[str], name: str, place: str, first: int
     ) -> None:
         super().__init__()
         self.block = block
@@ -81,15 +64,14 @@ class Stacked(torch.nn.Module):
         self.name = name
         self.place = place
         self.first = first
-        self.after = after
         #: Called with each weight of a block before the block runs: it gathers sharded weights, a block at a time.
-        self.gather: Gather = lambda name, weight: weight
+        self.gather: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, weight: weight
         #: Called in place of the blocks, with their inputs and with the function that runs them.
-        self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
+        self.around: Callable[[Tensors, Run], Tensors] | None = None
         #: What upstream's loop called the blocks with, one after the other.
         self.calls: list[_Call] = []
         #: What the last of these calls returned: tensors without values.
-        self.pending: tuple[torch.Tensor, ...] = ()
+        self.pending: Tensors = ()
         #: Whether a block returns a tuple, by its trace.
         self.returns_tuple = False
         #: What the blocks have in common, by id; a block must not change that.
@@ -103,6 +85,7 @@ class Stacked(torch.nn.Module):
         return type(self.__dict__["_modules"]["block"]) if self.__dict__.get("_modules") else Stacked
 
     def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the blocks that is the same in all: upstream may ask its block for it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -111,9 +94,14 @@ class Stacked(torch.nn.Module):
             return _plain_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of torchport's; refuses what upstream's code sets, as it does for the other blocks."""
         if "photo" in vars(self) and name not in vars(self):
-            _Block(self, 0).__setattr__(name, value)  # the last block is as the others
+            raise self._error(f"The network sets '{name}' of a block of '{self.name}'")
         super().__setattr__(name, value)
+
+    def _error(self, fact: str, remedy: str = UNSTACKED, **names: str) -> StackError:
+        """Returns the refusal of these blocks; by default the remedy is to leave them unstacked."""
+        return StackError(self.place, fact, remedy, name=self.name, **names)
 
     def reset(self) -> None:
         """Forgets what a call of the network that ended with an error has left."""
@@ -122,15 +110,14 @@ class Stacked(torch.nn.Module):
     def noted(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
         """Notes the call of a block before the last. What it returns has no value, and goes to the next block."""
         if number != len(self.calls):
-            fact = f"The network calls block {self.first + number} of '{self.name}' out of order"
-            raise StackError(self.place, fact, UNSTACKED, name=self.name)
+            raise self._error(f"The network calls block {self.first + number} of '{self.name}' out of order")
         self._note(args, kwargs)
         carry = self.calls[-1].carry
         self.pending = engine.call_jax(lambda *arrays: arrays, *converted(carry, engine.constant))
         fact = f"The network computes with what a block of '{self.name}' returned, and stacked blocks run at the last"
         remedy = f"Name all that a block returns under 'carries'. Else {UNSTACKED[0].lower()}{UNSTACKED[1:]}"
         for tensor in self.pending:
-            engine.spoil(tensor, StackError(self.place, fact, remedy, name=self.name))
+            engine.spoil(tensor, self._error(fact, remedy))
         return self.pending if len(self.carries) > 1 else self.pending[0]
 
     def _note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -142,21 +129,17 @@ class Stacked(torch.nn.Module):
                 given |= given.pop(parameter.name, {})
         missing = [name for name in self.carries if name not in given]
         if missing:
-            raise StackError(
-                self.place,
-                f"'{missing[0]}' is no argument with which '{self.name}' is called",
-                nearest(missing[0], given),
-                name=self.name,
-            )
+            fact = f"'{missing[0]}' is no argument with which '{self.name}' is called"
+            raise self._error(fact, nearest(missing[0], given))
         carry, number = tuple(given.pop(name) for name in self.carries), self.first + len(self.calls)
         for name, tensor in zip(self.carries, carry, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 fact = f"The carry '{name}' of '{self.name}' is no tensor, but of the type {type(tensor).__name__}"
-                raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
+                raise self._error(fact, argument=name)
         for name, tensor, pending in zip(self.carries, carry, self.pending, strict=False):
             if tensor is not pending:
                 fact = f"Block {number} of '{self.name}' gets a '{name}' that is not what the block before returned"
-                raise StackError(self.place, fact, UNSTACKED, name=self.name, argument=name)
+                raise self._error(fact, argument=name)
         leaves, form = tree.tree_flatten(given)
         engine.check_read([*leaves, *(() if self.pending else carry)])
         if not self.calls:
@@ -173,8 +156,8 @@ class Stacked(torch.nn.Module):
     def check_done(self) -> None:
         """Refuses a network that called some of the blocks, and not all."""
         if self.calls:
-            fact = f"The network calls {len(self.calls)} of the {self.count} stacked blocks of '{self.name}'"
-            raise StackError(self.place, fact, UNSTACKED, name=self.name)
+            count = f"{len(self.calls)} of the {self.count}"
+            raise self._error(f"The network calls {count} stacked blocks of '{self.name}'")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the last block's outputs, from `lax.scan` over the weights, which are [count, ...] meanwhile."""
@@ -184,33 +167,33 @@ class Stacked(torch.nn.Module):
         calls, photo = self.calls, self.photo
         self.reset()
         if changed := graph.changes(photo):
-            fact = f"The network changes {_named(*changed[0][:2])} between its calls of the blocks '{self.name}'"
-            raise StackError(self.place, fact, UNSTACKED, name=self.name)
+            part = _named(*changed[0][:2])
+            raise self._error(f"The network changes {part} between its calls of the blocks '{self.name}'")
         for number, call in enumerate(calls):
             if graph.changes(call.photo):
-                fact = f"The network writes to an argument of '{self.name}.{self.first + number}' after that call"
-                raise StackError(self.place, fact, UNSTACKED, name=self.name)
-        before_blocks, spans = calls[0].carry, _spans(calls)
-        written: set[int] = set()
+                block = f"'{self.name}.{self.first + number}'"
+                raise self._error(f"The network writes to an argument of {block} after that call")
+        before_blocks, written = calls[0].carry, set[int]()
+        # One scan runs the blocks whose calls are alike.
+        starts = [0, *(number for number in range(1, len(calls)) if not calls[number].is_alike(calls[number - 1]))]
 
-        def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            for start, stop in spans:
+        def run(carry: Tensors) -> Tensors:
+            """Runs all blocks, by a scan for each group of calls that are alike."""
+            for start, stop in itertools.pairwise([*starts, len(calls)]):
                 carry = self._scanned(carry, calls[start:stop], range(start, stop), written)
             return carry
 
-        outputs = self.around(before_blocks, run)
+        outputs = run(before_blocks) if self.around is None else self.around(before_blocks, run)
         for number in written:
             others = [leaf for call in calls for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
             others += [*before_blocks[:number], *before_blocks[number + 1 :]]
             if any(engine.share_memory(before_blocks[number], other) for other in others):
-                fact = f"A block of '{self.name}' writes to '{self.carries[number]}', another argument's memory"
-                raise StackError(self.place, fact, UNSTACKED, name=self.name)
+                name = self.carries[number]
+                raise self._error(f"A block of '{self.name}' writes to '{name}', another argument's memory")
             engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
         return outputs if len(self.carries) > 1 or self.returns_tuple else outputs[0]
 
-    def _scanned(
-        self, carry: tuple[torch.Tensor, ...], calls: Sequence[_Call], blocks: range, written: set[int]
-    ) -> tuple[torch.Tensor, ...]:
+    def _scanned(self, carry: Tensors, calls: Sequence[_Call], blocks: range, written: set[int]) -> Tensors:
         """Returns what the last of some blocks returns, by one scan.
 
         Args:
@@ -224,7 +207,7 @@ class Stacked(torch.nn.Module):
         varying = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
         shared = {number: leaf for number, leaf in tensors.items() if number not in varying}
 
-        def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, given: Mapping[int, torch.Tensor]) -> Any:
+        def step(carry: Any, layer: Mapping[str, torch.Tensor], given: Mapping[int, torch.Tensor]) -> Any:
             """Runs one block in PyTorch with its layer of the weights, and returns the next block's inputs."""
             # One list under two names stays one, and so does a tensor.
             others = copy.deepcopy(
@@ -236,17 +219,18 @@ class Stacked(torch.nn.Module):
             unchanged, photo = dict(whole), graph.photo([*others.values(), self.block, *self._modules_of_code()])
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
                 outputs = torch.func.functional_call(self.block, whole, *self._as_passed(arguments))
-            self._check_state(unchanged, whole)  # `functional_call` puts there what is assigned anew
+            # `functional_call` puts into `whole` what is assigned anew; a scan traces one call for all blocks.
+            rebound = next((name for name in whole if whole[name] is not unchanged.get(name)), None)
+            if rebound is not None:
+                fact = f"A block of '{self.name}' sets its own '{rebound}' when it is called"
+                raise self._error(fact, attribute=rebound)
             self._check_changes(photo)
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             self.returns_tuple = isinstance(outputs, tuple)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if not all(isinstance(output, torch.Tensor) for output in outputs):
                 kinds = ", ".join(type(output).__name__ for output in outputs)
-                fact = f"A block of '{self.name}' returns {kinds}, and no tensors"
-                raise StackError(self.place, fact, UNSTACKED, name=self.name)
-            if self.after is not None:
-                outputs = self.after(index, outputs)
+                raise self._error(f"A block of '{self.name}' returns {kinds}, and no tensors")
             return self._next_carry(carry, outputs)
 
         def scan(carry: Any, layers: Any, shared: Any, varying: Any) -> Any:
@@ -254,13 +238,14 @@ class Stacked(torch.nn.Module):
             is_all = len(blocks) == self.count
 
             def run_block(carry: Any, item: Any) -> Any:
+                """Runs one block of the scan: `item` has its weights, its number and what varies from call to call."""
                 layer, index, given = item
                 if not is_all:  # slices of the weights for some blocks would be copies
                     layer = {k: jax.lax.dynamic_index_in_dim(each, index, keepdims=False) for k, each in layers.items()}
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
                 layer = jax.lax.optimization_barrier(layer)
-                return engine.call_torch(step, carry, layer, index, {**shared, **given}), None
+                return engine.call_torch(step, carry, layer, {**shared, **given}), None
 
             indices = jnp.arange(blocks.start, blocks.stop, dtype=jnp.int32)
             stacked = {number: jnp.stack(values) for number, values in varying.items()}
@@ -286,10 +271,9 @@ class Stacked(torch.nn.Module):
         for thing, part, old, new in graph.changes(photo):
             of_inputs = any(engine.is_traced(engine.on_host(each)) for each, _ in graph.photo([new]))
             if old is not None or of_inputs or id(thing) not in kept:
-                fact = f"A block of '{self.name}' changes {_named(thing, part)} when it is called"
-                raise StackError(self.place, fact, UNSTACKED, name=self.name)
+                raise self._error(f"A block of '{self.name}' changes {_named(thing, part)} when it is called")
 
-    def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Tensors:
         """Returns a block's outputs as the next block's inputs; refuses another number, dtype or shape of them."""
         takes, gives = ([f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in ts] for ts in (carry, outputs))
         if takes == gives:
@@ -297,30 +281,13 @@ class Stacked(torch.nn.Module):
         remedy = "name the arguments that its outputs become, in their order, under 'carries'"
         if sorted(takes) == sorted(gives) or len(takes) != len(gives):  # these are other arguments, or in another order
             fact = f"'{self.name}' takes {', '.join(takes)} as {', '.join(self.carries)} and returns {', '.join(gives)}"
-            raise StackError(self.place, fact, remedy[0].upper() + remedy[1:], name=self.name)
+            raise self._error(fact, remedy[0].upper() + remedy[1:])
         number = next(n for n, take in enumerate(takes) if take != gives[n])
         name, block = self.carries[number], f"'{self.name}.{self.first}', the first stacked block,"
         if carry[number].shape == outputs[number].shape:
             remedy = "cast the carry before the blocks"
-        raise StackError(
-            self.place,
-            f"{block} takes the carry '{name}' as {takes[number]} and returns it as {gives[number]}",
-            f"Leave this block apart with `first: {self.first + 1}`, or {remedy}",
-            name=self.name,
-            carry=name,
-        )
-
-    def _check_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Refuses a block that binds its weights anew when it is called: a scan traces one call for all blocks."""
-        changed = [key for key in after if key not in before or after[key] is not before[key]]
-        if changed:
-            raise StackError(
-                self.place,
-                f"A block of '{self.name}' sets its own '{changed[0]}' when it is called",
-                UNSTACKED,
-                name=self.name,
-                attribute=changed[0],
-            )
+        fact = f"{block} takes the carry '{name}' as {takes[number]} and returns it as {gives[number]}"
+        raise self._error(fact, f"Leave this block apart with `first: {self.first + 1}`, or {remedy}", carry=name)
 
 
 def _named(thing: Any, part: graph.Part) -> str:
@@ -346,9 +313,9 @@ class _Block:
         return _plain_attribute(vars(self)["stacked"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses an attribute that upstream's code sets of one block: all blocks are one trace."""
         stacked = vars(self)["stacked"]
-        fact = f"The network sets '{name}' of a block of '{stacked.name}'"
-        raise StackError(stacked.place, fact, UNSTACKED, name=stacked.name)
+        raise stacked._error(f"The network sets '{name}' of a block of '{stacked.name}'")
 
 
 def _plain_attribute(stacked: Stacked, name: str) -> Any:
@@ -356,8 +323,7 @@ def _plain_attribute(stacked: Stacked, name: str) -> Any:
     value = getattr(stacked.block, name)
     if isinstance(value, PLAIN):
         return value
-    fact = f"The network takes '{name}' of a block of '{stacked.name}'"
-    raise StackError(stacked.place, fact, UNSTACKED, name=stacked.name)
+    raise stacked._error(f"The network takes '{name}' of a block of '{stacked.name}'")
 
 
 class _StackedList(torch.nn.ModuleList):
@@ -409,6 +375,7 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
 
 
 def prefix(name: str, entry: Stack) -> str:
+    """Returns how the names of stacked weights begin: `blocks.1.block.` if the first block stays apart."""
     return f"{name}.{entry.first}.{BLOCK}."
 
 
@@ -431,7 +398,7 @@ def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str,
 
 
 def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a network's weights with those of stacked blocks stacked, and empties `arrays`.
+    """Returns a network's weights with those of stacked blocks stacked along a new first dim, and empties `arrays`.
 
     Args:
         arrays: Arrays on a mesh, or `jax.ShapeDtypeStruct`s with shardings, by name. They are taken out one by one, so
@@ -441,37 +408,30 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
     prefixes = tuple(prefix(name, entry) for name, entry in stacks.items())
     for new, parts in names(list(arrays), stacks, counts).items():
         blocks = [arrays.pop(part) for part in parts]
+        first = stacked[new] = blocks[0]
         # A network may have blocks called so itself: only the lists that are stacked count.
-        stacked[new] = _stacked(blocks) if new.startswith(prefixes) else blocks[0]
+        if new.startswith(prefixes):
+            where = NamedSharding(first.sharding.mesh, PartitionSpec(None, *first.sharding.spec))
+            if isinstance(first, jax.ShapeDtypeStruct):
+                stacked[new] = jax.ShapeDtypeStruct((len(blocks), *first.shape), first.dtype, sharding=where)
+            else:
+                stacked[new] = jax.jit(lambda *arrays: jnp.stack(arrays), out_shardings=where)(*blocks)
     return stacked
-
-
-def _stacked(parts: Sequence[Any]) -> Any:
-    """Stacks one weight of all blocks along a new first dim, which is not sharded; of shapes it returns a shape."""
-    spec = parts[0].sharding.spec
-    where = NamedSharding(parts[0].sharding.mesh, PartitionSpec(None, *spec))
-    if isinstance(parts[0], jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype, sharding=where)
-    return jax.jit(lambda *blocks: jnp.stack(blocks), out_shardings=where)(*parts)
 
 
 def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, place: str) -> None:
     """Refuses a block that differs from the first in anything but the values of its weights."""
-    ours, theirs = dict(first.named_modules()), dict(other.named_modules())
-    pairs = {(id(ours[key]), id(theirs[key])) for key in ours.keys() & theirs.keys()}
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
-        if key not in ours or key not in theirs or type(ours[key]) is not type(theirs[key]):
-            raise StackError(
-                place, f"'{name}' has other modules than the first: '{key}'", "Leave it unstacked", name=name
-            )
-        difference = _difference(ours[key], theirs[key], pairs)
+    firsts, others = dict(first.named_modules()), dict(other.named_modules())
+    pairs = {(id(firsts[path]), id(others[path])) for path in firsts.keys() & others.keys()}
+    for path in {**firsts, **others}:
+        if type(firsts.get(path)) is not type(others.get(path)):
+            fact = f"'{name}' has other modules than the first: '{path}'"
+            raise StackError(place, fact, "Leave it unstacked", name=name)
+        difference = _difference(firsts[path], others[path], pairs)
         if difference:
-            raise StackError(
-                place,
-                f"'{'.'.join(filter(None, (name, key)))}' differs from the first block's in {difference}",
-                "Only weights may differ: leave the blocks that know their place apart, or unstacked",
-                name=name,
-            )
+            fact = f"'{'.'.join(filter(None, (name, path)))}' differs from the first block's in {difference}"
+            remedy = "Only weights may differ: leave the blocks that know their place apart, or unstacked"
+            raise StackError(place, fact, remedy, name=name)
 
 
 def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple[int, int]]) -> str | None:
@@ -483,10 +443,10 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple
         ]
         if tensors[0] != tensors[1]:
             return f"its weights, {tensors[1]}"
-    mine, its = _settings(first), _settings(other)
-    for key in {**mine, **its}:
-        if key not in mine or key not in its or not graph.are_alike(mine[key], its[key], pairs):
-            return f"'{key}', {reprlib.repr(mine.get(key))} there and {reprlib.repr(its.get(key))} here"
+    firsts, others = _settings(first), _settings(other)
+    for key in {**firsts, **others}:
+        if key not in firsts or key not in others or not graph.are_alike(firsts[key], others[key], pairs):
+            return f"'{key}', {reprlib.repr(firsts.get(key))} there and {reprlib.repr(others.get(key))} here"
     return None
 
 
@@ -494,44 +454,35 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
     """Returns a module's attributes, but for weights and submodules, and its hooks."""
     settings = {key: value for key, value in vars(module).items() if key not in graph.INTERNAL or key == "training"}
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    theirs = [each for each in hooks if not _is_ours(each)]
-    return settings | {"forward hooks": len(hooks), "a forward hook": theirs}
-
-
-def _is_ours(hook: Any) -> bool:
-    """Returns whether a hook is of the rules for activations, which name each block."""
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torchport.")
+    functions = [(hook, getattr(hook, "func", hook)) for hook in hooks]
+    # Those of the rules for activations are torchport's, and name each block.
+    upstream_hooks = [hook for hook, f in functions if not str(getattr(f, "__module__", "")).startswith("torchport.")]
+    return settings | {"forward hooks": len(hooks), "a forward hook": upstream_hooks}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A call of a block by upstream's loop."""
 
-    carry: tuple[torch.Tensor, ...]
+    carry: Tensors
     given: dict[str, Any]  #: All other arguments.
     leaves: list[Any]  #: Of them.
     form: Any  #: The tree that they are the leaves of.
     photo: list[Any]  #: All tensors, and what the other leaves lead to.
 
     def is_alike(self, other: _Call) -> bool:
-        """Whether the arguments of two calls differ in the values of tensors alone."""
-        is_alike = self.form == other.form and all(map(_is_alike_leaf, self.leaves, other.leaves))
-        return is_alike and self.firsts() == other.firsts()
-
-    def firsts(self) -> list[int]:
-        """Returns for each tensor among the leaves which is the first that is the same tensor."""
-        tensors = [id(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        return [tensors.index(each) for each in tensors]
-
-
-def _spans(calls: Sequence[_Call]) -> list[tuple[int, int]]:
-    """Returns the blocks that one scan can run: those whose calls are alike."""
-    starts = [number for number in range(len(calls)) if number == 0 or not calls[number].is_alike(calls[number - 1])]
-    return list(zip(starts, [*starts[1:], len(calls)], strict=True))
-
-
-def _is_alike_leaf(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.shape == right.shape and left.dtype == right.dtype
-    is_plain = isinstance(left, bool | int | float | str | torch.dtype) and type(left) is type(right)
-    return left is right or (is_plain and bool(left == right))
+        """Returns whether the arguments of two calls differ in the values of tensors alone."""
+        left_firsts: dict[int, int] = {}  # by a tensor's id, where it is first: a tensor that is passed twice stays so
+        right_firsts: dict[int, int] = {}
+        if self.form != other.form:
+            return False
+        for number, (left, right) in enumerate(zip(self.leaves, other.leaves, strict=True)):
+            if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+                firsts = left_firsts.setdefault(id(left), number), right_firsts.setdefault(id(right), number)
+                is_alike = (left.shape, left.dtype, firsts[0]) == (right.shape, right.dtype, firsts[1])
+            else:
+                is_plain = isinstance(left, bool | int | float | str | torch.dtype) and type(left) is type(right)
+                is_alike = left is right or (is_plain and bool(left == right))
+            if not is_alike:
+                return False
+        return True

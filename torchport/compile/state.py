@@ -32,16 +32,22 @@ _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
 
 
 @dataclasses.dataclass
+class Node:
+    """A mutable object that a call can reach."""
+
+    thing: Any
+    path: tuple[str, ...] | None = None  #: The names that lead to it from the arguments; None: it is reached otherwise.
+    parts: dict[Part, Any] = dataclasses.field(default_factory=dict)
+    terms: dict[Part, Any] = dataclasses.field(default_factory=dict)  #: Its parts, as terms.
+
+
+@dataclasses.dataclass
 class Snapshot:
     """What a call of a ported module can reach before or after it: mutable objects, nodes of a graph, and tensors."""
 
     #: The terms of the arguments, by parameter; after a call, the term of its return value.
     root: Any = ()
-    things: list[Any] = dataclasses.field(default_factory=list)  #: The nodes, by number.
-    parts: list[dict[Part, Any]] = dataclasses.field(default_factory=list)  #: Of each node, its parts.
-    terms: list[dict[Part, Any]] = dataclasses.field(default_factory=list)  #: Of each node, its parts as terms.
-    #: The names that lead from the arguments to each node; None: it is reached otherwise.
-    paths: list[tuple[str, ...] | None] = dataclasses.field(default_factory=list)
+    nodes: list[Node] = dataclasses.field(default_factory=list)  #: By number.
     inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  #: The program's inputs, by name.
     #: Of each input, the number of the first one that is the same tensor.
     firsts: list[int] = dataclasses.field(default_factory=list)
@@ -54,13 +60,20 @@ class Snapshot:
 
     def key(self, submodules: Collection[int]) -> Any:
         """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
-        kinds = tuple(_kind(thing, id(thing) in submodules) for thing in self.things)
-        inputs = tuple(
-            (name, *_form(tensor), is_read_only(tensor), _tags(tensor)) for name, tensor in self.inputs.items()
-        )
-        terms = tuple(tuple((part, _types(part[1]), term) for part, term in each.items()) for each in self.terms)
+        kinds: list[Any] = []  # what the program depends on of each node: a function's code, a submodule, or the type
+        for thing in (node.thing for node in self.nodes):
+            if isinstance(thing, types.FunctionType):
+                kinds.append((Opaque(thing.__code__), Opaque(thing.__globals__)))
+                continue
+            has_hooks = isinstance(thing, torch.nn.Module) and (thing._forward_hooks or thing._forward_pre_hooks)
+            kinds.append(Opaque(thing if has_hooks or id(thing) in submodules else type(thing)))
+        inputs = []
+        for name, tensor in self.inputs.items():
+            attributes = ((key, graph.constant(value)) for key, value in engine.attributes(tensor).items())
+            inputs.append((name, *_form(tensor), is_read_only(tensor), *attributes))
+        terms = tuple(tuple((part, _types(part[1]), term) for part, term in node.terms.items()) for node in self.nodes)
         firsts = *self.firsts, *self.views.items()
-        return self.root, kinds, terms, inputs, firsts, self.marks
+        return self.root, tuple(kinds), terms, tuple(inputs), firsts, self.marks
 
     def memory(self) -> set[int]:
         """Returns the addresses of the storages of all inputs and tables, in the host's memory."""
@@ -68,32 +81,17 @@ class Snapshot:
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
     def overlaps(self, number: int) -> bool:
-        """Returns whether another tensor overlaps an input in memory; views of that input do not count."""
+        """Returns whether another input or table overlaps an input in memory; views of that input do not count."""
         inputs = [*self.inputs.values()]
         others = [t for n, t in enumerate(inputs) if number not in (n, self.views.get(n, [n])[0])]
-        first, last = _bytes_of(inputs[number])
-        ends = [_bytes_of(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
-        return any(max(first, start) < min(last, end) for start, end in ends)
-
-
-def _tags(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the attributes that somebody has given to a tensor, as terms."""
-    return tuple((name, graph.constant(value)) for name, value in engine.attributes(tensor).items())
+        first, last = _addresses(inputs[number])
+        ranges = [_addresses(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
+        return any(max(first, start) < min(last, end) for start, end in ranges)
 
 
 def _types(key: Any) -> Any:
-    """Returns the type of a dict's key, or the types in it: 1, 1.0 and True are equal keys."""
+    """Returns the type of a dict's key, or the types in it: they tell 1, 1.0 and True apart, which are equal keys."""
     return type(key) if not isinstance(key, tuple | frozenset) else tuple(map(_types, key))
-
-
-def _kind(thing: Any, is_submodule: bool) -> Any:
-    """Returns what a program depends on of a mutable object: a function's code, a submodule itself, or the type."""
-    if isinstance(thing, types.FunctionType):
-        return Opaque(thing.__code__), Opaque(thing.__globals__)
-    is_itself = isinstance(thing, torch.nn.Module) and (
-        is_submodule or thing._forward_hooks or thing._forward_pre_hooks
-    )
-    return Opaque(thing if is_itself else type(thing))
 
 
 class Effects(NamedTuple):
@@ -101,9 +99,10 @@ class Effects(NamedTuple):
 
     returned: Any
     changed: dict[int, dict[Part, Any]]  #: The parts of the nodes that it changes, by number.
-    created: list[tuple[graph.Blank, dict[Part, Any]]]  #: The nodes that it makes, with their parts.
+    created: list[tuple[Callable[[], Any], dict[Part, Any]]]  #: What makes each new node, with the node's parts.
     written: list[int]  #: The numbers of the inputs that it writes to.
     tables: dict[int, torch.Tensor]  #: New values of tables, by number; those that it makes have the last numbers.
+    weights: frozenset[str]  #: The names of the weights that are in terms of what it returns, changes or makes.
     #: How many tensors there are for these terms. The program returns those that are no views, then those that it
     #: writes to, and then buffers.
     outputs: int
@@ -116,17 +115,6 @@ class Effects(NamedTuple):
     #: What upstream has set as attributes of inputs and outputs, by kind and number.
     attributes: Mapping[tuple[str, int], dict[str, Any]] = types.MappingProxyType({})
     holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
-
-
-class HostWeights(dict[str, torch.Tensor]):
-    """The weights and buffers on the host by name, each taken there when it is asked for."""
-
-    def __init__(self, take: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self.take = take
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return self.take(name)
 
 
 class State:
@@ -142,15 +130,15 @@ class State:
             for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if tensor is not None
         }
-        self._kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
-        self._made = WeakIdKeyDictionary()  # tensors that calls have left
+        self.kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
+        self.made = WeakIdKeyDictionary()  # tensors that calls have left
         self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls return, and counts of writes
         self.weights: dict[int, str] = {}  # the names of weights, lent ones and buffers, by id
         self._numbers: dict[Any, int] = {}
         self._submodules: frozenset[int] = frozenset()
 
-    def number(self, snapshot: Snapshot) -> int:
-        """Returns a number for a snapshot: calls whose snapshots have the same number share a program."""
+    def program_number(self, snapshot: Snapshot) -> int:
+        """Returns the number of the program for a call that finds this snapshot; calls with equal keys share it."""
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
     def snapshot_before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
@@ -172,7 +160,7 @@ class State:
             if tensor._version != version:
                 self.refuse(name)
         self._submodules = frozenset(map(id, submodules))
-        survey = _Survey(self, Snapshot(things=submodules), None)
+        survey = _Survey(self, Snapshot(nodes=[*map(Node, submodules)]), None)
         names = [() if name in unnamed else (name,) for name in arguments]
         try:
             root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
@@ -181,21 +169,14 @@ class State:
             fact = "What a call reaches has tuples in tuples, deeper than Python can follow"
             raise BadValueError(self.place, fact, "Keep a flat list, or an object for each level") from error
 
-    def give_attributes(self) -> None:
-        """Gives the traced weights the attributes that somebody has given to those on the host."""
-        for part in self.module.modules():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if (known := self._owned.get((id(part), name))) is not None and engine.is_traced(tensor):
-                    vars(tensor).update(vars(known[0]))
-
     def check_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Returns the attributes that somebody has given to a tensor; refuses those that are no constants."""
-        found = engine.attributes(tensor)
-        for name, value in found.items():
+        attributes = engine.attributes(tensor)
+        for name, value in attributes.items():
             if graph.constant(value) is None:
                 fact = f"The attribute '{name}' of a tensor is of the type {type(value).__name__}, and no constant"
                 raise BadValueError(self.place, fact, _BESIDE)
-        return found
+        return attributes
 
     def refuse(self, name: str) -> None:
         """Raises a BadValueError for a new value of a weight, a buffer or a submodule: the devices have the old one."""
@@ -215,7 +196,7 @@ class State:
         self._owned[id(owner), attribute] = buffer, buffer._version
         return buffer
 
-    def add_input(self, tensor: torch.Tensor | None, found: Snapshot) -> bool:
+    def add_input(self, tensor: torch.Tensor | None, before: Snapshot) -> bool:
         """Makes host tensors that lie in a tensor's memory inputs of later calls; returns whether there are any.
 
         Until then their values are in the program, as tables. Tables of the same form in the same list, or under the
@@ -223,48 +204,56 @@ class State:
         a trace.
         """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
-        plain = [each for each in found.tables if each.layout == torch.strided]
-        tables = [each for each in plain if each.untyped_storage().data_ptr() == memory]
-        places: dict[int, set[Any]] = {}
-        for thing, parts in zip(found.things, found.terms, strict=True):
-            for part, term in parts.items():
-                for each in _references(term, "table"):
-                    places.setdefault(each.number, set()).update([id(thing), (type(thing), part)])
-        known = {
-            (place, _form(t))
-            for n, t in enumerate(found.tables)
-            if any(t is each for each in tables)
-            for place in places.get(n, ())
+        numbers = {
+            number
+            for number, table in enumerate(before.tables)
+            if table.layout == torch.strided and table.untyped_storage().data_ptr() == memory
         }
-        likes = [t for n, t in enumerate(found.tables) if any((p, _form(t)) in known for p in places.get(n, ()))]
-        self._made.update((each, True) for each in [*tables, *likes])
-        return bool(tables)
+        kinds: dict[int, set[Any]] = {number: set() for number in range(len(before.tables))}  # place and form
+        for node in before.nodes:
+            for part, term in node.terms.items():
+                for reference in graph.references(term, "table"):
+                    form = _form(before.tables[reference.number])
+                    kinds[reference.number] |= {(id(node.thing), form), ((type(node.thing), part), form)}
+        kinds_of_inputs = set().union(*(kinds[number] for number in numbers))
+        for number, table in enumerate(before.tables):
+            if number in numbers or kinds[number] & kinds_of_inputs:
+                self.made[table] = True
+        return bool(numbers)
 
     def snapshot_after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
         """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
-        survey = _Survey(self, Snapshot(things=[*before.things], tables=[*before.tables]), traced)
+        nodes = [Node(node.thing) for node in before.nodes]
+        survey = _Survey(self, Snapshot(nodes=nodes, tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
 
     @contextlib.contextmanager
     def traced_inputs_in_place(
         self, before: Snapshot, traced: Sequence[Any], weights: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end."""
-        values = {"thing": before.things, "input": traced, "table": before.tables, "weight": weights}
+        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end.
+        Traced weights get the attributes that somebody has given to those on the host.
+        """
+        for part in self.module.modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if (owned := self._owned.get((id(part), name))) is not None and engine.is_traced(tensor):
+                    vars(tensor).update(vars(owned[0]))
+        things = [node.thing for node in before.nodes]
+        values = {"thing": things, "input": traced, "table": before.tables, "weight": weights}
         tables = [(t, t.clone()) for t in before.tables if _is_small(t) and not is_read_only(t)]
         submodules = [(part, dict(part._modules)) for part in self.module.modules()]
         try:
-            for thing, parts, terms in zip(before.things, before.parts, before.terms, strict=True):
-                mine = {part: t for part, t in terms.items() if _references(t, "input") or _references(t, "weight")}
-                new = {part: value_of(term, values) for part, term in mine.items()}
+            for node in before.nodes:
+                terms = node.terms.items()
+                new = {p: value_of(t, values) for p, t in terms if graph.references(t, "input", "weight")}
                 if new:
-                    self.fill(thing, parts | new)
+                    self.fill(node.thing, node.parts | new)
             yield {name: value_of(term, values) for name, term in before.root}
         finally:
-            for thing, parts in zip(before.things, before.parts, strict=True):
-                left = self.parts(thing)
-                if [*left] != [*parts] or any(left[part] is not parts[part] for part in parts):
-                    self.fill(thing, parts)
+            for node in before.nodes:
+                left = self.parts(node.thing)
+                if [*left] != [*node.parts] or any(left[part] is not value for part, value in node.parts.items()):
+                    self.fill(node.thing, node.parts)
             for part, old in submodules:
                 part._modules.clear()
                 part._modules.update(old)
@@ -274,41 +263,54 @@ class State:
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
         """Returns what a call does, from the snapshots before and after it; raises if it exchanges submodules."""
         changed = {}
-        for number, (old, new) in enumerate(zip(before.terms, after.terms, strict=False)):
-            if [*old.items()] != [*new.items()]:
-                changed[number] = new
-                if old.get(_SUBMODULES) != new.get(_SUBMODULES):
-                    fact = f"A call exchanges submodules of a '{type(before.things[number]).__name__}'"
+        for number, (old, new) in enumerate(zip(before.nodes, after.nodes, strict=False)):
+            if [*old.terms.items()] != [*new.terms.items()]:
+                changed[number] = new.terms
+                if old.terms.get(_SUBMODULES) != new.terms.get(_SUBMODULES):
+                    fact = f"A call exchanges submodules of a '{type(old.thing).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        there = len(before.things)  # nodes keep their numbers: the call has made those after these
-        created = zip(map(graph.Blank.describe, after.things[there:]), after.terms[there:], strict=True)
+        # Nodes keep their numbers: the call has made those after these.
+        created = [(graph.blank(node.thing), node.terms) for node in after.nodes[len(before.nodes) :]]
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
-        same = dict(enumerate(before.marks))
-        tables, parts = {n: t for n, t in enumerate(after.tables) if same.get(n) != after.marks[n]}, {}
+        marks = dict(enumerate(before.marks))
+        tables, parts = {n: t for n, t in enumerate(after.tables) if marks.get(n) != after.marks[n]}, {}
         if len(after.tables) > len(before.tables):
             tables, parts = _parts_of(tables, before.tables)
         tables = {n: t.clone() for n, t in tables.items()}
-        given = {("input", n): (traced[n], vars(each)) for n, each in enumerate(before.inputs.values())}
-        given |= {("output", n): (each, {}) for n, each in enumerate(after.outputs)}
-        found = {key: (self.check_attributes(tensor), known) for key, (tensor, known) in given.items()}
-        new = {key: attributes for key, (attributes, known) in found.items() if attributes != known}
-        whole = after.root, changed, [*created], written, tables, len(after.outputs)
-        return Effects(*whole, parts=parts, attributes=new)
+        new_attributes = {}
+        for number, tensor in enumerate(before.inputs.values()):
+            if (attributes := self.check_attributes(traced[number])) != vars(tensor):
+                new_attributes["input", number] = attributes
+        for number, tensor in enumerate(after.outputs):
+            if attributes := self.check_attributes(tensor):
+                new_attributes["output", number] = attributes
+        terms = [after.root, *(term for _, terms in created for term in terms.values())]
+        for number, new_terms in changed.items():
+            old_terms = before.nodes[number].terms
+            terms += [term for part, term in new_terms.items() if old_terms.get(part) != term]
+        weights = frozenset(str(reference.number) for term in terms for reference in graph.references(term, "weight"))
+        whole = after.root, changed, created, written, tables, weights, len(after.outputs)
+        return Effects(*whole, parts=parts, attributes=new_attributes)
 
-    def apply(self, effects: Effects, found: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
-        """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value."""
-        there = len(found.things)
-        things = [*found.things, *(blank.new() for blank, _ in effects.created)]
-        tables = dict(enumerate(found.tables))
+    def apply(self, effects: Effects, before: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
+        """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value.
+
+        Args:
+            before: What the call found.
+            outputs: The program's outputs, without those that are views.
+            weights: The weights and the new buffers by name, for terms of the kinds `weight` and `new`.
+        """
+        things = [*(node.thing for node in before.nodes), *(make() for make, _ in effects.created)]
+        tables = dict(enumerate(before.tables))
         tables.update({n: value.clone() for n, value in effects.tables.items() if n not in tables})
         for number, (base, (size, strides, offset)) in effects.parts.items():
             whole = tables[base]
             tables[number] = whole.as_strided(size, strides, whole.storage_offset() + offset)
-        inputs = [*found.inputs.values()]
-        waiting = iter(outputs)
-        outputs = [None if number in effects.views else next(waiting) for number in range(effects.outputs)]
-        for number, (kind, base, place) in effects.views.items():
-            outputs[number] = place.within({"input": inputs, "output": outputs, **weights}[kind][base])
+        inputs = [*before.inputs.values()]
+        computed = iter(outputs)
+        outputs = [None if number in effects.views else next(computed) for number in range(effects.outputs)]
+        for number, (kind, base, section) in effects.views.items():
+            outputs[number] = section.within({"input": inputs, "output": outputs, **weights}[kind][base])
         values = {
             **weights,
             "thing": things,
@@ -319,50 +321,47 @@ class State:
         for (kind, number), attributes in effects.attributes.items():
             vars(values[kind][number]).clear()
             vars(values[kind][number]).update(attributes)
-        for thing, (_, terms) in zip(things[there:], effects.created, strict=True):
+        for thing, (_, terms) in zip(things[len(before.nodes) :], effects.created, strict=True):
             self.fill(thing, {part: value_of(term, values) for part, term in terms.items()})
             self._note(thing, terms, values)
         for number, terms in effects.changed.items():
-            old, parts, thing = found.terms[number], found.parts[number], things[number]
-            self.fill(thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
-            self._note(thing, terms, values)
+            node = before.nodes[number]
+            old, parts = node.terms, node.parts
+            self.fill(node.thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
+            self._note(node.thing, terms, values)
         for number, value in effects.tables.items():
-            if number < len(found.tables) and _is_small(value):  # the trace itself has written to a large one
-                _write(found.tables[number], value)
+            if number < len(before.tables) and _is_small(value):  # the trace itself has written to a large one
+                _write(before.tables[number], value)
         return value_of(effects.returned, values)
 
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Any]) -> None:
-        """Notes the tensors of an object that depend on a call's inputs: later calls take them as inputs."""
+        """Notes the tensors of an object that depend on a call's inputs: later calls take these as inputs."""
         for part, term in terms.items():
-            tensors = [value_of(each, values) for each in (*_references(term, "output"), *_references(term, "input"))]
-            self._made.update((tensor, True) for tensor in tensors)
+            tensors = [value_of(reference, values) for reference in graph.references(term, "output", "input")]
+            self.made.update((tensor, True) for tensor in tensors)
             if tensors and isinstance(thing, torch.nn.Module):
-                self._kept.add((Opaque(thing), part))
-
-    def is_kept(self, tensor: torch.Tensor, thing: Any, part: Part) -> bool:
-        """Returns whether a tensor depends on the inputs of an earlier call."""
-        return tensor in self._made or (Opaque(thing), part) in self._kept
+                self.kept.add((Opaque(thing), part))
 
     def parts(self, thing: Any) -> dict[Part, Any]:
         """Returns an object's items or attributes, without a submodule's weights and the buffers it had at first."""
         if not self._is_submodule(thing):
             return graph.parts(thing)
-        found: dict[Part, Any] = {
+        result: dict[Part, Any] = {
             ("attribute", name): value for name, value in vars(thing).items() if name not in graph.INTERNAL
         }
-        found["attribute", "training"] = thing.training
-        found.update(graph.slots(thing))
-        found.update({("buffer", n): b for n, b in thing._buffers.items() if (id(thing), n) not in self._owned})
+        result["attribute", "training"] = thing.training
+        result.update(graph.slots(thing))
+        result.update({("buffer", n): b for n, b in thing._buffers.items() if (id(thing), n) not in self._owned})
         hooks = tuple(
             hook
             for hook in (*thing._forward_pre_hooks.values(), *thing._forward_hooks.values())
             if not str(getattr(hook, "__module__", "")).startswith("torchport.")  # a trace has some of its own
         )
         if thing._modules:
-            found[_SUBMODULES] = (*thing._modules.values(),)
+            result[_SUBMODULES] = (*thing._modules.values(),)
         if hooks:
-            found[_HOOKS] = hooks
-        return found
+            result[_HOOKS] = hooks
+        return result
 
     def fill(self, node: Any, new: Mapping[Part, Any]) -> None:
         """Makes `new` the parts of an object, in place; its parts that `new` lacks are deleted, and weights stay."""
@@ -380,6 +379,7 @@ class State:
         buffers.update({name: value for (kind, name), value in new.items() if kind == "buffer"})
 
     def _is_submodule(self, thing: Any) -> bool:
+        """Returns whether an object is a submodule of the ported module: its weights are on the devices."""
         return isinstance(thing, torch.nn.Module) and id(thing) in self._submodules
 
 
@@ -397,27 +397,24 @@ class _Survey:
         self.state = state
         self.snapshot = snapshot
         self.traced = traced
-        self.numbers = {id(thing): number for number, thing in enumerate(snapshot.things)}
+        self.numbers = {id(node.thing): number for number, node in enumerate(snapshot.nodes)}
         self.tensors = {id(t): Reference("table", n) for n, t in enumerate(snapshot.tables)}
         self.tensors.update(traced or {})
-        self.waiting: collections.deque[int] = collections.deque()
-        count = len(snapshot.things)
-        snapshot.parts = [{}] * count
-        snapshot.terms = [{}] * count
-        snapshot.paths = [None] * count
+        self.first_nodes = [*snapshot.nodes]
+        self.waiting: collections.deque[Node] = collections.deque()  # whose parts are not read yet
 
     def finish(self, root: Any) -> Snapshot:
-        """Reads the objects that wait, then those known from the start; returns the snapshot with `root` in it."""
-        snapshot, known = self.snapshot, [number for number in self.numbers.values() if number not in self.waiting]
-        while self.waiting or known:
+        """Reads the nodes that wait, then those of the start; returns the snapshot with `root` in it."""
+        snapshot = self.snapshot
+        while self.waiting or self.first_nodes:
             if not self.waiting:
-                self.waiting, known = collections.deque(known), []
-            number = self.waiting.popleft()
-            thing, path = snapshot.things[number], snapshot.paths[number]
-            parts = snapshot.parts[number] = self.state.parts(thing)
-            snapshot.terms[number] = {
-                part: graph.constant(value) or self.term(value, _longer(path, part), thing, part)
-                for part, value in parts.items()
+                self.waiting.extend(self.first_nodes)
+                self.first_nodes = []
+            node = self.waiting.popleft()
+            node.parts = self.state.parts(node.thing)
+            node.terms = {
+                part: graph.constant(value) or self.term(value, _longer(node.path, part), node.thing, part)
+                for part, value in node.parts.items()
             }
         snapshot.root, snapshot.marks = root, tuple(map(_mark, snapshot.tables))
         snapshot.views = _views([*snapshot.inputs.values()])
@@ -445,7 +442,11 @@ class _Survey:
             return Whole(type(value), tuple(terms), tuple((n, self.term(v, path, thing, part)) for n, v in attributes))
         is_code = isinstance(value, types.FunctionType | torch.nn.Module)
         if graph.is_node(value, is_long=path is not None) and not (is_code and self.traced is not None):
-            return self._node(value, None if is_code else path)
+            node = Node(value, None if is_code else path)
+            number = self.numbers[id(value)] = len(self.snapshot.nodes)
+            self.snapshot.nodes.append(node)
+            self.waiting.append(node)  # its parts are read later, by `finish`
+            return Reference("thing", number)
         is_known = graph.is_hashable(value) and not isinstance(value, Iterator)
         if path is not None and not is_known:
             name = ".".join(path)
@@ -457,17 +458,6 @@ class _Survey:
             fact += f"{type(value).__name__}, of which a program would take the same item in each call"
             raise BadValueError(self.state.place, fact, "Keep a list and a number")
         return Opaque(value)
-
-    def _node(self, thing: Any, path: tuple[str, ...] | None) -> Reference:
-        """Adds a mutable object to the snapshot, to be read later, and returns its reference."""
-        snapshot = self.snapshot
-        number = self.numbers[id(thing)] = len(snapshot.things)
-        snapshot.things.append(thing)
-        snapshot.paths.append(path)
-        snapshot.parts.append({})
-        snapshot.terms.append({})
-        self.waiting.append(number)
-        return Reference("thing", number)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
         """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
@@ -484,7 +474,8 @@ class _Survey:
                 snapshot.outputs.append(tensor)
         elif path is not None:
             return self._argument(tensor, ".".join(path))
-        elif id(tensor) not in self.tensors and self.state.is_kept(tensor, thing, part):
+        elif id(tensor) not in self.tensors and (tensor in self.state.made or (Opaque(thing), part) in self.state.kept):
+            # It depends on the inputs of an earlier call.
             return self._argument(tensor, f"{OF_MODULE}{len(snapshot.inputs)}")
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = Reference("table", len(snapshot.tables))
@@ -521,43 +512,44 @@ def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
     return (*path, name.rpartition(".")[2] if kind == "slot" else str(name) or kind)
 
 
-def _references(term: Any, kind: str) -> list[Reference]:
-    return [each for each in graph.terms_in(term) if isinstance(each, Reference) and each.kind == kind]
-
-
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns shape, dtype and strides; None in place of strides that are a new tensor's."""
     is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
-def _parts_of(tables: dict[int, torch.Tensor], found: Sequence[torch.Tensor]) -> Any:
-    """Returns new values of host tensors that a call leaves, and which of them are views of another's memory."""
+def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> Any:
+    """Returns new values of host tensors that a call leaves, and those of them that are parts of another's memory: by
+    number, the other's number with size, strides and offset.
+
+    Args:
+        new: The values by number; numbers after those of the `tables`, which the call found, are of new tensors.
+    """
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
-    by_number = {**dict(enumerate(found)), **tables}
+    by_number = {**dict(enumerate(tables)), **new}
     plain = {n: t for n, t in by_number.items() if t.layout == torch.strided and not (t.is_conj() or t.is_neg())}
     for number, tensor in plain.items():
         groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
-    last = max([len(found), *tables])
+    last = max([len(tables), *new])
     for numbers in groups.values():
-        new = [number for number in numbers if number >= len(found)]
-        bases = [n for n in numbers if n < len(found) and all(engine.lies_in(plain[each], plain[n]) for each in new)]
-        if not new or (not bases and len(new) < 2):
+        made = [number for number in numbers if number >= len(tables)]
+        bases = [n for n in numbers if n < len(tables) and all(engine.lies_in(plain[each], plain[n]) for each in made)]
+        if not made or (not bases and len(made) < 2):
             continue
         if not bases:
             last += 1
-            whole = plain[new[0]]
-            plain[last] = tables[last] = torch.empty(0, dtype=whole.dtype).set_(whole.untyped_storage())
+            first = plain[made[0]]
+            plain[last] = new[last] = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
             bases = [last]
-        for number in new:
-            tensor = tables.pop(number)
+        for number in made:
+            tensor = new.pop(number)
             offset = tensor.storage_offset() - plain[bases[0]].storage_offset()
             parts[number] = bases[0], (tensor.shape, tensor.stride(), offset)
-    return tables, parts
+    return new, parts
 
 
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the addresses at which a tensor begins and ends in the host's memory."""
     memory, (start, end) = tensor.untyped_storage().data_ptr(), engine.extent(tensor)
     return memory + start, memory + end
@@ -565,7 +557,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ...]]]:
     """Returns, for each input inside another input, the other's number, and its size, strides and offset there."""
-    found = {}
+    views = {}
     by_memory: dict[Any, list[int]] = {}
     for number, tensor in enumerate(inputs):
         by_memory.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
@@ -575,8 +567,8 @@ def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ..
         for tensor, number in ((inputs[n], n) for n in numbers if inputs[n] is not whole and whole.is_contiguous()):
             if tensor.numel() and engine.lies_in(tensor, whole) and not is_read_only(tensor):
                 start = tensor.storage_offset() - whole.storage_offset()
-                found[number] = base, (tensor.shape, tensor.stride(), start)
-    return found
+                views[number] = base, (tensor.shape, tensor.stride(), start)
+    return views
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:
@@ -604,5 +596,6 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a value into a tensor in place; autograd does not follow it."""
     with torch.no_grad():
         tensor.copy_(value)

@@ -71,14 +71,17 @@ def _unwritable(file: Path, error: OSError) -> OutputError:
 
 
 def write_json(file: Path, data: Any) -> None:
+    """Writes data as indented JSON, whole or not at all."""
     write_text(file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
+    """Writes a text in UTF-8, whole or not at all."""
     write_bytes(file, text.encode())
 
 
 def write_bytes(file: Path, data: bytes) -> None:
+    """Writes bytes, whole or not at all: see `writing`."""
     with writing(file) as temporary:
         temporary.write_bytes(data)
 
@@ -129,7 +132,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _flock(handle: int) -> bool:
-    """Locks an open folder for this process, or raises; returns False on a file system that has no locks."""
+    """Locks an open folder for this process, or raises if another process has the lock; returns False on a file system
+    that has no locks.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -156,7 +161,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _new_scratch() -> tuple[Path, int]:
-    """Returns a new folder for temporary files, and the handle that holds its lock."""
+    """Returns a new folder for temporary files, and the handle that has its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another process takes it for abandoned

@@ -39,7 +39,7 @@ def folder() -> Path:
 
 def jax_folder() -> Path:
     """Returns the folder of JAX's own cache for this host's kind of CPU."""
-    return folder() / "jax" / host()
+    return folder() / "jax" / cpu_kind()
 
 
 def is_off() -> bool:
@@ -111,6 +111,7 @@ def _check_above(path: Path, status: os.stat_result) -> None:
 
 
 def _writable(path: Path, status: os.stat_result) -> BadValueError:
+    """Returns the refusal of a file or folder that others can write."""
     mode = stat.S_IMODE(status.st_mode)
     fact = f"Others can write to it (mode {mode:04o}), and what is loaded from the cache is run"
     return BadValueError(str(path), fact, f"Run chmod go-w {path}, {INSTEAD}", mode=mode)
@@ -137,9 +138,9 @@ def _ancestors(path: Path) -> Iterator[Path]:
             yield from _ancestors(part.parent / part.readlink())
 
 
-def host() -> str:
-    """Returns a name for this host's kind of CPU. XLA compiles for the CPU's instructions, which JAX's keys do not
-    name: on another CPU a program may end in SIGILL.
+def cpu_kind() -> str:
+    """Returns a name for this host's kind of CPU, such as `x86_64-0f3a9c1b2d4e`. XLA compiles for the CPU's
+    instructions, which JAX's keys do not name: on another CPU a program may end in SIGILL.
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -13,17 +13,16 @@ def inside(root: Path, path: Path) -> Path:
     """Returns a path as it is; raises if a link in it leads out of the folder `root`."""
     # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise BadValueError(
-            as_named(path), f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there"
-        )
+        fact = f"'{path.name}' is a link out of '{root.name}'"
+        raise BadValueError(as_named(path), fact, "Put the file itself there")
     return path
 
 
 def as_named(path: Path) -> str:
     """Returns a path as it can be opened from the current folder: relative to that folder if it lies in it."""
-    here = Path.cwd()
-    absolute = here / path
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+    current = Path.cwd()
+    absolute = current / path
+    return str(absolute.relative_to(current) if absolute.is_relative_to(current) else absolute)
 
 
 def refused(place: str, path: str, error: OSError) -> BadValueError:

@@ -251,7 +251,7 @@ def _program(
     """Compiles for one set of shapes; returns the program, and its outputs as shapes, or None if it does not fit."""
     written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
     start, lowered_at = time.monotonic(), None
-    network.program.operators = network.program.network.operators()
+    network.program.operators = network.program.network.operator_record()
     memory: DeviceBytes | Overflow
     outputs = None
     try:

@@ -53,37 +53,61 @@ _DERIVED = ("schema_version", "tensors", "sha256")
 """Fields of a manifest that `save.write` finds out itself."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run has made: where the video is, and where the time went."""
+
+    folder: Path
+    video: Path | None
+    seconds: dict[str, float]
+    steps: int
+    #: The upstream and its commit, if it is a checkout.
+    upstream: checkout.Upstream | None = None
+    #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
+    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
 class Journey:
     """One run of a task: it reads and writes artefacts, and notes what manifests say.
 
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        weights: checkpoint.Checkpoint,
-        upstream: checkout.Upstream | None,
-        stopping: Stopping,
-    ) -> None:
-        self.task = task
-        self.weights = weights
-        self.upstream = upstream
-        self.stopping = stopping
-        self.run = ""
-        self.unfinished = resume.Unfinished(task, self.upstream)
-        self.seconds: dict[str, float] = {}
-        self.steps = self.begins = 0
+    task: Task
+    weights: checkpoint.Checkpoint
+    upstream: checkout.Upstream | None
+    stopping: Stopping
+    run: str = ""  #: Its name; empty before `stages` is called.
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  #: By stage and verb: `denoise load`.
+    steps: int = 0  #: The denoising steps that it takes.
+    begins: int = 0  #: The step, counted from 0, at which the network of the stage begins; see `read`.
+    #: By stage, in words, how many operators its programs call.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Notes that nothing is read or written yet."""
+        self.unfinished = resume.Unfinished(self.task, self.upstream)
         self._programs: dict[str, list[dict[str, Any]]] = {}  # rows of manifests, by stage
-        self.operators: dict[str, str] = {}  # in words, how many operators a stage's programs call
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
         self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # finished steps, and the state after them
+        self._clock = 0.0  # the moment from which the next seconds count
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run, and takes over those that a stopped or killed run finished."""
-        finished = self._finished_manifests()
+
+        def name_and_manifests() -> tuple[str, dict[str, Any]]:
+            """Returns the name of the unfinished run with the manifests of its finished stages, or a new name."""
+            name = resume.unfinished_run(self.task)
+            if name is None:
+                return secrets.token_hex(8), {}
+            manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
+            return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
+
+        self.run, rows = hosts.from_first(name_and_manifests)
+        finished = {name: Manifest.model_validate(row) for name, row in rows.items()}
         for stage in self.task.stages:
             self.stopping.check(self.task.folder, f"before '{stage.name}'")
             if stage.name not in finished:
@@ -95,20 +119,6 @@ class Journey:
             if stage.name == self.task.stages[-1].name:
                 self.revise()  # the job may have another `fps` than the finished video
 
-    def _finished_manifests(self) -> dict[str, Manifest]:
-        """Sets the run's name, and returns manifests of the stages that it finished before it was stopped or killed."""
-
-        def name_and_manifests() -> tuple[str, dict[str, Any]]:
-            """Returns the name of the unfinished run with its manifests, or a new name with none."""
-            name = resume.unfinished_run(self.task)
-            if name is None:
-                return secrets.token_hex(8), {}
-            manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
-            return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
-
-        self.run, finished = hosts.from_first(name_and_manifests)
-        return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
-
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
         """Writes the files beside a stage's artefact, which a killed run may not have written."""
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
@@ -119,24 +129,21 @@ class Journey:
 
     def revise(self) -> bool:
         """Writes the finished video again if the job has another `fps` by now; returns whether it did."""
-
-        def written() -> dict[str, Any] | None:
-            manifest = _video_at_jobs_rate(self.task, self.weights.digests)
-            return None if manifest is None else manifest.model_dump()
-
-        fields = hosts.from_first(written)
+        fields = hosts.from_first(lambda: _video_at_jobs_rate(self.task, self.weights.digests))
         if fields is not None:
             self._note(self.task.stages[-1], Manifest.model_validate(fields))
         return fields is not None
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns a stage's inputs, verified, from the stages that it needs; keeps their loop state for `steps_of`."""
+        """Returns a stage's inputs, verified, from the stages that it needs, with noise; keeps their loop's state for
+        `steps_of`.
+        """
+        self._clock = time.perf_counter()
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
-        #: The step, counted from 0, at which the network of this stage begins.
         self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
         self._start = (self.begins, state)
         return inputs | self.task.noise(stage)
@@ -159,10 +166,10 @@ class Journey:
                 save.check_lineage(folder, name, manifest)
                 file = save.file_of(folder, name)
                 _check_flags(task, stage, file, manifest)
-                theirs = manifest.upstream
-                if self.upstream and theirs and theirs.model_dump() != self.upstream.row():  # as with versions
-                    made = git.Revision(theirs.commit, theirs.dirty, "unknown")
-                    log.warning("%s was made by %s at %s; this run has %s", file, theirs.package, made, self.upstream)
+                revision = manifest.upstream
+                if self.upstream and revision and revision.model_dump() != self.upstream.row():  # as with versions
+                    made = git.Revision(revision.commit, revision.dirty, "unknown")
+                    log.warning("%s was made by %s at %s; this run has %s", file, revision.package, made, self.upstream)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
         return {"shas": shas, "settings": settings}, tensors
@@ -185,26 +192,25 @@ class Journey:
         count = self.task.request.execution.profile
         if count is None or stage.name not in DENOISING or not hosts.is_first():
             return steps
-        profile = Profile(self.task.folder, stage.name, count)
-        return dataclasses.replace(steps, track=profile.tracking(steps.track))
+        folder = self.task.folder / _PROFILES / stage.name
+
+        def track(items: Iterable[T], done: int, total: int) -> Iterator[T]:
+            """Iterates over steps under the progress bar and the profiler."""
+            return profiled(steps.track(items, done=done, total=total), done, count, folder)
+
+        return dataclasses.replace(steps, track=track)
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether an earlier run had taken all steps of `denoise_first`, so that this run called no network."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
-    def note_run(
-        self,
-        stage: family.Stage,
-        call: Any,
-        lap: Callable[[str], None],
-        programs: Mapping[str, compile.Compiled],
-    ) -> None:
+    def note_run(self, stage: family.Stage, call: Any, programs: Mapping[str, compile.Compiled]) -> None:
         """Notes a stage's programs and its seconds, and writes the curve of a calibrating step cache; `--memory` logs.
         Programs are compiled when the stage first calls them, so that the seconds of compiling are taken from the run.
         """
-        lap("run")
+        self.note_seconds(stage, "run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
-        self.operators |= {name: compiled.called() for name, compiled in programs.items() if compiled.jit}
+        self.operators |= {name: compiled.operators_text() for name, compiled in programs.items() if compiled.jit}
         for compiled in (programs.values() or [call]) if self.task.request.execution.memory else ():
             for line in memory_lines(compiled, devices(self.task.machine)):
                 log.info("memory of '%s': %s", stage.name, line)
@@ -212,13 +218,17 @@ class Journey:
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
         if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
-            hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
+            file, numbers = self.task.folder / CURVE, ", ".join(f"{value:.5f}" for value in call.curve)
+            text = f"cache: {{kind: magcache, curve: [{numbers}]}}\n"
+            hosts.from_first(lambda: atomic.write_text(file, text))
+            log.info("the curve of %d steps: %s", len(call.curve), file)
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
         """Writes a stage's artefact and the files beside it, in the first process alone."""
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:
+            """Writes the artefact, which belongs to a run that has begun, and returns its manifest as a dict."""
             resume.start(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
@@ -267,29 +277,28 @@ class Journey:
         names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
         save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
 
-    def clock(self, stage: family.Stage) -> Callable[[str], None]:
-        """Returns a function `lap(verb)`: it notes the seconds since its last call (or since now) for a verb."""
-        last = time.perf_counter()
+    def note_seconds(self, stage: family.Stage, verb: str) -> None:
+        """Notes the seconds of a stage's `load`, `shard`, `run` or `save`: since the last of them, or since `read`."""
+        moment = time.perf_counter()
+        self.seconds[f"{stage.name} {verb}"] = moment - self._clock
+        self._clock = moment
 
-        def lap(verb: str) -> None:
-            nonlocal last
-            moment = time.perf_counter()
-            self.seconds[f"{stage.name} {verb}"] = moment - last
-            last = moment
-
-        return lap
-
-    def finish(self) -> Path | None:
-        """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one."""
+    def finish(self) -> Summary:
+        """Writes the run's own manifest, forgets that the run was unfinished, and returns where its outputs are."""
         has_video = any(stage.name == "decode" for stage in self.task.stages)
-        file = self.task.result if has_video else None
-        hosts.from_first(lambda: _write_manifest(self.task, file, self._manifests))
+        video = self.task.result if has_video else None
+        hosts.from_first(lambda: _write_manifest(self.task, video, self._manifests))
         hosts.from_first(lambda: resume.forget(self.task))
-        return file
+        return Summary(self.task.folder, video, self.seconds, self.steps, self.upstream, self.operators)
 
     def continuation(self) -> str:
-        """Returns what the same command does next time, after an error."""
-        return resume.continuation(self.task, list(self._manifests), self.unfinished)
+        """Returns what the same command does next time, after an error, as a clause."""
+        again, unfinished = f"the same command with --out {self.task.folder} then", self.unfinished
+        if unfinished.step and unfinished.stage not in self._manifests:
+            return f"{again} goes on after step {unfinished.step} of {self.task.settings.steps}"
+        if self._manifests and self.task.request.stage == "all":
+            return f"{again} goes on after '{[*self._manifests][-1]}'"
+        return f"{again} begins anew: nothing was finished"
 
 
 @contextlib.contextmanager
@@ -304,7 +313,11 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
         return
     frames_FCHW = outputs["frames"][0]
     if task.card.makes_pictures:
-        yield functools.partial(_write_picture, task, frames_FCHW[0])
+        settings = task.settings
+        facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
+        facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
+        facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
+        yield lambda: write_picture(task.result, frames_FCHW[0], facts)
         return
     ended = threading.Event()
 
@@ -328,21 +341,9 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
             ended.set()
 
 
-def _write_picture(task: Task, frame_CHW: torch.Tensor) -> None:
-    settings = task.settings
-    facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
-    facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
-    facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
-    write_picture(task.result, frame_CHW, facts)
-
-
-def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
+def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> dict[str, Any] | None:
     """Writes a finished video again if it has another `fps` than the job: no latents and no frames depend on it.
-
-    The video comes first. If the process is killed before the manifest is written, the next run writes both again.
-
-    Returns:
-        The new manifest of the last stage; None where the video has the job's rate, or there is none.
+    Returns the last stage's new manifest, as a dict; None where the video has the job's rate, or there is none.
     """
     stage, folder = task.stages[-1], task.folder
     manifest = save.read_manifest(save.file_of(folder, stage.name))
@@ -353,19 +354,12 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
     outputs = save.read(folder, stage.name, *names)[0]
     log.info("%s had %s frames per second: it is written again with %s", task.result, before, task.job.fps)
     with _rendered(task, outputs) as write_pictures:
-        write_pictures()
+        write_pictures()  # before the manifest: a run that is killed between the two writes both again
     facts = {key: value for key, value in manifest.model_dump().items() if key not in _DERIVED}
     facts["config"] = {**manifest.config, "fps": task.job.fps}
     manifest = save.write(folder, stage.name, outputs, facts)
     save.write_copy(folder, stage.name, manifest)
-    return manifest
-
-
-def _write_curve(file: Path, curve: Sequence[float]) -> None:
-    """Writes what a calibrating step cache measured, a number for each step, as the field `cache` of a config."""
-    numbers = ", ".join(f"{value:.5f}" for value in curve)
-    atomic.write_text(file, f"cache: {{kind: magcache, curve: [{numbers}]}}\n")
-    log.info("the curve of %d steps: %s", len(curve), file)
+    return manifest.model_dump()
 
 
 def log_patches(ledger: patch.Ledger, when: str) -> None:
@@ -433,47 +427,39 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
 
 
-class Profile:
-    """Traces steps of one stage with JAX's profiler, from the third step on."""
+def profiled(items: Iterable[T], done: int, count: int, folder: Path) -> Iterator[T]:
+    """Yields the items of a loop, one for each step after `done` steps of an earlier run, and traces `count` of these
+    steps with JAX's profiler, from the third on, into a stage's `folder`.
+    """
+    items, first, taken = iter(items), SKIPPED + 1, 0
+    try:
+        with contextlib.ExitStack() as trace:
+            for number, item in enumerate(items, 1):
+                if number == first:
+                    trace.enter_context(_tracing(folder))
+                mark = jax.profiler.StepTraceAnnotation("step", step_num=done + number)
+                with mark if number >= first else contextlib.nullcontext():
+                    yield item
+                taken += number >= first
+                if taken == count:
+                    break
+    except GeneratorExit:  # a loop that is left for another network's
+        _log_profile(folder, done + first, taken)
+        raise
+    _log_profile(folder, done + first, taken)
+    yield from items
 
-    def __init__(self, folder: Path, stage: str, count: int) -> None:
-        self.folder = folder / _PROFILES / stage
-        self.stage = stage
-        self.count = count
 
-    def tracking(self, track: Callable[..., Iterable[T]]) -> Callable[..., Iterator[T]]:
-        """Returns a function that iterates a loop's steps as `track` does (see `family.Steps`), and traces some."""
-        return lambda items, done, total: self._traced(track(items, done=done, total=total), done)
-
-    def _traced(self, items: Iterable[T], done: int) -> Iterator[T]:
-        """Yields a loop's items, one a step, after `done` steps of an earlier run; traces `count` from the third on."""
-        items, first, taken = iter(items), SKIPPED + 1, 0
-        try:
-            with contextlib.ExitStack() as trace:
-                for number, item in enumerate(items, 1):
-                    if number == first:
-                        trace.enter_context(_tracing(self.folder))
-                    mark = jax.profiler.StepTraceAnnotation("step", step_num=done + number)
-                    with mark if number >= first else contextlib.nullcontext():
-                        yield item
-                    taken += number >= first
-                    if taken == self.count:
-                        break
-        except GeneratorExit:  # a loop that is left for another network's
-            self._note(done + first, taken)
-            raise
-        self._note(done + first, taken)
-        yield from items
-
-    def _note(self, first: int, taken: int) -> None:
-        """Logs which steps were traced, and where the trace is; warns if none was."""
-        if not taken:
-            log.warning("profile: '%s' took no more than %d steps, and none is traced", self.stage, SKIPPED)
-            return
-        files = sorted(self.folder.glob("plugins/profile/*/perfetto_trace.json.gz"))
-        log.info("profile: steps %d to %d of '%s' are in %s", first, first + taken - 1, self.stage, self.folder)
-        log.info("profile: open it with `xprof --logdir %s` (pip install xprof),", self.folder)
-        log.info("profile: or %s at https://ui.perfetto.dev", files[-1])
+def _log_profile(folder: Path, first: int, taken: int) -> None:
+    """Logs which steps of a stage were traced, and where the trace is; warns if none was."""
+    stage = folder.name
+    if not taken:
+        log.warning("profile: '%s' took no more than %d steps, and none is traced", stage, SKIPPED)
+        return
+    files = sorted(folder.glob("plugins/profile/*/perfetto_trace.json.gz"))
+    log.info("profile: steps %d to %d of '%s' are in %s", first, first + taken - 1, stage, folder)
+    log.info("profile: open it with `xprof --logdir %s` (pip install xprof),", folder)
+    log.info("profile: or %s at https://ui.perfetto.dev", files[-1])
 
 
 @contextlib.contextmanager
@@ -506,25 +492,22 @@ def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
     """Returns lines of text about the memory that a stage takes: as compiled, and as counted after its steps."""
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]
-    planned = [_planned(call.network.name, program) for program in call.programs.values()]
+    name, lines = f"'{call.network.name}'", []
     if not call.jit:
-        planned = [f"'{call.network.name}' ran op by op: no program was compiled"]
-    return [*planned, _counted([device for device in devices if device.process_index == jax.process_index()])]
-
-
-def _planned(name: str, program: Any) -> str:
-    """Returns a line with the memory that a program takes on each device, as its compiler says."""
-    memory = program.memory_analysis()
-    if memory is None:
-        return f"'{name}': this backend's compiler does not say what a program takes"
-    sizes = {
-        "weights and inputs": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "intermediate": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
-    parts = ", ".join(f"{size_text(size)} {what}" for what, size in sizes.items())
-    return f"'{name}', as compiled, on each device: {size_text(sum(sizes.values()))} ({parts})"
+        lines = [f"{name} ran op by op: no program was compiled"]
+    for memory in [program.memory_analysis() for program in call.programs.values()] if call.jit else []:
+        if memory is None:
+            lines.append(f"{name}: this backend's compiler does not say what a program takes")
+            continue
+        sizes = {
+            "weights and inputs": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "intermediate": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+        }
+        parts = ", ".join(f"{size_text(size)} {use}" for use, size in sizes.items())
+        lines.append(f"{name}, as compiled, on each device: {size_text(sum(sizes.values()))} ({parts})")
+    return [*lines, _counted([device for device in devices if device.process_index == jax.process_index()])]
 
 
 def _counted(devices: Sequence[jax.Device]) -> str:

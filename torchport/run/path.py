@@ -25,25 +25,11 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log
-from torchport.run.journey import LOSSY_INT8, Journey, log_patches
+from torchport.run.journey import LOSSY_INT8, Journey, Summary, log_patches
 from torchport.save.manifest import versions
 from torchport.stages import family
 from torchport.task import Request, Task, accept, execution
 from torchport.task.devices import devices
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Where the video is, and where the time went."""
-
-    folder: Path
-    video: Path | None
-    seconds: dict[str, float]
-    steps: int
-    #: The upstream and its commit, if it is a checkout.
-    upstream: checkout.Upstream | None = None
-    #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
-    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
@@ -52,9 +38,11 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
         task = accept(request)
         prepare(task, cluster)
         with hosts.joined(cluster) as watch:
-            task = _agreed(task)
-            watch.folder = task.folder
-            return _carry(task, stopping)
+            settings = {**task.job.model_dump(), **dataclasses.asdict(task.settings)}
+            settings |= task.request.execution.row(task.machine)
+            hosts.check_same({**settings, "stage": task.request.stage, "versions": versions()})
+            watch.folder = Path(hosts.from_first(lambda: str(task.folder)))
+            return _carry(dataclasses.replace(task, folder=watch.folder), stopping)
 
 
 def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
@@ -67,32 +55,17 @@ def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
     execution.pass_flags(task.request.execution, task.machine)
 
 
-def _agreed(task: Task) -> Task:
-    """Returns the task with the first process's folder; refuses processes of the run that have different tasks."""
-    settings = dataclasses.asdict(task.settings)
-    same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
-    hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
-    return dataclasses.replace(task, folder=Path(hosts.from_first(lambda: str(task.folder))))
-
-
 def _carry(task: Task, stopping: Stopping) -> Summary:
     """Runs all stages of a task in its locked folder; if that cannot be written, the error says how to go on."""
     with output_folder(task.folder), shared(task) as common:
-        journey = common.journey(task, stopping)
+        journey = Journey(task, common.weights, common.upstream, stopping)
         try:
             for stage in journey.stages():
                 with at_stage(common, stage) as stage_at_hand:
                     stage_at_hand.carry(journey)
-            return summary(journey)
+            return journey.finish()
         except OutputError as error:
             raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.continuation()}") from error
-
-
-def summary(journey: Journey) -> Summary:
-    """Ends a run, and returns where its outputs are; raises OutputError if its folder cannot be written."""
-    return Summary(
-        journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream, journey.operators
-    )
 
 
 @contextlib.contextmanager
@@ -120,10 +93,10 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
                 remedy = "Let it differ in prompt, seed, image and folders alone"
                 raise BadValueError(str(accepted.folder), fact, remedy)
             with output_folder(accepted.folder):
-                journey = common.journey(accepted, Stopping())
+                journey = Journey(accepted, common.weights, common.upstream, Stopping())
                 for _ in journey.stages():
                     stage_at_hand.carry(journey)
-                return summary(journey)
+                return journey.finish()
 
         yield carry
 
@@ -135,9 +108,6 @@ class Shared:
     task: Task
     weights: checkpoint.Checkpoint
     upstream: checkout.Upstream | None
-
-    def journey(self, task: Task, stopping: Stopping) -> Journey:
-        return Journey(task, self.weights, self.upstream, stopping)
 
 
 @contextlib.contextmanager
@@ -167,45 +137,47 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
             gc.unfreeze()
 
 
+@dataclasses.dataclass(eq=False)
 class StageAtHand:
     """A stage that is loaded once, for one run or for several of one shape."""
 
-    def __init__(self, common: Shared, stage: family.Stage, ledger: patch.Ledger) -> None:
-        self.common = common
-        self.stage = stage
-        self.ledger = ledger
-        #: Whether it is being loaded: an error of that moment is one of all runs.
-        self.is_loading = False
-        self.parts: dict[str, Any] = {}
-        self.call: Any = None
-        self.encoders: dict[str, ported.Ported] = {}
-        self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
+    common: Shared
+    stage: family.Stage
+    ledger: patch.Ledger
+    #: Whether it is being loaded: an error of that moment is one of all runs.
+    is_loading: bool = False
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    call: Any = None
+    encoders: dict[str, ported.Ported] = dataclasses.field(default_factory=dict)
+    _loaded: patch.Trace | None = None  # the patches' calls while it was loaded
 
     def carry(self, journey: Journey) -> None:
         """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""
-        stage, lap = self.stage, journey.clock(self.stage)
+        stage = self.stage
         inputs = journey.read(stage)
         ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
         # Stages in PyTorch run in one process alone: another machine might round differently.
-        run = functools.partial(self._outputs, journey, ledger, inputs, lap)  # load, shard, compile, run
+        run = functools.partial(self._outputs, journey, ledger, inputs)  # load, shard, compile, run
         is_everywhere = stage.network is not None or journey.task.encodes_on_devices(stage)
         outputs = run() if is_everywhere else dict(hosts.pair_from_first(lambda: (None, run()))[1])
         journey.write(stage, outputs, ledger)  # save
-        lap("save")
+        journey.note_seconds(stage, "save")
 
     def _outputs(
-        self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor], lap: Callable[[str], None]
+        self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Loads, shards, compiles and runs the stage for a run, and returns its outputs, after checking them."""
         task, stage = journey.task, self.stage
-        with self._loading():
-            parts = self._parts_of_run()  # load
+        self.is_loading = True
+        parts = self._parts_of_run()  # load
+        self.is_loading = False
         family.check_inputs(stage, parts, task.settings, inputs)
-        lap("load")
-        with self._loading():
-            call = self._network(parts, ledger)  # shard, compile
-        lap("shard")
-        with network.explained(call):
+        journey.note_seconds(stage, "load")
+        self.is_loading = True
+        call = self._network(parts, ledger)  # shard, compile
+        self.is_loading = False
+        journey.note_seconds(stage, "shard")
+        with network.first_not_finite_named(call):
             if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
                 log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
             call, steps = self._cached(call, journey, journey.steps_of(stage, ledger))
@@ -213,7 +185,7 @@ class StageAtHand:
             if isinstance(call, StepCached) and stage.name == DENOISING[0]:
                 outputs |= call.measured()  # the second network's curve goes on from it
         family.check_outputs(stage, outputs)
-        journey.note_run(stage, call, lap, self._programs())
+        journey.note_run(stage, call, self._programs())
         if not journey.is_idle(stage, outputs):
             ledger.check_called()
         log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
@@ -230,12 +202,6 @@ class StageAtHand:
         cached = StepCached(call, cache, steps, task.job.steps)
         return cached, cached.steps
 
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        self.is_loading = True
-        yield
-        self.is_loading = False
-
     def _parts_of_run(self) -> dict[str, Any]:
         """Returns the stage's parts: loaded in the first run; in later ones those without weights are loaded again."""
         task, folder = self.common.task, self.common.weights.folder
@@ -248,9 +214,17 @@ class StageAtHand:
         return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network: made in the first run, then reused. Its programs count their calls anew."""
+        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none. The
+        first run makes it, and later runs use it again; its programs count their calls anew.
+        """
+        task, stage, folder = self.common.task, self.stage, self.common.weights.folder
         if self._loaded is None:
-            self.call = self._placed(parts, ledger)
+            if stage.network is not None and task.original:
+                self.call = network.eager(task, stage, parts, folder)
+            elif stage.network is not None:
+                module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
+                weights = network.placed(task, stage, parts, mesh, folder)  # shard
+                self.call = network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
             self._loaded = ledger.trace()
         for compiled in self._programs().values():
             compiled.start_run(ledger)
@@ -260,18 +234,6 @@ class StageAtHand:
         """Returns the stage's network, if it is compiled, by the stage's name; else the encoders, by stage and name."""
         programs = {f"{self.stage.name} {name}": each.compiled for name, each in self.encoders.items()}
         return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
-
-    def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none."""
-        common, stage = self.common, self.stage
-        task, folder = common.task, common.weights.folder
-        if stage.network is None:
-            return None
-        if task.original:
-            return network.eager(task, stage, parts, folder)
-        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
-        weights = network.placed(task, stage, parts, mesh, folder)  # shard
-        return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
 
 
 def checkpoint_of(task: Task) -> checkpoint.Checkpoint:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import pydantic
 import torch
 
 from torchport import save
@@ -18,7 +19,7 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save.manifest import Manifest, ManifestPart, leaves, versions
+from torchport.save.manifest import Manifest, leaves, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
 from torchport.stages.replay import latents_of
@@ -34,15 +35,14 @@ AFTER_REMOVAL = "the same command, after removing it"
 """The command that makes an artefact of a stopped run again."""
 
 
+@dataclasses.dataclass
 class Unfinished:
     """A run's unfinished latents: saved every few steps, and read by the run that goes on from there."""
 
-    def __init__(self, task: Task, upstream: Upstream | None = None) -> None:
-        self.task = task
-        self.upstream = upstream
-        self.stage: StageName = "denoise"
-        #: How many steps the latents on the disk have gone through; 0 where there are none.
-        self.step = 0
+    task: Task
+    upstream: Upstream | None = None
+    stage: StageName = "denoise"
+    step: int = 0  #: How many steps the latents on the disk have gone through; 0 where there are none.
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Saves the latents after a step; until these are whole on the disk, the older ones stay."""
@@ -83,14 +83,14 @@ class Unfinished:
         remedy = f"Finish that run, or remove {file.name}, or choose another --out"
         tensors, manifest = save.read(self.task.folder, name, identity, weights.digests, AFTER_REMOVAL)
         assert manifest is not None
-        differs = _difference(self.task, stage, manifest, self.upstream)
-        if differs is not None:
-            key, theirs, ours = differs
-            fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
+        difference = _difference(self.task, stage, manifest, self.upstream)
+        if difference is not None:
+            key, earlier, current = difference
+            fact = f"A run with {key} {earlier!r} was stopped here, and this one has {current!r}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
         if manifest.inputs != dict(shas):
-            theirs = {str(stage): sha for stage, sha in manifest.inputs.items()}
-            other = next((stage for stage, sha in shas.items() if theirs.get(stage) != sha), "encode")
+            earlier = {str(name): sha for name, sha in manifest.inputs.items()}
+            other = next((name for name, sha in shas.items() if earlier.get(name) != sha), "encode")
             what = "other embeddings" if other == "encode" else f"another '{other}'"
             raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
         done, total = manifest.done, self.task.settings.steps
@@ -119,6 +119,7 @@ def steps(
     if stage.name not in DENOISING:
 
         def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
+            """Iterates under the progress bar, and stops before an item if that is requested."""
             for item in bar(items, done=done, total=total):
                 stopping.check(task.folder, f"in '{stage.name}'")
                 yield item
@@ -176,22 +177,19 @@ def _difference(
 ) -> tuple[str, Any, Any] | None:
     """Returns the first setting in which an artefact's run differs from this one: key, its value, ours; or None."""
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
-    theirs = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
-    ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
-    theirs |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
-    ours |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
+    earlier = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
+    current = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
+    earlier |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
+    current |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
     code = leaves({"card": manifest.card, "code": manifest.code})
-    theirs, ours = theirs | code, ours | dict.fromkeys(code) | leaves(task.code(stage))
-    theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
-    ours |= {f"version of {name}": version for name, version in versions().items()}
+    earlier, current = earlier | code, current | dict.fromkeys(code) | leaves(task.code(stage))
+    earlier |= {f"version of {name}": version for name, version in manifest.versions.items()}
+    current |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:
-        theirs |= _upstream_settings(upstream.package, manifest.upstream.commit, manifest.upstream.dirty)
-        ours |= _upstream_settings(upstream.package, upstream.revision.commit, upstream.revision.dirty)
-    return next(((key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value), None)
-
-
-def _upstream_settings(package: str, commit: str | None, dirty: bool) -> dict[str, Any]:
-    return {f"commit of {package}": commit, f"changes to {package}'s commit": dirty}
+        for settings, revision in ((earlier, manifest.upstream), (current, upstream.revision)):
+            settings[f"commit of {upstream.package}"] = revision.commit
+            settings[f"changes to {upstream.package}'s commit"] = revision.dirty
+    return next(((key, earlier.get(key), value) for key, value in current.items() if earlier.get(key) != value), None)
 
 
 def unfinished_run(task: Task) -> str | None:
@@ -200,17 +198,14 @@ def unfinished_run(task: Task) -> str | None:
     if task.request.stage != "all" or not file.is_file():
         return None
     try:
-        return _BegunRun.model_validate_json(file.read_bytes()).run
-    except (pydantic.ValidationError, OSError):
-        # This is safe: stages that were finished are run again.
-        log.warning("%s cannot be read: every stage is run again", file)
+        content = json.loads(file.read_bytes())
+        name = content["run"] if isinstance(content, dict) and [*content] == ["run"] else None
+    except (ValueError, RecursionError, OSError):
+        name = None
+    if not isinstance(name, str):
+        log.warning("%s cannot be read: every stage is run again", file)  # which is safe
         return None
-
-
-class _BegunRun(ManifestPart):
-    """The file `UNFINISHED`."""
-
-    run: str  #: Its name, which its artefacts carry, too.
+    return name
 
 
 def start(task: Task, run: str) -> None:
@@ -230,9 +225,7 @@ def finished_manifests(
             break
         manifest = save.read_manifest(file)
         inputs = {name: manifests[name].sha256 for name in manifest.inputs if name in manifests}
-        if manifest.run != run or manifest.inputs != inputs:
-            break
-        if _difference(task, stage, manifest, upstream) is not None:
+        if (manifest.run, manifest.inputs) != (run, inputs) or _difference(task, stage, manifest, upstream) is not None:
             break
         # Raises if the artefact is broken or of another job.
         save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
@@ -249,25 +242,15 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
         manifest = save.read_manifest(file) if file.is_file() else None
-        differs = None if manifest is None else _difference(task, stage, manifest, upstream)
+        difference = None if manifest is None else _difference(task, stage, manifest, upstream)
         if manifest is not None and task.job.keep_steps and not manifest.config.get("keep_steps"):
-            differs = differs or ("keep_steps", False, True)
-        if differs is not None:
-            key, theirs, ours = differs
-            fact = f"A finished video with {key} {theirs!r} lies here, and this one has {ours!r}"
+            difference = difference or ("keep_steps", False, True)
+        if difference is not None:
+            key, earlier, current = difference
+            fact = f"A finished video with {key} {earlier!r} lies here, and this one has {current!r}"
             remedy = "Remove the folder to make it anew, or choose another --out"
             raise ArtefactForeignError(str(task.folder), fact, remedy, key=key)
     return len(finished_manifests(task, save.read_manifest(last).run, weights, upstream)) == len(task.stages)
-
-
-def continuation(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
-    """Returns what the same command does next time, as a clause."""
-    again = f"the same command with --out {task.folder} then"
-    if unfinished.step and unfinished.stage not in names:
-        return f"{again} goes on after step {unfinished.step} of {task.settings.steps}"
-    if names and task.request.stage == "all":
-        return f"{again} goes on after '{names[-1]}'"
-    return f"{again} begins anew: nothing was finished"
 
 
 def forget(task: Task) -> None:

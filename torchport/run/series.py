@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -104,12 +105,7 @@ class Line:
 
     prompt: Prompt
     place: str  #: `file:line`.
-    name: str
-
-    def sizes(self) -> tuple[str, ...]:
-        """Returns the sizes that the line names, as overrides of a job: `height=480`."""
-        sizes = {key: getattr(self.prompt, key) for key in ("height", "width", "frames")}
-        return tuple(f"{key}={value}" for key, value in sizes.items() if value is not None)
+    name: str  #: Of the video's folder.
 
 
 def read_prompts(file: Path) -> list[Line]:
@@ -195,6 +191,51 @@ class Video:
     state: str = "waiting"
     seconds: float = 0.0
     error: TorchportError | None = None
+    #: While this process makes it: the lock of its folder, its run, and the next stage on it.
+    lock: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    journey: Journey | None = None
+    stage: family.Stage | None = None
+    stages: Iterator[family.Stage] | None = None  #: The stages after the next one.
+
+    def start(self, common: path.Shared, stopping: Stopping) -> None:
+        """Begins the video, or goes on with it where it was stopped; ends it at once if it is finished."""
+        journey = Journey(self.task, common.weights, common.upstream, stopping)
+        if hosts.from_first(lambda: resume.is_finished(self.task, common.weights, common.upstream)):
+            if journey.revise():  # the job has another `fps` than the video
+                journey.finish()
+            self.end("reused")
+            return
+        self.journey, self.stages = journey, journey.stages()
+        self.advance(journey)
+
+    def advance(self, journey: Journey) -> None:
+        """Goes on to the next stage; after the last one it ends the video."""
+        self.stage = next(self.stages or iter(()), None)
+        if self.stage is None:
+            summary = journey.finish()
+            self.seconds = sum(summary.seconds.values())
+            self.end("done")
+            log.info("%s is done: %s", self.name, summary.video)
+
+    def carry(self, at_hand: path.StageAtHand) -> None:
+        """Carries the video through a loaded stage, and goes on to the next one."""
+        assert self.journey is not None
+        log.info("%s: %s", self.name, at_hand.stage.name)
+        at_hand.carry(self.journey)
+        self.advance(self.journey)
+
+    def fail(self, error: TorchportError) -> None:
+        """Ends the video with an error, which is logged."""
+        log.error("%s failed: %s", self.name, error.report())
+        if self.journey is not None:
+            self.seconds = sum(self.journey.seconds.values())
+        self.end("failed", error)
+
+    def end(self, state: str, error: TorchportError | None = None) -> None:
+        """Notes what has become of the video, and releases its folder."""
+        self.state, self.error = state, error
+        self.journey = self.stage = self.stages = None
+        self.lock.close()
 
 
 def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
@@ -210,10 +251,10 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     by_overrides: dict[tuple[str, ...], Task] = {}  # a card and a job take longer to read than a line
     for line in lines:
         try:
-            asked = _request(request, line)
-            first = by_overrides.get(asked.overrides)
-            task = accept(asked, reads_picture=False) if first is None else accept_like(first, asked)
-            by_overrides.setdefault(asked.overrides, task)
+            wanted = _request(request, line)
+            earlier = by_overrides.get(wanted.overrides)
+            task = accept(wanted, reads_picture=False) if earlier is None else accept_like(earlier, wanted)
+            by_overrides.setdefault(wanted.overrides, task)
             videos.append(_video(line, task))
         except TorchportError as error:
             for mistake in (error, *error.others):
@@ -233,8 +274,7 @@ def _video(line: Line, task: Task) -> Video:
             picture.read(task.settings.image, task.settings.frames if task.card.edits else None)
     except BadValueError as error:
         error.place = f"{line.place} ({error.place.removeprefix('--')})"
-        video.state, video.error = "failed", error
-        log.error("%s failed: %s", video.name, error.report())
+        video.fail(error)
     return video
 
 
@@ -242,6 +282,7 @@ def _request(request: Request, line: Line) -> Request:
     """Returns the request for a line: what the line names, and the series' request for all else."""
     prompt = line.prompt
     assert request.out is not None
+    sizes = {key: getattr(prompt, key) for key in ("height", "width", "frames")}
     return dataclasses.replace(
         request,
         prompt=prompt.prompt,
@@ -249,7 +290,7 @@ def _request(request: Request, line: Line) -> Request:
         seed=request.seed if prompt.seed is None else prompt.seed,
         image=request.image if prompt.image is None else Path(prompt.image),
         out=request.out / line.name,
-        overrides=(*request.overrides, *line.sizes()),
+        overrides=(*request.overrides, *(f"{key}={value}" for key, value in sizes.items() if value is not None)),
     )
 
 
@@ -280,7 +321,14 @@ def make(
         hosts.check_same({**task.job.model_dump(), **execution, "prompts": settings, "versions": versions()})
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
-            _Series(videos, together, stopping).make()
+            waiting = len(videos) + 1
+            # As long as it helps: another process that had some of the videos may have ended meanwhile.
+            while (left := sum(video.state == "waiting" for video in videos)) and left < waiting:
+                waiting = left
+                for key in dict.fromkeys(shape(video.task) for video in videos):
+                    _make_shape([video for video in videos if shape(video.task) == key], together, stopping)
+            for video in videos:
+                video.state = "elsewhere" if video.state == "waiting" else video.state
             return hosts.from_first(lambda: write_sheet(out, videos))
         except StoppedError as error:
             remedy = "Go on with the same command: what is finished stays"
@@ -304,131 +352,66 @@ def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
     return out / CONTACT_SHEET
 
 
-class _Taken:
-    """A video that this process makes, while its folder is locked."""
-
-    def __init__(self, video: Video, lock: contextlib.ExitStack) -> None:
-        self.video = video
-        self.lock = lock
-        self.journey: Journey | None = None  #: Its run; None before it has begun.
-        self.stage: family.Stage | None = None  #: The next stage on it; None where none is left.
-        self._stages: Iterator[family.Stage] = iter(())
-
-    def start(self, common: path.Shared, stopping: Stopping) -> None:
-        """Begins the video, or goes on with it where it was stopped; ends it at once if it is finished."""
-        task = self.video.task
-        if hosts.from_first(lambda: resume.is_finished(task, common.weights, common.upstream)):
-            journey = common.journey(task, stopping)
-            if journey.revise():  # the job has another `fps` than the video
-                journey.finish()
-            self.end("reused")
+def _make_shape(videos: Sequence[Video], together: int, stopping: Stopping) -> None:
+    """Makes videos of one shape, `together` of them at a time. An error of all processes fails all these videos, and
+    the series goes on.
+    """
+    with contextlib.ExitStack() as locks:
+        taken = _take(videos, together, locks)
+        if not taken:
             return
-        self.journey = common.journey(task, stopping)
-        self._stages = self.journey.stages()
-        self.advance()
-
-    def advance(self) -> None:
-        """Goes on to the next stage; after the last one it ends the video."""
-        self.stage = next(self._stages, None)
-        if self.stage is None and self.journey is not None:
-            summary = path.summary(self.journey)
-            self.video.seconds = sum(summary.seconds.values())
-            self.end("done")
-            log.info("%s is done: %s", self.video.name, summary.video)
-
-    def carry(self, at_hand: path.StageAtHand) -> None:
-        """Carries the video through a loaded stage, and goes on to the next one."""
-        assert self.journey is not None
-        log.info("%s: %s", self.video.name, at_hand.stage.name)
-        at_hand.carry(self.journey)
-        self.advance()
-
-    def fail(self, error: TorchportError) -> None:
-        """Ends the video with an error, which is logged."""
-        log.error("%s failed: %s", self.video.name, error.report())
-        if self.journey is not None:
-            self.video.seconds = sum(self.journey.seconds.values())
-        self.end("failed", error)
-
-    def end(self, state: str, error: TorchportError | None = None) -> None:
-        """Notes what has become of the video, and releases its folder."""
-        self.video.state, self.video.error, self.stage = state, error, None
-        self.lock.close()
-
-
-class _Series:
-    """Makes the videos of a series, `together` of them at a time."""
-
-    def __init__(self, videos: Sequence[Video], together: int, stopping: Stopping) -> None:
-        self.videos = videos
-        self.together = together
-        self.stopping = stopping
-
-    def make(self) -> None:
-        """Makes the videos that no other process has. It tries again: such a process may have ended meanwhile."""
-        waiting = len(self.videos) + 1
-        while (left := sum(video.state == "waiting" for video in self.videos)) and left < waiting:
-            waiting = left
-            for key in dict.fromkeys(shape(video.task) for video in self.videos):
-                self._make_shape([video for video in self.videos if shape(video.task) == key])
-        for video in self.videos:
-            video.state = "elsewhere" if video.state == "waiting" else video.state
-
-    def _make_shape(self, videos: Sequence[Video]) -> None:
-        """Makes the videos of one shape. An error of all processes fails them all, and the series goes on."""
-        with contextlib.ExitStack() as locks:
-            taken = self._take(videos, locks)
-            if not taken:
-                return
-            try:
-                with path.shared(taken[0].video.task) as common:
-                    while taken:
-                        self._carry(common, taken)
-                        taken = self._take(videos, locks)
-            except TorchportError as error:
-                if isinstance(error, StoppedError) or not _is_everywhere(error):
-                    raise
-                log.error("%s", error.report())
-                for video in videos:
-                    if video.state == "waiting":
-                        video.state, video.error = "failed", error
-
-    def _take(self, videos: Sequence[Video], locks: contextlib.ExitStack) -> list[_Taken]:
-        """Returns the next videos, their folders locked; those that another process has locked are left out."""
-        taken: list[_Taken] = []
-        for video in videos:
-            if len(taken) < self.together and video.state == "waiting":
-                lock = locks.enter_context(contextlib.ExitStack())
-                try:
-                    lock.enter_context(output_folder(video.task.folder))
-                except OutputError as error:
-                    if not error.is_locked:
-                        _Taken(video, lock).fail(error)
-                    continue
-                taken.append(_Taken(video, lock))
-        return taken
-
-    def _carry(self, common: path.Shared, taken: Sequence[_Taken]) -> None:
-        """Carries videos through all stages, each stage loaded once for all of them."""
-        for item in taken:
-            self._attempt(item, lambda item=item: item.start(common, self.stopping))  # type: ignore[misc]
-        for stage in common.task.stages:
-            here = [item for item in taken if item.stage is not None and item.stage.name == stage.name]
-            if here:
-                with path.at_stage(common, stage) as at_hand:
-                    for item in here:
-                        self._attempt(item, lambda item=item: item.carry(at_hand), at_hand)  # type: ignore[misc]
-
-    def _attempt(self, item: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
-        """Does a part of the work on a video. An error of this video alone fails this video, not the series."""
         try:
-            with failure.explained(failure.Owners.of_task(item.video.task)):
-                work()
-        except OF_ONE_VIDEO as error:
-            is_loading = at_hand is not None and at_hand.is_loading
-            if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
+            with path.shared(taken[0].task) as common:
+                while taken:
+                    _carry(common, taken, stopping)
+                    taken = _take(videos, together, locks)
+        except TorchportError as error:
+            if isinstance(error, StoppedError) or not _is_everywhere(error):
                 raise
-            item.fail(error)
+            log.error("%s", error.report())
+            for video in videos:
+                if video.state == "waiting":
+                    video.end("failed", error)
+
+
+def _take(videos: Sequence[Video], together: int, locks: contextlib.ExitStack) -> list[Video]:
+    """Returns the next videos, their folders locked; those that another process has locked are left out."""
+    taken: list[Video] = []
+    for video in videos:
+        if len(taken) < together and video.state == "waiting":
+            video.lock = locks.enter_context(contextlib.ExitStack())
+            try:
+                video.lock.enter_context(output_folder(video.task.folder))
+            except OutputError as error:
+                if not error.is_locked:
+                    video.fail(error)
+                continue
+            taken.append(video)
+    return taken
+
+
+def _carry(common: path.Shared, videos: Sequence[Video], stopping: Stopping) -> None:
+    """Carries videos through all stages, each stage loaded once for all of them."""
+    for video in videos:
+        _attempt(video, functools.partial(video.start, common, stopping))
+    for stage in common.task.stages:
+        at_this_stage = [video for video in videos if video.stage is not None and video.stage.name == stage.name]
+        if at_this_stage:
+            with path.at_stage(common, stage) as at_hand:
+                for video in at_this_stage:
+                    _attempt(video, functools.partial(video.carry, at_hand), at_hand)
+
+
+def _attempt(video: Video, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
+    """Does a part of the work on a video. An error of this video alone fails this video, not the series."""
+    try:
+        with failure.explained(failure.Owners.of_task(video.task)):
+            work()
+    except OF_ONE_VIDEO as error:
+        is_loading = at_hand is not None and at_hand.is_loading
+        if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
+            raise
+        video.fail(error)
 
 
 def _is_everywhere(error: TorchportError) -> bool:

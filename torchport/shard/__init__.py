@@ -36,13 +36,8 @@ def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str)
     product = math.prod(mesh.values())
     if product != devices:
         axes = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
-        raise MeshError(
-            place,
-            f"The mesh {axes} takes {product} device(s), and {machine} has {devices}",
-            f"The axes' product must be {devices}",
-            mesh=dict(mesh),
-            devices=devices,
-        )
+        fact = f"The mesh {axes} takes {product} device(s), and {machine} has {devices}"
+        raise MeshError(place, fact, f"The axes' product must be {devices}", mesh=dict(mesh), devices=devices)
 
 
 def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
@@ -52,9 +47,9 @@ def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
 
 
 def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: Document) -> None:
-    """Refuses an axis of the mesh that no rule of these networks names: its devices would repeat the same work."""
+    """Refuses an axis of a job's mesh that no rule of these networks names; see `check_used`."""
     if networks:
-        rules = [rules for name in networks for rules in (strategy.weights[name], strategy.inputs[name])]
+        rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
         activations = [rule for name in networks for rule in strategy.activations.get(name, [])]
         name = f"the strategy '{job.strategy}'"
         check_used(job.mesh, rules, activations, lambda axis: document.place(["mesh", axis]), name)
@@ -62,23 +57,19 @@ def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: 
 
 def check_used(
     mesh: Mapping[Axis, int],
-    rules: Sequence[Sequence[Rule]],
-    activations: Sequence[ActivationRule],
+    rules: Iterable[Rule],
+    activations: Iterable[ActivationRule],
     place: Callable[[Axis], str],
-    what: str,
+    owner: str,
 ) -> None:
-    """Refuses an axis of a mesh that no rule names: its devices would repeat the same work."""
-    used = axes_of([rule for kind in rules for rule in kind], activations)
+    """Refuses an axis of a mesh that no rule of an `owner` names: its devices would repeat the same work."""
+    used = axes_of(rules, activations)
     for axis, size in mesh.items():
         if size > 1 and axis not in used:
-            raise MeshError(
-                place(axis),
-                f"{axis}={size} splits nothing: no rule of {what} names it",
-                f"Use the axes {', '.join(sorted(used))}"
-                if used
-                else "Write a strategy whose rules split something, or leave the axis out and plan one device",
-                axis=axis,
-            )
+            remedy = "Write a strategy whose rules split something, or leave the axis out and plan one device"
+            remedy = f"Use the axes {', '.join(sorted(used))}" if used else remedy
+            fact = f"{axis}={size} splits nothing: no rule of {owner} names it"
+            raise MeshError(place(axis), fact, remedy, axis=axis)
 
 
 def axes_of(rules: Iterable[Rule], activations: Iterable[ActivationRule]) -> set[Axis]:
@@ -88,18 +79,13 @@ def axes_of(rules: Iterable[Rule], activations: Iterable[ActivationRule]) -> set
     return {axis for spec in specs for axes in dims_of(spec) for axis in axes}
 
 
-def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:
-    """Refuses an axis that does not divide what it splits (heads, the batch)."""
+def check_divides(axis: Axis, size: int, name: str, count: int, place: str) -> None:
+    """Refuses an axis whose size does not divide the count that it splits: the batch, or a network's heads."""
     if count % size:
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise MeshError(
-            place,
-            f"{axis}={size} does not divide {what}, which is {count}",
-            f"{axis} must be {'one of ' if count > 1 else ''}{divisors}",
-            axis=axis,
-            size=size,
-            count=count,
-        )
+        fact = f"{axis}={size} does not divide {name}, which is {count}"
+        remedy = f"{axis} must be {'one of ' if count > 1 else ''}{divisors}"
+        raise MeshError(place, fact, remedy, axis=axis, size=size, count=count)
 
 
 def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
@@ -109,9 +95,17 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     where = grid.spots(devices)
-    chosen = grid.order(sizes, where, _jax_orders(sizes, devices, where))
+    candidates = [list(range(len(devices)))]
+    if len({spot.island for spot in where}) == 1:  # JAX's own order, in rings of chips, is for one slice
+        try:
+            jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
+        except NotImplementedError:  # it has none for these sizes
+            candidates = []
+        else:
+            number = {device.id: n for n, device in enumerate(devices)}
+            candidates = [[number[device.id] for device in jax_mesh.flat]]
     arranged = numpy.empty(len(devices), dtype=object)
-    arranged[:] = [devices[number] for number in chosen]
+    arranged[:] = [devices[number] for number in grid.order(sizes, where, candidates)]
     return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
 
 
@@ -126,18 +120,6 @@ def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.Ab
     return jax.sharding.AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
 
 
-def _jax_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
-    """Returns a list with JAX's order, which uses rings of chips; an empty list if it has none for these sizes."""
-    if len({spot.island for spot in where}) > 1:
-        return [list(range(len(devices)))]  # JAX's is for one slice
-    try:
-        jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
-    except NotImplementedError:
-        return []
-    number = {device.id: n for n, device in enumerate(devices)}
-    return [[number[device.id] for device in jax_mesh.flat]]
-
-
 def match(
     rules: Sequence[RuleT],
     shapes: Mapping[str, Shape],
@@ -149,7 +131,7 @@ def match(
     rule_of: dict[str, RuleT] = {}
     for name in shapes:
         size = math.prod(shapes[name])
-        rule_of[name] = _first(rules, name, place, f"'{name}' {list(shapes[name])} ({size} elements)")
+        rule_of[name] = _first_match(rules, name, place, f"'{name}' {list(shapes[name])} ({size} elements)")
     check_alive(rules, list(shapes), place, places)
     return {name: _with_fitting_spec(name, shapes[name], rule, mesh, place) for name, rule in rule_of.items()}
 
@@ -160,7 +142,11 @@ def firsts(rules: Sequence[Rule], names: Iterable[str]) -> set[int | None]:
 
 
 def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
-    """Refuses a rule that is the first match of no name; see `match` for the arguments."""
+    """Refuses a rule that is the first match of none of these names of tensors.
+
+    Args:
+        place: Where the rules are written, for errors; `places`: where each of them is, if that is known.
+    """
     used = firsts(rules, names)
     for number, rule in enumerate(rules):
         if number not in used and not rule.is_shared:
@@ -176,61 +162,56 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
             raise DeadRuleError(where, f"Rule {number + 1}, '{rule.match}', {fact}", remedy, rule=rule.match)
 
 
-def _first(rules: Sequence[RuleT], name: str, place: str, what: str) -> RuleT:
-    """Returns the first rule that matches a name; refuses a name (`what` in the error) that none matches."""
+def _first_match(rules: Sequence[RuleT], name: str, place: str, description: str) -> RuleT:
+    """Returns the first rule that matches a tensor's name; refuses a tensor (by its description) that none matches."""
     for rule in rules:
         if matches(rule, name):
             return rule
     remedy = "Add a rule for it, with `spec: replicate` if every device shall have it whole"
-    raise UnmatchedError(place, f"No rule matches {what}", remedy, name=name)
+    raise UnmatchedError(place, f"No rule matches {description}", remedy, name=name)
 
 
-def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
+def input_rule(
+    rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, network: str
+) -> Rule:
     """Returns the rule of one input of a network, with the spec that fits its shape; raises if none fits."""
-    rule = _first(rules, name, place, f"the input '{name}' {list(shape)} of {what}")
+    rule = _first_match(rules, name, place, f"the input '{name}' {list(shape)} of {network}")
     try:
         return _with_fitting_spec(name, shape, rule, mesh, place)
     except MeshError as error:
-        raise MeshError(place, f"{error.fact}, an input of {what}", error.remedy, name=name) from error
+        raise MeshError(place, f"{error.fact}, an input of {network}", error.remedy, name=name) from error
 
 
 def matches(rule: Rule, name: str) -> bool:
+    """Returns whether a rule's regular expression matches the whole name of a tensor."""
     return re.fullmatch(rule.match, name) is not None
 
 
 def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
     """Returns the rule with its first spec whose axes divide the shape; refuses a shape that none of them divides."""
+    uneven: list[tuple[int, tuple[Axis, ...]]] = []
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
             return rule.model_copy(update={"spec": spec})
+        pairs = enumerate(zip(shape, dims_of(spec), strict=False))
+        undivided = [(dim, axes) for dim, (size, axes) in pairs if size % ways(axes, mesh)]
+        uneven += undivided
         if len(spec) > len(shape) and rule.is_shared:  # a shared strategy is for networks that it does not know
             continue
         if len(spec) > len(shape):
-            raise MeshError(
-                place,
-                f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}",
-                "Shorten the spec, or narrow the rule",
-                name=name,
-            )
-        if not _uneven_dims(shape, spec, mesh):
+            fact = f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}"
+            raise MeshError(place, fact, "Shorten the spec, or narrow the rule", name=name)
+        if not undivided:
             return rule.model_copy(update={"spec": spec})
-    dim, axes = next(uneven for spec in (rule.spec, *rule.otherwise) for uneven in _uneven_dims(shape, spec, mesh))
+    dim, axes = uneven[0]
     sizes = " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
-    raise MeshError(
-        place,
-        f"{sizes} does not divide dim {dim} of '{name}' {list(shape)}",
-        f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
-        name=name,
-        axis=axes[0],
-    )
+    fact = f"{sizes} does not divide dim {dim} of '{name}' {list(shape)}"
+    remedy = f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}"
+    raise MeshError(place, fact, remedy, name=name, axis=axes[0])
 
 
-def _uneven_dims(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
-    pairs = zip(shape, dims_of(spec), strict=False)
-    return [(dim, axes) for dim, (size, axes) in enumerate(pairs) if size % _parts(axes, mesh)]
-
-
-def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
+def ways(axes: Iterable[Axis], mesh: Mapping[Axis, int]) -> int:
+    """Returns into how many parts axes of a mesh split a dim: dp and tp of `{dp: 2, tp: 4}` into 8."""
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
@@ -238,12 +219,13 @@ def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: M
     """Returns the bytes that the tensors take on each device under their rules: exact, from shapes alone."""
     total = 0
     for name, shape in shapes.items():
-        split = math.prod(_parts(axes, mesh) for axes in dims_of(rules[name].spec))
+        split = math.prod(ways(axes, mesh) for axes in dims_of(rules[name].spec))
         total += math.prod(shape) * DTYPES[dtype] // split
     return total
 
 
 def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns a rule's spec as JAX's sharding on a mesh."""
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(rule.spec))))
 
 
@@ -265,12 +247,8 @@ def place(
         target = sharding(rules[name], mesh)
         array = to_jax(tensor, target)
         if not array.sharding.is_equivalent_to(target, array.ndim) or array.shape != tuple(tensor.shape):
-            raise PlacementError(
-                name,
-                f"It lies as {array.sharding} with shape {array.shape}",
-                f"Its rule puts it as {target}",
-                name=name,
-            )
+            fact = f"It lies as {array.sharding} with shape {array.shape}"
+            raise PlacementError(name, fact, f"Its rule puts it as {target}", name=name)
         placed[name] = array
     return placed
 
@@ -329,4 +307,5 @@ def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
 
 
 def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """Returns the shape of each tensor, by its name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchport import engine
+from torchport import engine, shard
 from torchport.config.strategy import ActivationRule, Axis, Spec, dims_of
 from torchport.errors import DeadRuleError, MeshError, nearest
 
@@ -20,7 +19,7 @@ from torchport.errors import DeadRuleError, MeshError, nearest
 def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: jax.sharding.Mesh, place: str) -> None:
     """Adds hooks by which modules return their outputs sharded, by the first rule that matches a module's name."""
     for name, rule in rule_by_module(module, rules, place).items():
-        hook = functools.partial(_constrain, name, rule, mesh, place)
+        hook = functools.partial(_sharded_output, name, rule, mesh, place)
         module.get_submodule(name).register_forward_hook(hook)
 
 
@@ -35,10 +34,12 @@ def check(
     module_rules, called = rule_by_module(module, rules, place), set[str]()
 
     def check_output(name: str, rule: ActivationRule, module: Any, inputs: Any, output: Any) -> None:
+        """Refuses an output that does not fit, and notes that the module was called: a forward hook."""
         _check_output(name, rule, sizes, place, output)
         called.add(name)
 
     def check_called() -> None:
+        """Refuses a rule none of whose modules was called: it would have no effect."""
         for number, rule in enumerate(rules, 1):
             names = [name for name in module_rules if module_rules[name] is rule]
             if called.isdisjoint(names) and not rule.is_shared:
@@ -59,24 +60,23 @@ def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], pla
     for number, rule in enumerate(rules):
         if number not in numbers.values() and not rule.is_shared:
             fact = f"Rule {number + 1}, '{rule.match}', matches none of {len(names)} modules"
-            raise DeadRuleError(
-                place, fact, "Remove it or mend it. " + nearest(rule.match, names[:12]), rule=rule.match
-            )
+            remedy = f"Remove it or mend it. {nearest(rule.match, names[:12])}"
+            raise DeadRuleError(place, fact, remedy, rule=rule.match)
     return {name: rules[number] for name, number in numbers.items() if number is not None}
 
 
-def _constrain(
+def _sharded_output(
     name: str, rule: ActivationRule, mesh: jax.sharding.Mesh, place: str, module: Any, inputs: Any, output: Any
 ) -> Any:
-    """Returns a module's output with every tensor where its spec puts it: a forward hook."""
+    """Returns a module's output with every tensor sharded by its spec: a forward hook."""
     _check_output(name, rule, dict(mesh.shape), place, output)
     outputs = output if isinstance(output, tuple) else (output,)
-    specs = [*_specs(rule, outputs), *[None] * (len(outputs) - len(rule.outputs))]
-    placed = []
-    for tensor, spec in zip(outputs, specs, strict=True):
-        where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
-        placed.append(tensor if spec is None else engine.call_jax(jax.lax.with_sharding_constraint, tensor, where))
-    return tuple(placed) if isinstance(output, tuple) else placed[0]
+    sharded = [*outputs]
+    for number, spec in enumerate(_specs(rule, outputs)):
+        if spec is not None:
+            where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
+            sharded[number] = engine.call_jax(jax.lax.with_sharding_constraint, outputs[number], where)
+    return tuple(sharded) if isinstance(output, tuple) else sharded[0]
 
 
 def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
@@ -88,34 +88,18 @@ def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
 
 
 def _check_output(name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, output: Any) -> None:
-    """Refuses a module's output that its rule does not fit."""
+    """Refuses fewer outputs of the module `name` than its rule has specs, and one that its spec does not fit."""
     outputs = output if isinstance(output, tuple) else (output,)
     if len(outputs) < len(rule.outputs):
-        raise MeshError(
-            place,
-            f"'{rule.match}' has {len(rule.outputs)} specs, and '{name}' returns {len(outputs)} tensor(s)",
-            "Give one for each output",
-            name=name,
-        )
+        fact = f"'{rule.match}' has {len(rule.outputs)} specs, and '{name}' returns {len(outputs)} tensor(s)"
+        raise MeshError(place, fact, "Give one for each output", name=name)
     for tensor, spec in zip(outputs, _specs(rule, outputs), strict=False):
-        _check_spec(name, rule, tensor, spec, sizes, place)
-
-
-def _check_spec(
-    name: str, rule: ActivationRule, tensor: Any, spec: Spec | None, sizes: Mapping[Axis, int], place: str
-) -> None:
-    """Refuses an output with fewer dims than its spec, or with a dim that the axes do not divide."""
-    for dim, axes in enumerate(dims_of(spec)):
-        parts = math.prod(sizes[axis] for axis in axes)
-        if axes and dim >= tensor.ndim:
-            fact = f"'{rule.match}' has a spec of {dim + 1} dims, and what '{name}' returns has {tensor.ndim}"
-            raise MeshError(place, fact, "Shorten the spec", name=name)
-        if axes and tensor.shape[dim] % parts and not rule.uneven:
-            product = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
-            raise MeshError(
-                place,
-                f"{product} does not divide dim {dim} of what '{name}' returns, {list(tensor.shape)}",
-                f"Choose {' x '.join(axes)} among the divisors of {tensor.shape[dim]}, or pad it with `uneven: true`",
-                name=name,
-                axis=axes[0],
-            )
+        for dim, axes in enumerate(dims_of(spec)):
+            if axes and dim >= tensor.ndim:
+                fact = f"'{rule.match}' has a spec of {dim + 1} dims, and what '{name}' returns has {tensor.ndim}"
+                raise MeshError(place, fact, "Shorten the spec", name=name)
+            if axes and tensor.shape[dim] % shard.ways(axes, sizes) and not rule.uneven:
+                product = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+                fact = f"{product} does not divide dim {dim} of what '{name}' returns, {list(tensor.shape)}"
+                remedy = f"Choose {' x '.join(axes)} among the divisors of {tensor.shape[dim]}"
+                raise MeshError(place, fact, f"{remedy}, or pad it with `uneven: true`", name=name, axis=axes[0])

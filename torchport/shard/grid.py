@@ -57,33 +57,26 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
     """
     # Devices that do not fill a box keep their order: there is nothing to choose from.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
-
-    def cost(candidate: Order) -> tuple[list[tuple[int, ...]], int]:
-        there = [where[n] for n in candidate]
-        # The worst group of each axis, the innermost first: its islands, and the sides of the box around its chips.
-        worst = [
-            max((len({spot.island for spot in group}), *sorted(_sides(group), reverse=True)) for group in groups)
-            for axis in reversed(range(len(sizes)))
-            if sizes[axis] > 1
-            for groups in [[[there[n] for n in group] for group in _groups(sizes, axis)]]
-        ]
-        return worst, _distance(sizes, there)
-
-    return min(orders, key=cost)
+    return min(orders, key=lambda numbers: _spread(sizes, [where[number] for number in numbers]))
 
 
-def _distance(sizes: Sizes, where: Sequence[Spot]) -> int:
-    """Returns how many links lie between successive devices of all groups: decoders exchange borders between these."""
-    pairs = (
-        (where[device].chip, where[neighbour].chip)
-        for axis in range(len(sizes))
-        for group in _groups(sizes, axis)
-        for device, neighbour in itertools.pairwise(group)
-    )
-    return sum(abs(a - b) for chip, neighbour in pairs for a, b in zip(chip, neighbour, strict=True))
+def _spread(sizes: Sizes, ordered: Sequence[Spot]) -> tuple[list[tuple[int, ...]], int]:
+    """Returns how far apart the devices of an order's groups are; an order with a smaller value is better."""
+    worst, distance = [], 0
+    for axis in reversed(range(len(sizes))):
+        groups = [[ordered[position] for position in group] for group in _groups(sizes, axis)]
+        if sizes[axis] > 1:
+            boxes = [sorted(_sides(group), reverse=True) for group in groups]
+            islands = [len({spot.island for spot in group}) for group in groups]
+            worst.append(max((count, *box) for count, box in zip(islands, boxes, strict=True)))
+        # Decoders exchange borders between successive devices.
+        for device, neighbour in itertools.chain(*map(itertools.pairwise, groups)):
+            distance += sum(abs(a - b) for a, b in zip(device.chip, neighbour.chip, strict=True))
+    return worst, distance
 
 
 def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
+    """Yields the positions of each group along an axis: of sizes (2, 2), `(0, 1)` and `(2, 3)` along axis 1."""
     stride = math.prod(sizes[axis + 1 :])
     for outer in range(0, math.prod(sizes), stride * sizes[axis]):
         for inner in range(stride):
@@ -91,6 +84,7 @@ def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
 
 
 def _sides(group: Sequence[Spot]) -> list[int]:
+    """Returns the sides of the smallest box of chips around a group: `[2, 4, 1]`."""
     return [max(line) - min(line) + 1 for line in zip(*(spot.chip for spot in group), strict=True)]
 
 
@@ -100,11 +94,19 @@ def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
     lines = [sorted(set(line)) for line in zip(*keys, strict=True)]
     if math.prod(map(len, lines)) != len(set(keys)) or len(set(keys)) != len(where):
         return
-    number = {tuple(line.index(at) for line, at in zip(lines, key, strict=True)): n for n, key in enumerate(keys)}
+    devices = {tuple(line.index(at) for line, at in zip(lines, key, strict=True)): n for n, key in enumerate(keys)}
     splits = [list(_factorisations(len(line), len(sizes))) for line in lines]
-    for parts in itertools.product(*splits):
-        if all(math.prod(part[axis] for part in parts) == size for axis, size in enumerate(sizes)):
-            yield [number[at] for at in _walk(sizes, parts)]
+    for parts in itertools.product(*splits):  # of each line of the grid, how many steps each axis of the mesh takes
+        if any(math.prod(part[axis] for part in parts) != size for axis, size in enumerate(sizes)):
+            continue
+        strides = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
+        walks = [_turning([part[axis] for part in parts]) for axis in range(len(sizes))]
+        numbers = []
+        for digits in itertools.product(*walks):  # of each axis, the steps along the lines to a position
+            pairs = zip(digits, strides, strict=True)
+            moves = ([d * s for d, s in zip(digit, stride, strict=True)] for digit, stride in pairs)
+            numbers.append(devices[tuple(map(sum, zip(*moves, strict=True)))])
+        yield numbers
 
 
 def _factorisations(length: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -117,17 +119,8 @@ def _factorisations(length: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorisations(length // first, parts - 1))
 
 
-def _walk(sizes: Sizes, parts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yields the grid coordinates of each position of a mesh, whose axes take these parts of the lines of the grid."""
-    steps = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
-    walks = [list(_turning([part[axis] for part in parts])) for axis in range(len(sizes))]
-    for digits in itertools.product(*walks):
-        moved = ([d * s for d, s in zip(digit, step, strict=True)] for digit, step in zip(digits, steps, strict=True))
-        yield tuple(map(sum, zip(*moved, strict=True)))
-
-
 def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields the coordinates of a box, the last the fastest, turning at its walls: each one step from the one before.
+    """Yields the coordinates of a box of these sides, each a neighbour of the last: (0, 0), (0, 1), (1, 1), (1, 0).
 
     Source: the reflected Gray code, in mixed radix.
     """
@@ -148,15 +141,12 @@ def links(group: Sequence[Spot]) -> str:
         return "slices" if sides else "hosts"
     if math.prod(sides) == 1:
         return "one chip" if sides else "one host"
+    gaps = " with gaps" if len({spot.chip for spot in group}) < math.prod(sides) else ""
     if sides[-2:-1] == [1]:
-        return f"1x{sides[-1]} line" + _gaps(group)
+        return f"1x{sides[-1]} line{gaps}"
     long_sides = [side for side in sides if side > 1]
     names = ("square", "rectangle") if len(long_sides) == 2 else ("cube", "box")
-    return f"{'x'.join(map(str, long_sides))} {names[len(set(long_sides)) > 1]}{_gaps(group)}"
-
-
-def _gaps(group: Sequence[Spot]) -> str:
-    return " with gaps" if len({spot.chip for spot in group}) < math.prod(_sides(group)) else ""
+    return f"{'x'.join(map(str, long_sides))} {names[len(set(long_sides)) > 1]}{gaps}"
 
 
 INSIDE = 6.0
@@ -167,7 +157,7 @@ Source: cloud.google.com/tpu/docs/tpu7x, "Dual-chiplet architecture".
 
 
 def ports(kind: str, group: Sequence[Spot]) -> float:
-    """Returns how many links between chips each device of a group has for an exchange, both directions in use.
+    """Returns how many links between chips each device of a group has for an exchange such as `all-to-all`.
 
     Two things limit it. A chip in the box's corner has one link for each side that is longer than 1, and its devices
     share them. In an all-to-all, half of what the devices of one half hold crosses the middle of the longest side: N/2

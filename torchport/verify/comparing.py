@@ -183,7 +183,7 @@ class _StageComparison:
             if step not in loops:
                 loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
             self._compare_outputs(step, loops[step])
-        self.results.operators[stage.name] = call.called()
+        self.results.operators[stage.name] = call.operators_text()
         if planned is not None:
             self.results.programs += program_differences(stage, run_programs(call), planned)
 
