@@ -271,6 +271,27 @@ def test_a_rule_for_inputs_that_the_first_call_does_not_have_is_refused(block, x
         torchport.port(block, strategy=rules, mesh=MESH)(x)
 
 
+class Twice(torch.nn.Module):
+    """A block whose one layer has two names, and that shares another one with its neighbours."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.first = self.second = torch.nn.Linear(8, 8)
+        self.shared = shared
+
+    def forward(self, x):
+        return self.shared(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_layer_may_have_two_names(count, session):
+    shared = torch.nn.Linear(8, 8)
+    module = torch.nn.Sequential(*(Twice(shared) for _ in range(count))).eval()
+    x = torch.randn(2, 8)
+    expected = module(x).detach()
+    torch.testing.assert_close(torchport.port(module)(x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_lazy_module_is_refused_before_its_first_call(session):
     with pytest.raises(BadValueError, match=r"'weight' has no shape before the first call\. Call it once"):
         torchport.port(torch.nn.LazyLinear(3).eval())

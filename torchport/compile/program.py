@@ -287,20 +287,18 @@ class Compiled:
             arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
             engine.freeze(arguments, "an argument of the network")
             parameters = {f"module.{name}": self._gathered("", name, weight) for name, weight in weights.items()}
-            before = dict(parameters)
             stacks = [part for part in self.network.module.modules() if isinstance(part, stack.Stacked)]
             for blocks in stacks:
                 blocks.reset()
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
-                output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
+                output, rebound = stack.call_with(self.bound, parameters, (), {**inputs, **dict(static)})
             for blocks in stacks:
                 blocks.check_done()
             engine.check_read(output)
-            # `functional_call` puts into `parameters` what the network has assigned anew.
-            rebound = [name.removeprefix("module.") for name in before if parameters[name] is not before[name]]
             if rebound:
-                fact = f"'{rebound[0]}' is bound to another tensor, and a later call would not see that"
-                raise BadValueError(self.network.name, fact, "Patch its forward to return it", name=rebound[0])
+                name = rebound[0].removeprefix("module.")
+                fact = f"'{name}' is bound to another tensor, and a later call would not see that"
+                raise BadValueError(self.network.name, fact, "Patch its forward to return it", name=name)
             output = stage_outputs(output, self.network.outputs, self.network.name)
             return converted(output, engine.constant)
 

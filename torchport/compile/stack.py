@@ -45,6 +45,33 @@ Run = Callable[[Tensors], Tensors]
 """Runs all blocks: called with the first block's inputs named in `carries`, it returns the last block's outputs."""
 
 
+def call_with(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, list[str]]:
+    """Calls a module with tensors in place of its parameters and buffers.
+
+    Args:
+        tensors: By the names of `named_parameters` and `named_buffers`, which name a tensor once.
+
+    Returns:
+        What it returns, and the names that its forward has bound to other tensors.
+    """
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    bound = {}
+    # PyTorch would name what belongs to a module of two names twice, and leave the second tensor in it after the call.
+    for prefix, part in module.named_modules():
+        for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
+            name = names.get(id(tensor))
+            if name in tensors:
+                bound[f"{prefix}.{attribute}".lstrip(".")] = tensors[name]
+    before = dict(bound)
+    output = torch.func.functional_call(module, bound, args, dict(kwargs), tie_weights=False)
+    return output, [name for name in before if bound[name] is not before[name]]
+
+
 class Stacked(torch.nn.Module):
     """Several blocks as one: called like one of them, it returns what the last of them would.
 
@@ -216,14 +243,12 @@ class Stacked(torch.nn.Module):
             arguments = {**others} | dict(zip(self.carries, carry, strict=True))
             engine.freeze((layer, given), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
-            unchanged, photo = dict(whole), graph.photo([*others.values(), self.block, *self._modules_of_code()])
+            photo = graph.photo([*others.values(), self.block, *self._modules_of_code()])
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
-                outputs = torch.func.functional_call(self.block, whole, *self._as_passed(arguments))
-            # `functional_call` puts into `whole` what is assigned anew; a scan traces one call for all blocks.
-            rebound = next((name for name in whole if whole[name] is not unchanged.get(name)), None)
-            if rebound is not None:
-                fact = f"A block of '{self.name}' sets its own '{rebound}' when it is called"
-                raise self._error(fact, attribute=rebound)
+                outputs, rebound = call_with(self.block, whole, *self._as_passed(arguments))
+            if rebound:  # a scan traces one call for all blocks
+                fact = f"A block of '{self.name}' sets its own '{rebound[0]}' when it is called"
+                raise self._error(fact, attribute=rebound[0])
             self._check_changes(photo)
             written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             self.returns_tuple = isinstance(outputs, tuple)

@@ -66,13 +66,7 @@ def port(
     session = sessions[-1]
     if session.backend == "original":
         return module
-    if any(isinstance(each, Ported) for each in module.modules()):
-        raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
-    if module.training:
-        raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
-    lazy = [name for name, tensor in module.state_dict(keep_vars=True).items() if is_lazy(tensor)]
-    if lazy:
-        raise BadValueError("port", f"'{lazy[0]}' has no shape before the first call", "Call it once in PyTorch")
+    _check_state(module)
     placed_on = _mesh(mesh if mesh is not None else session.choice.mesh or {})
     strategy = strategy or session.choice.strategy
     if strategy is None and session.card is None and placed_on.size == 1:
@@ -84,6 +78,17 @@ def port(
     written = dataclasses.replace(written, strict=strict or session.choice.strict)
     chosen = attention or session.choice.attention
     return Ported(module, written, placed_on, session.ledger, _owners(module, session), chosen)
+
+
+def _check_state(module: torch.nn.Module) -> None:
+    """Refuses a module that is ported in part, is in training mode, or has weights without shapes yet."""
+    if any(isinstance(each, Ported) for each in module.modules()):
+        raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
+    if module.training:
+        raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if is_lazy(tensor):
+            raise BadValueError("port", f"'{name}' has no shape before the first call", "Call it once in PyTorch")
 
 
 def _rules(
