@@ -64,7 +64,7 @@ def call_with(
     # PyTorch would name what belongs to a module of two names twice, and leave the second tensor in it after the call.
     for prefix, part in module.named_modules():
         for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
-            name = names.get(id(tensor))
+            name = names.get(id(tensor), "")
             if name in tensors:
                 bound[f"{prefix}.{attribute}".lstrip(".")] = tensors[name]
     before = dict(bound)
