@@ -169,7 +169,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])
     fields = {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh}
-    network = type("Network", (), {**fields, "network": types.SimpleNamespace(operators=engine.Operators)})
+    network = type("Network", (), {**fields, "network": types.SimpleNamespace(operator_record=engine.Operators)})
     called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None, borders=10**9)
     result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, planning.Path("nowhere"))
     assert outputs is None
