@@ -399,6 +399,14 @@ def _resizes(dtype: torch.dtype) -> Iterator[Sample]:
             yield Sample("grid_sample", functional.grid_sample, (x, grid), options)
         theta, size = _values(1, count, count + 1, dtype=dtype), [1, 2, *[4] * count]
         yield Sample("affine_grid", functional.affine_grid, (theta, size), {"align_corners": False})
+    for padding, stride, dilation in itertools.product((0, 1), (1, 2), (1, 2)):
+        options = {"kernel_size": 3, "padding": padding, "stride": stride, "dilation": dilation}
+        windows = functional.unfold(_values(2, 3, 7, 9, dtype=dtype), **options)
+        yield Sample("fold", functional.fold, (windows,), {"output_size": (7, 9), **options})
+    if dtype.is_floating_point:
+        for scores, labels in (([5], [5]), ([2, 5], [2, 5])):
+            tensors = _values(*scores, dtype=dtype), torch.randint(0, 5, labels)
+            yield Sample("multilabel_margin_loss", functional.multilabel_margin_loss, tensors, {"reduction": "none"})
     yield Sample("pixel_shuffle", functional.pixel_shuffle, (_values(1, 8, 2, 3, dtype=dtype), 2))
     yield Sample("pixel_unshuffle", functional.pixel_unshuffle, (_values(1, 2, 4, 6, dtype=dtype), 2))
 

@@ -711,3 +711,31 @@ def grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     options = interpolation_mode, padding_mode, align_corners
     return decompositions._grid_sampler_3d(input.to(wide), grid.to(wide), *options).to(input.dtype)
+
+
+def col2im(self, output_size, kernel_size, dilation, padding, stride):
+    """Returns images, [N, C, H, W], as sums of windows, [N, C * kernel, windows]; both may lack N."""
+    sizes = output_size, kernel_size, dilation, padding, stride
+    return engine.call_jax(
+        lambda x: _fold(x.reshape(-1, *x.shape[-2:]), *sizes).reshape(*x.shape[:-2], -1, *output_size), self
+    )
+
+
+def _fold(x, output_size, kernel_size, dilation, padding, stride):
+    """Adds the windows of each image, [N, C * kernel, windows], into an array with the padding, and cuts it off."""
+    import jax.numpy as jnp
+
+    padded = [size + 2 * pad for size, pad in zip(output_size, padding, strict=True)]
+    reach = [(size - 1) * gap + 1 for size, gap in zip(kernel_size, dilation, strict=True)]
+    counts = [(whole - part) // step + 1 for whole, part, step in zip(padded, reach, stride, strict=True)]
+    windows = x.reshape(x.shape[0], -1, *kernel_size, *counts)
+    images = jnp.zeros((x.shape[0], windows.shape[1], *padded), x.dtype)
+    for row in range(kernel_size[0]):
+        for column in range(kernel_size[1]):
+            rows, columns = (
+                slice(at * gap, at * gap + (count - 1) * step + 1, step)
+                for at, gap, count, step in zip((row, column), dilation, counts, stride, strict=True)
+            )
+            images = images.at[:, :, rows, columns].add(windows[:, :, row, column])
+    top, left = padding
+    return images[:, :, top : top + output_size[0], left : left + output_size[1]]

@@ -56,6 +56,11 @@ SAMPLES = {
     "avg_pool3d divisor": (lambda x: functional.avg_pool3d(x, 2, divisor_override=3, **pool), volume[0]),
     "max_pool2d": (lambda x: functional.max_pool2d(x, 2, **spread), least),
     "max_pool3d": (lambda x: functional.max_pool3d(x, 2, **spread), least[None].expand(1, 1, 5, 5, 5)),
+    "fold": (lambda x: functional.fold(x, (5, 4), 3, padding=1, stride=2, dilation=1), values(2, 18, 6)),
+    "fold of a single image": (
+        lambda x: functional.fold(x, (5, 6), (2, 3), padding=(1, 2), dilation=2),
+        values(12, 30),
+    ),
     "adaptive_max_pool1d": (lambda x: functional.adaptive_max_pool1d(x, 3, return_indices=True), image[0]),
     "adaptive_max_pool2d": (lambda x: functional.adaptive_max_pool2d(x, (3, 9), return_indices=True), image),
     "adaptive_max_pool3d": (lambda x: functional.adaptive_max_pool3d(x, 3, return_indices=True), volume),
