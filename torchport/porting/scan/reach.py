@@ -24,7 +24,7 @@ from torchport.source.bindings import STARRED, Function, parameters
 Arguments = dict[str, Any]
 _DUNDERS = ("__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__")
 _DEPTH = 4
-"""How many functions that only return what another one does are looked through."""
+"""How many functions that only return another function's answer are looked through."""
 _NETWORK = ("forward", "encode", "decode", "__call__")
 
 
@@ -92,24 +92,24 @@ class Reached:
             self._follow(self._pending.popitem()[0])
 
     def admit(self, units: Iterable[CodeUnit]) -> None:
-        """Notes that functions may be called with any arguments, and follows nothing that they call."""
+        """Notes that functions may be called with any arguments; their own calls are not followed."""
         for unit in units:
             if unit not in self._patches.by_unit:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
     def may_run(self, site: Site) -> bool:
-        """Returns whether the place of a finding may run, with None for the parameter that must be None for it."""
+        """Returns whether the place of a finding may run, with None for its parameter `site.if_none`, if it has any."""
         if site.if_none and self._values(site.unit).names.get(site.if_none, _UNKNOWN) is not None:
             return False
         return self.leads_to(site.unit, site.conditions, site.line)
 
     def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int) -> bool:
-        """Returns whether a line of a function may run under its conditions."""
+        """Returns whether a line of a function may run: it is reached, not patched, and its conditions may hold."""
         is_reached = unit in self._arguments and not self._patches.at(unit, line)
         return is_reached and self._values(unit).allow(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
-        """Returns what is known of a function's parameters: a constant that all calls pass, or that it is not None."""
+        """Returns the known values in a function: for a parameter the constant that all calls pass, or `_NOT_NONE`."""
         known = self._known.get(unit)
         if known is None:
             names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}
@@ -131,18 +131,23 @@ class Reached:
                         self._reach(unit, caller=None, call=None)
 
     def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
-        """Notes that a function is called, and with which constants; without a `call`, nothing is known of them."""
+        """Notes that a function is called, and with which constants. If that is new, it will be followed (again).
+
+        Args:
+            call: The call in the caller; None if its arguments are unknown.
+            bound: As for `_constants_passed`.
+        """
         if caller is not None:
             self.callers[unit].add((caller, call.line if call is not None else 0))
         if unit in self._patches.by_unit:
             return
         known = self._arguments.get(unit)
         if known is not None and all(value is _UNKNOWN for value in known.values()):
-            return
+            return  # no call can make less of it known
         given = dict.fromkeys(unit.parameters, _UNKNOWN)
         if call is not None and caller is not None:
             given = _constants_passed(unit, call, self._values(caller), bound)
-        if known is not None:
+        if known is not None:  # a parameter keeps its value only if all calls pass the same
             for name, value in known.items():
                 is_same = type(value) is type(given[name]) and value is not _UNKNOWN and bool(value == given[name])
                 given[name] = value if value is given[name] or is_same else _UNKNOWN
@@ -153,7 +158,7 @@ class Reached:
         self._pending[unit] = None
 
     def _create(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
-        """Notes that an object of a class is made: its constructor runs, and its methods may be called."""
+        """Notes that an object of a class is made: its constructor runs, and its methods may be called from now on."""
         methods = self._codebase.methods(kind)
         for name in ("__init__", "__post_init__", "__new__"):
             if name in methods:
@@ -168,6 +173,7 @@ class Reached:
         for name, unit in methods.items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
+                # Calls that came before, and that may be of this class.
                 for open_caller, open_call in list(self._open_calls.get(name, {}).values()):
                     self._reach(unit, open_caller, open_call)
 
@@ -175,7 +181,7 @@ class Reached:
         """Follows a call of a method where the source does not show the object's class: it may be of any class of
         which objects are made, before this call or after it.
         """
-        self._open_calls[name][id(call if call is not None else unit)] = unit, call
+        self._open_calls[name][id(call if call is not None else unit)] = unit, call  # each call once
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
@@ -249,7 +255,7 @@ class Reached:
                     self._reach(other, unit, call)
 
     def _mention(self, unit: CodeUnit, read: Read) -> None:
-        """Follows a function or class that is named but not called: somebody else may call it."""
+        """Follows a function or class that is named and not called, as in `map(f, xs)`, and a property that is read."""
         chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
@@ -313,8 +319,8 @@ class _Values:
         if kind == "call":
             if not self.without or self.depth >= _DEPTH:
                 return _UNKNOWN
-            known = self.definition(parts[0])  # it may only look something up
-            answer = known.facts.answer if isinstance(known, CodeUnit) else None
+            known = self.definition(parts[0])
+            answer = known.facts.answer if isinstance(known, CodeUnit) else None  # what it returns, if that is all
             return dataclasses.replace(self, names={}, depth=self.depth + 1).value(answer)
         return self._operator_value(kind, parts)
 
@@ -361,8 +367,8 @@ def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool
 
 
 def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]:
-    """Returns the attributes that the whole codebase sets to the same boolean, and never to anything else. What is
-    patched sets nothing.
+    """Returns the attributes that the whole codebase sets to one boolean and to nothing else: `{"use_sp": False}`. A
+    replaced function sets nothing; a variable in a class body counts as unknown.
     """
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
@@ -372,16 +378,18 @@ def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]
     for unit in codebase.units:
         for name, term in unit.facts.attributes if unit not in patches.by_unit else ():
             values[name].add(term[1] if term is not None and isinstance(term[1], bool) else _UNKNOWN)
-    return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and _UNKNOWN not in some}
+    return {name: next(iter(known)) for name, known in values.items() if len(known) == 1 and _UNKNOWN not in known}
 
 
 def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns where an entry begins: the methods of its class that are called, and the classes of its objects."""
+    """Returns the methods that a run calls if its entry is a class, and the classes of which it makes objects: the
+    class, and those that its constructor's annotations name.
+    """
     methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
-    mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
-    if not methods:
-        methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
-    makers = [unit for unit in mine if "classmethod" in unit.decorators]
+    defined = [unit for unit in kind.module.units.values() if unit.owner is kind]
+    if not methods:  # no network: all public methods
+        methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
+    makers = [unit for unit in defined if "classmethod" in unit.decorators]  # with `cls(...)` in them
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
     classes = [kind]
     init = codebase.method(kind, "__init__")
@@ -408,7 +416,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
     """Returns the facts of a function, which are kept when its syntax tree is dropped."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
     heads = unit.heads
-    others = {unit.first, *unit.module.tables}
+    others = {unit.first, *unit.module.tables}  # names that are followed, too
     steps: dict[Any, Called | Read | Imported] = {}
     attributes: dict[tuple[str, Term], None] = {}
     bound: set[str] = set()
@@ -417,7 +425,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
         node = event.node
         if event.act is Act.CHAIN:
             if type(node) is ast.Name and node.id not in heads and node.id not in others:
-                continue
+                continue  # a local name, as most are
             read = _read_of(codebase, unit, event, terms) if node not in skipped else None
             if read is not None:
                 steps.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
@@ -436,8 +444,8 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
                 attributes[node.attr, value] = None
         elif event.act is Act.ENTER and isinstance(node, Function):
             bound |= {name.arg for name in ast.walk(node.args) if isinstance(name, ast.arg)}
-    under = {id(event.guards): event.guards for event in body.events if event.guards}  # many events have the same
-    tests = {guard.test for guards in under.values() for guard in guards}
+    distinct = {id(event.guards): event.guards for event in body.events if event.guards}  # many events share theirs
+    tests = {guard.test for guards in distinct.values() for guard in guards}
     return Facts(
         tuple(steps.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
         tuple(attributes), frozenset(name for test in tests for name in names_in(test)), _returned_alone(body, terms),
@@ -445,7 +453,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
 
 
 def _only_asked_about(body: Body) -> set[ast.AST]:
-    """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
+    """Returns the nodes of classes that only an `isinstance` or `issubclass` names: no object of them is made there."""
     calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
     asking = [call for call in calls if type(call.func) is ast.Name and call.func.id in ("isinstance", "issubclass")]
     return {node for call in asking for argument in call.args[1:] for node in ast.walk(argument)}
@@ -474,7 +482,7 @@ def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, 
 
 
 def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
-    """Returns a call as a fact, with the full name of what is called; None if that cannot be in the codebase."""
+    """Returns a call as a fact, with the full name of its function; None if no function of the codebase is called."""
     node: Any = event.node
     chain = chain_of(node.func)
     method = ""
@@ -499,7 +507,7 @@ def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> 
 
 
 def _read_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
-    """Returns a name or attribute that is read as a fact; None if it cannot be in the codebase."""
+    """Returns the reading of a name or attribute as a fact; None if the name is not of the codebase."""
     node: Any = event.node
     chain = chain_of(node)
     name = codebase.resolve(unit, chain) if chain else ""

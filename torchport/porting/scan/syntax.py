@@ -27,7 +27,7 @@ class _Guard(NamedTuple):
 
 
 Guards = tuple[_Guard, ...]
-NEVER = _Guard(ast.Constant(False), True)
+NEVER = _Guard(ast.Constant(False), True)  # no code runs under it
 TRIED = _Guard(ast.Constant(True), True)
 """Stands among the conditions of what may fail: it is in a `try` that goes on without it."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -128,7 +128,7 @@ class _Walk:
             self.expression(default)
 
     def block(self, block: list[ast.stmt]) -> None:
-        """Walks the statements of a block; those after `if x: return` stand under the condition that x is false."""
+        """Walks the statements of a block; the code after `if x: return` stands under the condition that x is false."""
         before = self.guards
         for statement in block:
             self.statement(statement)
@@ -147,8 +147,8 @@ class _Walk:
                     self._target(item.optional_vars, item.context_expr)
             self.block(node.body)
         elif isinstance(node, (ast.Try, ast.TryStar)):
-            goes_on = bool(node.handlers) and not _jumps(node.handlers[-1].body)
-            self._under(node.body, *([TRIED] if goes_on else []))
+            may_fail = bool(node.handlers) and not _jumps(node.handlers[-1].body)  # the code after it runs, too
+            self._under(node.body, *([TRIED] if may_fail else []))
             for block in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
                 self.block(block)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -181,6 +181,7 @@ class _Walk:
                 self.expression(child)
 
     def _loop_statement(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Notes the condition or iterable of a loop, then its body; its `else` block counts as outside of the loop."""
         outer = self.loop
         if isinstance(node, ast.While):
             self.test(node.test)
@@ -193,7 +194,8 @@ class _Walk:
         self.block(node.orelse)
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
-        if node.value is None:
+        """Notes the events in the value of an assignment, then each target."""
+        if node.value is None:  # an annotation alone, as in `x: int`
             return
         self.expression(node.value)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -245,7 +247,7 @@ class _Walk:
                     self.expression(inner)
 
     def _start(self, chain: ast.expr) -> None:
-        """Walks the start of a chain of attributes, such as `f()` in `f().a.b`, unless it is a name."""
+        """Notes the events at the start of a chain of attributes, such as `f()` in `f().a.b`; none for a name."""
         while isinstance(chain, ast.Attribute):
             chain = chain.value
         if not isinstance(chain, ast.Name):
@@ -261,6 +263,7 @@ class _Walk:
                 self.expression(part.value)
 
     def _if_else(self, node: ast.If | ast.IfExp) -> None:
+        """Notes the condition, and walks each branch under it: code under `if cuda:` needs CUDA."""
         self.test(node.test)
         self._under(node.body, _Guard(node.test, True))
         self._under(node.orelse, _Guard(node.test, False))
@@ -284,12 +287,13 @@ class _Walk:
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
-        """Notes an operator or comparison; none with a text such as "cuda", which asks for no device."""
+        """Notes an operator or comparison; not `device.type == "cuda"`, which puts nothing on CUDA."""
         if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._each_part(node)
 
     def _call(self, node: ast.Call) -> None:
+        """Notes the events in a call's arguments, then the call, as Python computes them."""
         self._start(node.func)
         for argument in node.args:
             self.expression(argument)
@@ -298,7 +302,7 @@ class _Walk:
         self._note(Act.CALL, node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
-        """Notes what a comprehension does, in its order: the iterables, targets and conditions, then the values."""
+        """Notes the events of a comprehension in Python's order: iterables, targets and conditions, then the values."""
         for part in node.generators:
             self.expression(part.iter)
             self._note(Act.ASSIGN, part.target, part.iter, loops_over=True)
@@ -311,13 +315,14 @@ class _Walk:
 class _WalkAtImport(_Walk):
     """Lists what runs when a module is imported, and gives each function and class that it meets a body of its own."""
 
-    def __init__(self, whole: Body) -> None:
-        super().__init__(whole.events)
-        self.bodies = [whole]
+    def __init__(self, module_body: Body) -> None:
+        super().__init__(module_body.events)
+        self.bodies = [module_body]
         self.classes: dict[str, ast.ClassDef] = {}
-        self._owner = ""
+        self._owner = ""  # the qualified name of the class that is walked
 
     def statement(self, node: ast.stmt) -> None:
+        """Adds a body for a function or decorated class; any other statement, and all in a loop, is the module's."""
         if self.loop or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             super().statement(node)
             return

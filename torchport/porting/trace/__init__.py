@@ -70,7 +70,7 @@ def _ended(end: child.Ended) -> TopologyError:
 
 
 def called(request: Request) -> Calls:
-    """Returns the calls of every stage's network, under the card's patches; it is run in a process of its own."""
+    """Returns the calls of every stage's network, under the card's patches. `trace` runs it in a process of its own."""
     task = accept(request, dry=True)
     devices.prepare(task.machine)
     result: dict[str, list[recorder.NetworkCall]] = {}
@@ -84,8 +84,10 @@ def called(request: Request) -> Calls:
 
 
 def traced(request: Request, calls: Calls | None) -> TraceReport:
-    """Traces the networks of a job's stages, in a process of its own, and returns what stopped them. With `calls`, the
-    recorded calls of the networks, the card's patches are not applied; with None they are.
+    """Traces the networks of a job's stages, and returns what stopped them. `trace` runs it in a process of its own.
+
+    Args:
+        calls: The recorded calls of the networks, for a trace without the card's patches; None applies the patches.
     """
     task = accept(request, dry=True)
     devices.prepare(task.machine)
@@ -119,7 +121,9 @@ def _trace_stage(
     task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]
 ) -> list[Program]:
     """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
-    It returns none for a trace without patches, where the calls are given.
+
+    Args:
+        calls: The recorded calls, for a trace without patches, which returns no programs; else None.
     """
     patches = task.patches([stage])
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
@@ -143,7 +147,7 @@ def _trace_stage(
 
 
 def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
-    """Returns a stage whose call and `prepare` note what they raise, and go on.
+    """Returns a copy of a stage whose call and `prepare` note errors and go on.
 
     Args:
         lowers: Whether it is for lowering, where constants are noted; else its network is called on shapes alone.
@@ -173,8 +177,8 @@ def _network_calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
 
 
 def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], notes: Notes) -> list[Program]:
-    """Returns the programs of this job, and those that other values of its settings would add. What stops such another
-    job does not stop this one, and is not noted.
+    """Returns the programs of this job, and those that other values of its settings would add. A place that stops a job
+    with other settings is not noted: it does not stop this job.
     """
     first = calls[0]
     result = [Program(stage.name, first.times, "")]
@@ -196,7 +200,7 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
 
 
 def _other_jobs(task: Task) -> Iterator[tuple[str, Task]]:
-    """Yields jobs with other settings that a service may be asked for, each with what differs in words."""
+    """Yields jobs with other settings that a service may be asked for, each with the difference in words."""
     scale, steps = (1.0 if task.settings.guidance_scale > 1.0 else 5.0), task.settings.steps + 1
     with_scale = dataclasses.replace(task.settings, guidance_scale=scale)
     with_steps = dataclasses.replace(task.settings, steps=steps)

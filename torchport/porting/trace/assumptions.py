@@ -44,7 +44,7 @@ def is_networks(value: Any) -> bool:
 
 
 class GoingOn(TorchFunctionMode):
-    """A mode in which torch's functions run; where one raises, it notes why and returns a plausible value."""
+    """A mode in which a function of torch that raises is noted, and returns a plausible value."""
 
     def __init__(self, notes: Notes, counts: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GoingOn(TorchFunctionMode):
         self.by: Any = WeakIdKeyDictionary()  # the function that made a truth value
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function under the trace; if it raises, notes that and returns an assumed result."""
+        """Calls a function of torch, or notes why it raises and assumes a result. Notes host tensors in the network."""
         kwargs = kwargs or {}
         if self.counts:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -92,7 +92,7 @@ class GoingOn(TorchFunctionMode):
         raise error
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
-        """Returns an assumed Python value for a tensor: a truth value where one is asked for, else 1."""
+        """Returns an assumed Python value for a tensor: a truth value where code asks for it, else the number 1."""
         frames = reversed(running_frames(self.notes.owners))
         frame = next((frame for frame in frames if frame.owner in OURS), None)
         statement = frame.statement if frame is not None else ""
@@ -205,6 +205,7 @@ class Anything(types.ModuleType):
         return 0
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        """Returns an empty class in place of this module, where code derives a class from it."""
         return (type(self.__name__.rpartition(".")[2], (), {}),)
 
 
@@ -282,7 +283,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 
 
 def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    """Returns a function that calls another one, and where that raises notes the error and returns `answer`."""
+    """Returns a wrapper of `function` that notes an error and returns `answer` in its place."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -320,8 +321,8 @@ def assumed(notes: Notes) -> Iterator[None]:
 
 
 def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Returns in words and as a value what a module that raised may return; None as the value where nothing fits. A
-    `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
+    """Returns a plausible result for a module that raised, in words and as a value; the value is None where no argument
+    fits. A `forward` that ends in `return img, txt` returns its arguments of these names, any other its first tensor.
     """
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     forward = type(module).forward
@@ -337,14 +338,14 @@ def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def modules_go_on(notes: Notes) -> Iterator[None]:
-    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced. What the
-    network itself raises ends its trace: nobody can say what it would return.
+    """Notes an error in a module's `forward` while the context lasts, and lets the module return an assumed value, so
+    that the code after it is traced, too. An error in the network's own `forward` ends its trace: no value fits there.
     """
     original = torch.nn.Module.__call__
     depth = 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Calls a module; where one inside of the network raises, it returns an assumed output."""
+        """Calls a module; if it raises inside of the network, notes the error and returns an assumed output."""
         nonlocal depth
         depth += 1
         try:
@@ -352,7 +353,7 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
                 return original(self, *args, **kwargs)
         finally:
             depth -= 1
-        if depth < INNER:
+        if depth < INNER:  # the network itself raised
             raise raised.error  # type: ignore[misc]  # or it would have returned
         assert raised.error is not None
         words, value = returned(self, args, kwargs)
