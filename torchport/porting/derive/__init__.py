@@ -63,7 +63,7 @@ def ensure(model: str) -> None:
         stamp, _, text = file.read_bytes().partition(b"\n")
         if stamp == _stamp(text, *(job.read_bytes() for job in jobs)):
             return
-    except OSError:  # one of them is not there, or cannot be read
+    except OSError:  # a file is not there, or cannot be read
         stamp = b""
     # The same code and another checksum: a file was changed. Files by older code are made again without a word.
     damaged = ", again, since its file is damaged" if stamp.startswith(f"# {_code()} ".encode()) else ""
@@ -224,9 +224,10 @@ def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
     cls = trial.cls
     parts = trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
-    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
+    # An encoder in the loop is refused below.
+    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]
     classes = [parts[name].cls for name in networks]
-    # A second network of the same class may take the first steps.
+    # A second network of the same class may take the first steps: it is no part that runs before the loop.
     networks += [name for name in observed.before if name not in networks and parts[name].cls in classes]
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
@@ -365,7 +366,7 @@ def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
     can say all arguments of `encode_prompt`. Raises if its output differs even where `encode_prompt` returns them.
     """
     if not observed.encodings:
-        return True  # its card is refused, and why is said there
+        return True  # `_encoding` refuses its card
     refusal = None
     if all(tree.is_packable(value) for name, value in observed.encoding.items() if name not in _PASSED):
         takes, names = inspect.signature(trial.cls.__call__).parameters, embedding_names(trial.cls)
@@ -408,7 +409,8 @@ def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observ
     {"encoder_hidden_states": ["negative_prompt_embeds", "prompt_embeds"]}}`. Empty if an input is no embedding.
     """
     first = [call for call in calls if call.step == 0]
-    if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):  # two lengths are no batch
+    # Prompts of two lengths make no batch.
+    if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):
         return {}
     values = dict(zip(embeddings, observed.embeddings, strict=True))
     values |= {f"negative_{name}": value for name, value in zip(embeddings, observed.negative, strict=False)}
@@ -435,7 +437,7 @@ def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> 
     cls = trial.cls
     configurations = trial.configurations
     if is_modular(cls):
-        return False  # its blocks have all components
+        return False  # a modular pipeline has all its components anyway
     parts = {name: configurations.built(name) for name in (*encoders, "guider") if name in configurations.parts}
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     needed = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}
@@ -468,7 +470,7 @@ def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[st
     built = {name: trial.configurations.on_meta(name, {}) for name in stages.values()}
     for stage, name in stages.items():
         classes = set(_class_names(built[name]))
-        # A file that is for decoding alone must not change what encodes an image or a video.
+        # A file that is for decoding alone must not change the encoder of an image or a video.
         encoder = getattr(built[name], "encoder", None) if stage == "decode" and encodes else None
         spared = set(_class_names(encoder)) if encoder is not None else set()
         names = [file for file, targets in _files(stage) if targets and targets <= classes and not targets & spared]

@@ -70,9 +70,9 @@ def pipeline_class(name: str) -> Any:
     cls = as_pipeline(cls)
     is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
     if not is_plain and not is_modular(cls):
-        bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
+        bases = (DiffusionPipeline.__name__, "ModularPipeline")
         pipelines = [other for other in dir(diffusers) if other.endswith("Pipeline") and other not in bases]
-        names = [other for other in pipelines if (kind in other) == (kind in short)]
+        names = [other for other in pipelines if ("Modular" in other) == ("Modular" in short)]
         fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"
         if cls is not None:
             fact = f"'{short}' of diffusers is no pipeline with a loop of its own"
@@ -87,6 +87,7 @@ _DISTRIBUTIONS = {"onnx": "onnxruntime", "opencv": "opencv-python"}
 def _check_packages(cls: Any, what: str, place: str) -> None:
     """Refuses a class of diffusers or transformers that needs a package which is not installed."""
     needed = list(getattr(cls, "_backends", ()))  # of the class in place of a class that cannot be imported
+    # A processor of transformers lists its parts.
     if not needed and "video_processor" in getattr(cls, "get_attributes", list)():
         needed = ["torchvision"]
     absent = [package for package in needed if importlib.util.find_spec(package) is None]
@@ -240,7 +241,7 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
     values |= dict.fromkeys(heads, HEADS)
     if heads:
         values |= {name: HEAD_SIZE for name in known if _HEAD_SIZE_NAME.fullmatch(name)}
-    # What comes before the network has the text's width, and so do captions.
+    # The 4 heads of a part that takes the text have the text's width in total; captions have the text's width, too.
     sizes = [name for name in known if name.endswith("_attention_head_dim") and not _HEAD_SIZE_NAME.fullmatch(name)]
     with_heads = [name for name in sizes if name.replace("attention_head_dim", "num_attention_heads") in known]
     values |= dict.fromkeys(with_heads, _WIDTHS[0] // 4)
@@ -329,7 +330,7 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
     Raises if the class needs files.
 
     Args:
-        is_long: Whether long instructions come before the prompts. Letter by letter they would leave no room for these.
+        is_long: Whether long instructions come before the prompts: a larger vocabulary makes fewer tokens of them.
     """
     try:
         blank = tiny.tokenizer_class(cls)()

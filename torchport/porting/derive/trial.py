@@ -165,7 +165,7 @@ class PipelineTrial:
         """Returns the error for a pipeline that stops with tiny weights, at a stop that nothing mended."""
         name = self.cls.__name__
         line = line_of(stop.error)
-        if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
+        if isinstance(stop.error, NameError) and stop.error.name:  # upstream imports it only where it is installed
             fact = f"'{name}' stops at {line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
         field = f"tiny.components.{stop.component}" if stop.component else "its components"
@@ -229,11 +229,11 @@ class PipelineTrial:
             yield from ((stop.component, changes) for changes in self._resizing(stop))
         yield from self._attributes(stop)
         parts = self.configurations.parts.items()
-        if isinstance(stop.error, IndexError) and stop.component is None:  # it takes hidden states of many layers
+        if isinstance(stop.error, IndexError) and stop.component is None:  # it reads hidden states of more layers
             values = self.configurations.values
             yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
         networks = [stop.component] if stop.component else [name for name, part in parts if part.kind == "network"]
-        if re.search(r"NoneType|object has no attribute", str(stop.error)):  # it lacks a part that a width makes
+        if re.search(r"NoneType|object has no attribute", str(stop.error)):  # a part is made only where it has a width
             for component in networks:
                 known = self.configurations.all_values(component)
                 dims = [name for name, value in known.items() if value is None and name.endswith("_dim")]
@@ -349,7 +349,7 @@ class PipelineTrial:
                 observed.outputs = list(pipe(**arguments, return_dict=False))[: observed.latents]
             output = observed.outputs[0]
             size = [arguments.get("height", 0), arguments.get("width", 0)]
-            if isinstance(output, torch.Tensor) and not any(size):  # it computes a size
+            if isinstance(output, torch.Tensor) and not any(size):  # the pipeline chooses its size
                 observed.size = (output.shape[-2], output.shape[-1])
                 observed.unit = math.gcd(observed.unit, *observed.size)
             elif isinstance(output, torch.Tensor):
@@ -357,7 +357,7 @@ class PipelineTrial:
                 if list(output.shape[1:]) != asked:
                     raise ValueError(f"It makes {list(output.shape[1:])} where {asked} was asked for")
         except BaseException as error:
-            if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
+            if not isinstance(error, kinds) and type(error) is not Exception:  # `tokenizers` raises this class itself
                 raise
             frames = traceback.extract_tb(error.__traceback__)
             observed.line = next((frame.lineno or 0 for frame in frames if frame.name == "__call__"), 0)
@@ -500,7 +500,8 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
 
 @contextlib.contextmanager
 def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: list[Any]) -> Iterator[None]:
-    """Notes the calls of a pipeline's components and of `encode_prompt` in `observed` while the context lasts.
+    """Notes the calls of a pipeline's components and of `encode_prompt` in `observed` while the context lasts, and its
+    stacks of blocks at the end.
 
     Args:
         running: The stack of modules that run, which hooks keep: `(component, name, module, args)`.

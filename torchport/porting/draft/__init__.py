@@ -178,7 +178,9 @@ def _check_callable(request: PatchDraftRequest, target: Target) -> None:
 
 
 def _draft_rewrite(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite` of the statement on a line of the target; raises if that cannot be rewritten."""
+    """Returns the draft of a `rewrite` of the statement on a line of the target; refuses a line without a statement
+    that can be rewritten.
+    """
     target = find(request.target, request.place)
     what = ".".join(target.path)
     line = request.line or 0
@@ -255,7 +257,7 @@ def _parameters_of_overload(request: PatchDraftRequest) -> str:
 
 
 def _draft_stub(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `stub` for a package that is not installed; raises if it is, or if an importer is not."""
+    """Returns the draft of a `stub` for an absent package; refuses an installed package, and an absent importer."""
     package = re.split(r"[.:]", request.target)[0]
     if is_there(package):
         fact = f"The package {package} is installed, and a stub is for one that is not"

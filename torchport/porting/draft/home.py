@@ -81,7 +81,7 @@ class Home:
 def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
     """Returns the folder of a pack that drafts go to; refuses one in `upstreams` or among installed packages."""
     place, root = f"{flag} {out}", folder.expand_home(str(out)).absolute()
-    # Links are followed: one that leads into an upstream is not seen in its own path.
+    # Links are followed: a link into an upstream has another path.
     paths = [Path(os.path.realpath(root / part)) for part in ("", "patches", "configs", "tests")]
     for upstream in upstreams:
         if any(path.is_relative_to(os.path.realpath(upstream)) for path in paths):

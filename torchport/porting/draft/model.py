@@ -83,7 +83,9 @@ class Part:
 
 
 def parts(request: ModelDraftRequest) -> list[Part]:
-    """Returns the components that the flags name, or raises. Upstream must be on the search path; it is only read."""
+    """Returns the components that the flags name; refuses a name or class that cannot be a component. Upstream must be
+    on the search path, and only its source is read.
+    """
     if not re.fullmatch(r"[A-Za-z_]\w*", request.name, re.ASCII):
         fact = f"'{request.name}' is no name for a folder of patches"
         raise BadValueError(request.place, fact, "Write letters, digits and underscores")
@@ -151,7 +153,7 @@ def _small_value(argument: Argument) -> Any:
     if "channels" in name:  # in the same proportion, and still a multiple of the usual number of groups
         unit = max(1, min(default) // _CHANNELS)
         return [item // unit // _CHANNELS * _CHANNELS or item for item in default]
-    is_depth = limit == _DEPTH and "layers" in name  # of a few layers it may be their numbers
+    is_depth = limit == _DEPTH and "layers" in name  # the list may hold numbers of layers, as `skip_layers` does
     return None if limit is None or is_depth else [min(item, limit) for item in default]
 
 
@@ -262,14 +264,14 @@ def flow(value: Any) -> str:
 
 
 def _clone_url(checkout: Path) -> str:
-    """Returns where a checkout was cloned from, as its git folder says; else a text to fill in."""
+    """Returns the URL that a checkout was cloned from, by its `.git/config`; else a URL to fill in."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string((checkout / ".git" / "config").read_text(encoding="utf-8"))
     except (OSError, ValueError, configparser.Error):
         return UNKNOWN_URL
     url = parser.get('remote "origin"', "url", fallback=UNKNOWN_URL)
-    # A name and password in a URL are nobody else's.
+    # A name and password in the URL are left out.
     return re.sub(r"//[^/@]*@", "//", url) if url.startswith(("https://", "http://")) else UNKNOWN_URL
 
 

@@ -201,8 +201,8 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
     """Returns a function's parameters as text and names; the text has a parameter `before` in front if it is given."""
     in_source = written(node)
     kinds = [parameter.kind for parameter in in_source if parameter.kind in POSITIONAL]
-    first = kinds[0] if kinds else Parameter.POSITIONAL_OR_KEYWORD
-    result = [Parameter(before, first)] if before is not None else []
+    kind = kinds[0] if kinds else Parameter.POSITIONAL_OR_KEYWORD  # no other kind may stand in front
+    result = [Parameter(before, kind)] if before is not None else []
     unknown = []
     for parameter in in_source:
         default: Any = Parameter.empty

@@ -422,7 +422,7 @@ def _unit_of(module: Module, body: Body) -> CodeUnit:
         unit.returns = node.returns
         for parameter in written:
             value = parameter.default
-            if value is not None:
+            if value is not None:  # a default that is no constant has the unknown term, None
                 unit.defaults[parameter.name] = ("const", value.value) if isinstance(value, ast.Constant) else None
         unit.tensors = frozenset(_registered_tensors(body)) if node.name == "__init__" else frozenset()
     return unit
@@ -452,7 +452,9 @@ def _bind_value(module: Module, name: str, value: ast.expr) -> None:
 
 
 def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
-    """Adds the names that an import statement binds to `bound`, each with the full name that it means."""
+    """Adds to `bound` the names that an import statement binds, each with its full name: `{"a": "a"}` of `import a.b`,
+    `{"c": "a.b"}` of `import a.b as c`. Of `from a import *` the module goes to `module.stars`.
+    """
     if isinstance(node, ast.Import):
         for alias in node.names:
             bound[taken(alias)] = alias.name if alias.asname else taken(alias)

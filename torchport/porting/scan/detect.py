@@ -224,7 +224,7 @@ def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: 
         return
     device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
     if device is None and any(keyword.arg is None for keyword in node.keywords):
-        return  # in a dictionary that is unpacked
+        return  # `**options` may have the device
     inner = device.args[0] if isinstance(device, ast.Call) and device.args else device
     if device is None or (isinstance(inner, ast.Constant) and inner.value in ("cpu", None)):
         yield context.site("host-tensor", event, name)
@@ -431,7 +431,8 @@ class Tensors:
         unit = context.unit
         init = context.codebase.method(unit.owner, "__init__") if unit.owner and unit.module.uses_torch else None
         self._attributes = init.tensors if init is not None else frozenset()
-        self._context: FunctionContext = weakref.proxy(context)  # a circle would keep the syntax: nothing is collected
+        # A cycle would keep the syntax tree: `scan` disables the collector.
+        self._context: FunctionContext = weakref.proxy(context)
         self._self = unit.first
         self.kinds: dict[str, Kind] = {}
         self.made_from: dict[str, ast.expr] = {}  # the last value that each name was assigned
@@ -473,7 +474,7 @@ class Tensors:
         """Notes the kind of value that the target of an assignment or loop gets."""
         if isinstance(target, ast.Name):
             if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
-                return  # `x = None` in one branch: in the other one it is what it was
+                return  # `x = None` in a branch: x is what the other branches make it
             self.kinds[target.id] = self.kind(value)
             self.made_from[target.id] = value
             if not loops_over:

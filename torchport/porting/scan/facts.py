@@ -159,7 +159,7 @@ class Terms:
         return self._call(node) if isinstance(node, ast.Call) else None
 
     def _comparison(self, left: ast.expr, op: str, right: ast.expr) -> Term:
-        """Returns a comparison as a term; `device == "cuda"` has an assumed value where there is no CUDA."""
+        """Returns a comparison as a term, `("==", left, right)`; `device == "cuda"` is assumed False without CUDA."""
         sides = self.term(left), self.term(right)
         compared = (op, *sides) if op and None not in sides else None
         names_device = names_cuda(right) or names_cuda(left)

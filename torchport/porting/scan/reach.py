@@ -73,11 +73,12 @@ class Reached:
         self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with what they are called with
         self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
         self._made: dict[Class, None] = {}  # the classes of which objects are made
-        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # those of the classes above
+        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # the methods of `_made`, by name
         # Calls of methods of objects whose class is unknown, by the method's name.
         self._open_calls: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
         self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if "property" in unit.decorators}
         self._pending: dict[CodeUnit, None] = {}  # the reached functions that are still to be followed
+        #: By function, the functions that call it, each with the line of the call; 0 if the line is unknown.
         self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
 
     def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
@@ -143,7 +144,7 @@ class Reached:
             return
         known = self._arguments.get(unit)
         if known is not None and all(value is _UNKNOWN for value in known.values()):
-            return  # no call can make less of it known
+            return  # nothing is known of its parameters, whatever a further call passes
         given = dict.fromkeys(unit.parameters, _UNKNOWN)
         if call is not None and caller is not None:
             given = _constants_passed(unit, call, self._values(caller), bound)
@@ -203,7 +204,7 @@ class Reached:
         """Follows one call: of `super()`, `self`, a known name, or a method of an object of unknown class."""
         chain = call.chain
         for name in chain[1:-1]:
-            if name in self._properties:
+            if name in self._properties:  # it runs first, as in `x.name.method()`
                 self._call_in_any_class(name, unit, None)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.method, inherited=True)
@@ -219,7 +220,7 @@ class Reached:
             else:  # `self.a.method(...)`
                 self._call_in_any_class(chain[-1], unit, call)
         else:
-            self._mention_table(unit, f"{unit.module.name}.{chain[0]}")
+            self._mention_table(unit, f"{unit.module.name}.{chain[0]}")  # as in `BLOCKS.get(kind)`
             known = bool(call.name) and self._call_of_name(unit, call.name, call)
             if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
                 self._call_in_any_class(chain[-1], unit, call)
@@ -241,7 +242,7 @@ class Reached:
         forward = self._codebase.method(kind, "forward") if last == "apply" else None  # of an autograd function
         if forward is not None:
             self._reach(forward, unit, None)
-        else:
+        else:  # as in `Network.from_pretrained()`, where the codebase has no such method
             self._create(kind, unit, None)
         return True
 
@@ -389,7 +390,8 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
     defined = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:  # no network: all public methods
         methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
-    makers = [unit for unit in defined if "classmethod" in unit.decorators]  # with `cls(...)` in them
+    makers = [unit for unit in defined if "classmethod" in unit.decorators]
+    # A class method that calls `cls(...)` makes an object.
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
     classes = [kind]
     init = codebase.method(kind, "__init__")

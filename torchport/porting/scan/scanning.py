@@ -57,9 +57,9 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     codebase = Codebase(sources, package)
     codebase.unread += unread
     was_enabled = gc.isenabled()
-    gc.disable()  # to walk all syntax trees again and again takes a third of the time
+    gc.disable()  # a collector that walks all syntax trees again and again takes a third of the time
     try:
-        # A sum of a thousand terms is a thousand levels.
+        # A sum of a thousand terms is a syntax tree of a thousand levels.
         with recursion(max(sys.getrecursionlimit(), _DEEPEST)):
             found = _read(codebase)
             with waiting("scan: what runs"):
@@ -144,7 +144,7 @@ def _report(
 
 def _start(path: Path, codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
     """Returns the functions and classes from which everything is followed for an entry `pkg.mod:name`. Refuses an
-    unknown entry, and one in a file that could not be read.
+    unknown entry, and an entry in a file that could not be read.
     """
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
@@ -252,7 +252,7 @@ def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) ->
         chains = [chain_of(node.func if isinstance(node, ast.Call) else node) for node in used]
         heads[unit] = {name for chain in chains for name in chain[:1]}
     while True:
-        # A function that names a helper, such a class or a global that a helper sets is a helper, too.
+        # A function that names a helper, a class of `makers`, or a global that a helper sets is a helper, too.
         names = {unit.name.partition(".")[0] for unit in helpers} | makers
         nodes = (node for unit in helpers for node in ast.walk(codebase.body(unit).node))
         names |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
@@ -292,7 +292,7 @@ def _calls_of_helpers(codebase: Codebase, helpers: set[CodeUnit]) -> Iterator[Si
             continue
         lines: set[int] = set()
         for call in unit.facts.calls:
-            # Under `if __name__ == "__main__"` nothing runs that is imported.
+            # Code under `if __name__ == "__main__"` does not run at an import.
             in_script = any(term is not None and ("name", "__name__") in term for term, _ in call.conditions)
             if call.name not in names or call.line in lines or in_script:
                 continue
@@ -407,7 +407,7 @@ class _Coverage:
             return tuple(dict.fromkeys(self._closing(site.unit)))
         if site.kind != "cuda-device":
             return ()
-        # The patches of the functions that its line calls, as in `self.mesh("cuda")`; all of them must have one.
+        # A text "cuda" is covered if all functions that its line calls are replaced, as in `self.mesh("cuda")`.
         called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]
         covering = [self._patches.by_unit.get(unit, []) for unit in called]
         return tuple(dict.fromkeys(id for ids in covering for id in ids)) if all(covering) else ()
@@ -430,7 +430,7 @@ class _Coverage:
                     pending.append(caller)
         if is_closed:
             return
-        # A condition closes it: families always pass its argument, or patches replace what sets its flag.
+        # A condition closes all ways: families always pass its argument, or patches replace what sets its flag.
         asked = {name for caller in seen for name in caller.facts.asked}
         forwards = [caller for caller in seen if caller.name.endswith(".forward")]
         given = {name for forward in forwards for name in forward.facts.asked if name in forward.defaults}

@@ -57,7 +57,7 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
     accept(request, dry=True)  # refusals come before a process is started
     with waiting(f"trace {request.model}"):
         calls = None if patched else child.call("torchport.porting.trace:called", request, ended=_ended)
-        # Blocks that a stopper changes cannot be stacked, and patches may be what makes them equal.
+        # Blocks that a stopper changes cannot be stacked, and without patches blocks may differ.
         overrides = request.overrides if patched else (*request.overrides, "stacked=false")
         request = dataclasses.replace(request, overrides=overrides)
         report: TraceReport = child.call("torchport.porting.trace:traced", request, calls, ended=_ended)
@@ -106,7 +106,8 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
                 report.programs += _trace_stage(task, stage, notes, calls, report.operators)
         except TorchportError as error:
             if not notes.stoppers:
-                raise  # after a stopper, the values assumed there may be what is refused: it is one more stopper
+                raise
+            # The values that were assumed after a stopper may be the reason: the refusal is one more stopper.
             stopper = Stopper(error.id, stage.name, error.place, error.fact, error.remedy, [], 0, "", ends)
             notes.stoppers.setdefault((error.id, error.place), stopper)
         else:
@@ -126,6 +127,7 @@ def _trace_stage(
         calls: The recorded calls, for a trace without patches, which returns no programs; else None.
     """
     patches = task.patches([stage])
+    # Patches of torchax mend the engine and not upstream: they are in force in any trace.
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
     on_shapes, lowered = _going_on(stage, notes, lowers=False), _going_on(stage, notes, lowers=True)
     with assumed(notes), modules_go_on(notes):
@@ -161,7 +163,7 @@ def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
 
     def noted_prepare(parts: Mapping[str, Any], settings: Any) -> None:
         with Raised() as raised:
-            prepare(parts, settings)  # type: ignore[misc]  # it is not called without one
+            prepare(parts, settings)  # type: ignore[misc]  # never called where `prepare` is None
         if raised.error is not None:
             notes.record(raised.error, "the rest of prepare is left out")
 

@@ -97,7 +97,7 @@ class GoingOn(TorchFunctionMode):
         frame = next((frame for frame in frames if frame.owner in OURS), None)
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
-        if is_truth:
+        if is_truth:  # true is the answer with which upstream's checks pass
             value: Any = statement.startswith("assert") or self.by.get(tensor, "") in _TRUE
         else:
             value = 1.0 if tensor.dtype.is_floating_point and name != "__int__" else 1
@@ -121,7 +121,7 @@ class GoingOn(TorchFunctionMode):
         return torch.zeros_like(first)
 
     def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns zeros of the output's shapes, which the operator computes on the meta device."""
+        """Returns zeros as the result of an operator that is not lowered. The meta device computes their shapes."""
         template = _first_of_network(args, kwargs)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), (args, kwargs)
@@ -227,7 +227,7 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             ours = (PACKAGE, "torchport.patch.live", "importlib")
             stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
             importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
-            # An import that torch makes is torch's own to do without.
+            # Torch does without the packages that it cannot import.
             if importer is None or importer.owner != "upstream" or not is_needed(importer.file, importer.line):
                 return None
             self.packages.add(package)
@@ -248,7 +248,7 @@ def is_needed(file: str, line: int) -> bool:
     tree = parsing.tree("".join(linecache.getlines(file)), file)
     imports = [statement for statement in ast.walk(tree) if isinstance(statement, ast.Import | ast.ImportFrom)]
     if not any(statement.lineno <= line <= (statement.end_lineno or statement.lineno) for statement in imports):
-        return False  # it asks whether the package is there
+        return False  # no import: code asks whether the package is there, as by `find_spec`
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
             names = {ast.unparse(handler.type) if handler.type is not None else "" for handler in node.handlers}
