@@ -294,15 +294,15 @@ class Codebase:
         return self.method(owner, rest[-1]) if known is None and owner is not None else known
 
     @functools.cache  # noqa: B019
-    def bases(self, kind: Class) -> tuple[str, ...]:
+    def bases(self, cls: Class) -> tuple[str, ...]:
         """Returns the full names of a class's bases, such as `torch.nn.Module`."""
-        return tuple(self.canonical(self.full_name(kind.module, base)) for base in kind.above)
+        return tuple(self.canonical(self.full_name(cls.module, base)) for base in cls.above)
 
     @functools.cache  # noqa: B019
-    def lineage(self, kind: Class) -> tuple[Class, ...]:
+    def lineage(self, cls: Class) -> tuple[Class, ...]:
         """Returns a class and the classes above it, as far as the codebase has them."""
         result: dict[Class, None] = {}
-        pending = [kind]
+        pending = [cls]
         while pending:
             current = pending.pop()
             if current not in result:
@@ -311,26 +311,26 @@ class Codebase:
                 pending += [known for known in above if isinstance(known, Class)]
         return tuple(result)
 
-    def method(self, kind: Class, name: str, inherited: bool = False) -> CodeUnit | None:
+    def method(self, cls: Class, name: str, inherited: bool = False) -> CodeUnit | None:
         """Returns a method of a class or its bases by name, or None; of the bases alone if `inherited` (`super()`)."""
         if not inherited:
-            return self.methods(kind).get(name)
-        above = self.lineage(kind)[1:]
+            return self.methods(cls).get(name)
+        above = self.lineage(cls)[1:]
         return next((self.methods(base)[name] for base in above if name in self.methods(base)), None)
 
     @functools.cache  # noqa: B019
-    def methods(self, kind: Class) -> dict[str, CodeUnit]:
+    def methods(self, cls: Class) -> dict[str, CodeUnit]:
         """Returns all methods of a class by name, the inherited ones included."""
         result: dict[str, CodeUnit] = {}
-        for base in self.lineage(kind):
+        for base in self.lineage(cls):
             for unit in base.module.units.values():
                 if unit.class_name == base.name and not unit.is_class:
                     result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
-    def is_network(self, kind: Class) -> bool:
+    def is_network(self, cls: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
-        bases = [base for above in self.lineage(kind) for base in self.bases(above)]
+        bases = [base for above in self.lineage(cls) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
 

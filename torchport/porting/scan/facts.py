@@ -91,7 +91,7 @@ class Imported:
 class Facts:
     """What a function does."""
 
-    steps: tuple[Called | Read | Imported, ...] = ()
+    references: tuple[Called | Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()  #: The parameters that it assigns to.
     nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
     attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, each with the constant, if it is one.
@@ -100,11 +100,11 @@ class Facts:
 
     @property
     def calls(self) -> Iterator[Called]:
-        return (step for step in self.steps if isinstance(step, Called))
+        return (reference for reference in self.references if isinstance(reference, Called))
 
     @property
     def imports(self) -> Iterator[Imported]:
-        return (step for step in self.steps if isinstance(step, Imported))
+        return (reference for reference in self.references if isinstance(reference, Imported))
 
 
 class Terms:

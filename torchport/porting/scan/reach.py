@@ -86,9 +86,9 @@ class Reached:
         for unit in units:
             self._import(unit.module.name)
             self._reach(unit, None, None)
-        for kind in classes:
-            self._import(kind.module.name)
-            self._create(kind, None, None)
+        for cls in classes:
+            self._import(cls.module.name)
+            self._create(cls, None, None)
         while self._pending:
             self._follow(self._pending.popitem()[0])
 
@@ -158,16 +158,16 @@ class Reached:
         self._known.pop(unit, None)
         self._pending[unit] = None
 
-    def _create(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
+    def _create(self, cls: Class, caller: CodeUnit | None, call: Called | None) -> None:
         """Notes that an object of a class is made: its constructor runs, and its methods may be called from now on."""
-        methods = self._codebase.methods(kind)
+        methods = self._codebase.methods(cls)
         for name in ("__init__", "__post_init__", "__new__"):
             if name in methods:
                 self._reach(methods[name], caller, call)
-        if kind in self._made:
+        if cls in self._made:
             return
-        self._made[kind] = None
-        names = (*_DUNDERS, "forward") if self._codebase.is_network(kind) else _DUNDERS
+        self._made[cls] = None
+        names = (*_DUNDERS, "forward") if self._codebase.is_network(cls) else _DUNDERS
         for name in names:
             if name in methods:
                 self._reach(methods[name], caller, None)
@@ -189,16 +189,16 @@ class Reached:
     def _follow(self, unit: CodeUnit) -> None:
         """Follows the imports, calls and names of a function that may run."""
         values = self._values(unit)
-        for step in unit.facts.steps:
-            if self._patches.at(unit, step.line) or not values.allow(step.conditions):
+        for reference in unit.facts.references:
+            if self._patches.at(unit, reference.line) or not values.allow(reference.conditions):
                 continue
-            if isinstance(step, Imported):
-                for name in step.modules:
+            if isinstance(reference, Imported):
+                for name in reference.modules:
                     self._import(name)
-            elif isinstance(step, Called):
-                self._call(unit, step)
+            elif isinstance(reference, Called):
+                self._call(unit, reference)
             else:
-                self._mention(unit, step)
+                self._mention(unit, reference)
 
     def _call(self, unit: CodeUnit, call: Called) -> None:
         """Follows one call: of `super()`, `self`, a known name, or a method of an object of unknown class."""
@@ -236,14 +236,14 @@ class Reached:
             self._create(known, unit, call)
             return True
         above, _, last = name.rpartition(".")
-        kind = self._codebase.definition(above) if above else None
-        if not isinstance(kind, Class):
+        cls = self._codebase.definition(above) if above else None
+        if not isinstance(cls, Class):
             return False
-        forward = self._codebase.method(kind, "forward") if last == "apply" else None  # of an autograd function
+        forward = self._codebase.method(cls, "forward") if last == "apply" else None  # of an autograd function
         if forward is not None:
             self._reach(forward, unit, None)
         else:  # as in `Network.from_pretrained()`, where the codebase has no such method
-            self._create(kind, unit, None)
+            self._create(cls, unit, None)
         return True
 
     def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
@@ -373,8 +373,8 @@ def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]
     """
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
-        for kind in module.classes.values():
-            for name in kind.variables:
+        for cls in module.classes.values():
+            for name in cls.variables:
                 values[name].add(_UNKNOWN)
     for unit in codebase.units:
         for name, term in unit.facts.attributes if unit not in patches.by_unit else ():
@@ -382,19 +382,19 @@ def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]
     return {name: next(iter(known)) for name, known in values.items() if len(known) == 1 and _UNKNOWN not in known}
 
 
-def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
+def roots(codebase: Codebase, cls: Class) -> tuple[list[CodeUnit], list[Class]]:
     """Returns the methods that a run calls if its entry is a class, and the classes of which it makes objects: the
     class, and those that its constructor's annotations name.
     """
-    methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
-    defined = [unit for unit in kind.module.units.values() if unit.owner is kind]
+    methods = [unit for name in _NETWORK if (unit := codebase.method(cls, name)) is not None]
+    defined = [unit for unit in cls.module.units.values() if unit.owner is cls]
     if not methods:  # no network: all public methods
         methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
     makers = [unit for unit in defined if "classmethod" in unit.decorators]
     # A class method that calls `cls(...)` makes an object.
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
-    classes = [kind]
-    init = codebase.method(kind, "__init__")
+    classes = [cls]
+    init = codebase.method(cls, "__init__")
     known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]
     for name in _annotated_names(codebase, init) if init is not None else ():
         component = codebase.definition(name)
@@ -419,7 +419,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
     heads = unit.heads
     others = {unit.first, *unit.module.tables}  # names that are followed, too
-    steps: dict[Any, Called | Read | Imported] = {}
+    references: dict[Any, Called | Read | Imported] = {}
     attributes: dict[tuple[str, Term], None] = {}
     bound: set[str] = set()
     nones: set[str] = set()
@@ -430,13 +430,13 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
                 continue  # a local name, as most are
             read = _read_of(codebase, unit, event, terms) if node not in skipped else None
             if read is not None:
-                steps.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
+                references.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
         elif event.act is Act.CALL:
             call = _call_of(codebase, unit, event, terms) if node not in skipped else None
             if call is not None:
-                steps[event] = call
+                references[event] = call
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            steps[event] = _import_of(unit, event, node, terms)
+            references[event] = _import_of(unit, event, node, terms)
         elif event.act is Act.ASSIGN:
             bound |= {node.id} if isinstance(node, ast.Name) else names_in(node)
             value = terms.term(event.value) if isinstance(event.value, ast.Constant) else None
@@ -449,7 +449,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
     distinct = {id(event.guards): event.guards for event in body.events if event.guards}  # many events share theirs
     tests = {guard.test for guards in distinct.values() for guard in guards}
     return Facts(
-        tuple(steps.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
+        tuple(references.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
         tuple(attributes), frozenset(name for test in tests for name in names_in(test)), _returned_alone(body, terms),
     )  # fmt: skip
 
@@ -463,10 +463,10 @@ def _only_asked_about(body: Body) -> set[ast.AST]:
 
 def _returned_alone(body: Body, terms: Terms) -> Term:
     """Returns the term that a function returns, if it does nothing else; else None."""
-    block = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
-    docs = [node for node in block if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    does = [node for node in block if node not in docs and not isinstance(node, ast.Global)]
-    return terms.term(does[0].value) if len(does) == 1 and isinstance(does[0], ast.Return) else None
+    statements = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
+    docs = [node for node in statements if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    rest = [node for node in statements if node not in docs and not isinstance(node, ast.Global)]
+    return terms.term(rest[0].value) if len(rest) == 1 and isinstance(rest[0], ast.Return) else None
 
 
 def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:

@@ -245,7 +245,7 @@ def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) ->
     candidates = [unit for unit in functions if unit.owner is None or _is_autograd(codebase, unit.owner)]
     helpers = {unit for unit in candidates if unit in direct}
     # Classes that call torch.distributed when an object of them is made.
-    makers = {kind.name for kind in module.classes.values() if _constructor_leads_to(codebase, kind, direct)}
+    makers = {cls.name for cls in module.classes.values() if _constructor_leads_to(codebase, cls, direct)}
     heads: dict[CodeUnit, set[str]] = {}  # the first names of all that a function reads or calls
     for unit in candidates:
         used = [event.node for event in codebase.body(unit).events if event.act in (Act.CALL, Act.CHAIN)]
@@ -262,23 +262,23 @@ def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) ->
         helpers |= more
 
 
-def _is_autograd(codebase: Codebase, kind: Class) -> bool:
+def _is_autograd(codebase: Codebase, cls: Class) -> bool:
     """Returns whether a class is a `torch.autograd.Function`, by the names of its bases."""
-    return any("autograd" in base for base in codebase.bases(kind))
+    return any("autograd" in base for base in codebase.bases(cls))
 
 
-def _constructor_leads_to(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
+def _constructor_leads_to(codebase: Codebase, cls: Class, direct: set[CodeUnit]) -> bool:
     """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
-    if _is_autograd(codebase, kind):
+    if _is_autograd(codebase, cls):
         return False
-    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
+    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(cls, name))]
     seen = set(pending)
     while pending:
         unit = pending.pop()
         if unit in direct:
             return True
         chains = [call.chain for call in unit.facts.calls if len(call.chain) == 2 and call.chain[0] == unit.first]
-        methods = {method for _, name in chains if (method := codebase.method(kind, name)) is not None} - seen
+        methods = {method for _, name in chains if (method := codebase.method(cls, name)) is not None} - seen
         seen |= methods
         pending += methods
     return False

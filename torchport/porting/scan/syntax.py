@@ -83,7 +83,7 @@ class Body:
 def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
     """Returns the functions of a module, `<module>` first, and its classes by qualified name."""
     walk = _WalkAtImport(Body(MODULE, tree))
-    walk.block(tree.body)
+    walk.statements(tree.body)
     return walk.bodies, walk.classes
 
 
@@ -101,9 +101,9 @@ def _guards_after(statement: ast.stmt) -> Guards:
     return ()
 
 
-def _jumps(block: list[ast.stmt]) -> bool:
-    """Returns whether a block always ends with `return`, `raise`, `continue` or `break`."""
-    last = block[-1]
+def _jumps(statements: list[ast.stmt]) -> bool:
+    """Returns whether statements always end with `return`, `raise`, `continue` or `break`."""
+    last = statements[-1]
     both = isinstance(last, ast.If) and bool(last.orelse) and _jumps(last.body) and _jumps(last.orelse)
     return both or isinstance(last, _JUMPS)
 
@@ -127,16 +127,16 @@ class _Walk:
         for default in () if isinstance(node, ast.ClassDef) else (*node.args.defaults, *node.args.kw_defaults):
             self.expression(default)
 
-    def block(self, block: list[ast.stmt]) -> None:
-        """Walks the statements of a block; the code after `if x: return` stands under the condition that x is false."""
+    def statements(self, statements: list[ast.stmt]) -> None:
+        """Walks statements in order; the code after `if x: return` stands under the condition that x is false."""
         before = self.guards
-        for statement in block:
+        for statement in statements:
             self.statement(statement)
             self.guards += _guards_after(statement)
         self.guards = before
 
     def statement(self, node: ast.stmt) -> None:
-        """Notes what a statement does, in the order in which Python runs its expressions and blocks."""
+        """Notes what a statement does, in the order in which Python runs its expressions and inner statements."""
         if isinstance(node, ast.If):
             self._if_else(node)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
@@ -145,12 +145,12 @@ class _Walk:
                 self.expression(item.context_expr)
                 if item.optional_vars:
                     self._target(item.optional_vars, item.context_expr)
-            self.block(node.body)
+            self.statements(node.body)
         elif isinstance(node, (ast.Try, ast.TryStar)):
             may_fail = bool(node.handlers) and not _jumps(node.handlers[-1].body)  # the code after it runs, too
             self._under(node.body, *([TRIED] if may_fail else []))
-            for block in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
-                self.block(block)
+            for body in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
+                self.statements(body)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self._loop_statement(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -161,11 +161,11 @@ class _Walk:
             self.loop = False
             self._note(Act.ENTER, node)
             self.head(node)
-            self.block(node.body)
+            self.statements(node.body)
             self.guards = outer
             self.loop = loop
         elif isinstance(node, ast.ClassDef):
-            self.block(node.body)
+            self.statements(node.body)
         elif isinstance(node, ast.Assert):
             self.test(node.test)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -175,7 +175,7 @@ class _Walk:
         elif isinstance(node, ast.Match):
             self.expression(node.subject)
             for case in node.cases:
-                self.block(case.body)
+                self.statements(case.body)
         else:
             for child in ast.iter_child_nodes(node):
                 self.expression(child)
@@ -189,9 +189,9 @@ class _Walk:
             self.expression(node.iter)
             self._target(node.target, node.iter, loops_over=True)
         self.loop = True
-        self.block(node.body)
+        self.statements(node.body)
         self.loop = outer
-        self.block(node.orelse)
+        self.statements(node.orelse)
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
         """Notes the events in the value of an assignment, then each target."""
@@ -269,11 +269,11 @@ class _Walk:
         self._under(node.orelse, _Guard(node.test, False))
 
     def _under(self, part: ast.expr | list[ast.stmt], *guards: _Guard) -> None:
-        """Walks an expression or a block under more conditions."""
+        """Walks an expression or statements under more conditions."""
         outer = self.guards
         self.guards += guards
         if isinstance(part, list):
-            self.block(part)
+            self.statements(part)
         else:
             self.expression(part)
         self.guards = outer
@@ -334,7 +334,7 @@ class _WalkAtImport(_Walk):
             if node.decorator_list:
                 self.bodies.append(Body(name, node, name))
                 _Walk(self.bodies[-1].events).head(node)
-            self.block(node.body)
+            self.statements(node.body)
             self._owner = outer
             return
         body = Body(name, node, self._owner)
@@ -347,7 +347,7 @@ class _WalkAtImport(_Walk):
         body.events[:] = [event for event in body.events if event not in at_import]
         self.events += [Event(Act.CALL, event.node, self.guards, False) for event in at_import]
         self.events += [Event(Act.CHAIN, decorator, self.guards, False) for decorator in called]
-        walk.block(node.body)
+        walk.statements(node.body)
 
 
 _WALKS: dict[type, Callable[[_Walk, Any], None]] = {
