@@ -449,7 +449,7 @@ def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
 
 
 def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    """Returns the argument of a pipeline that takes the scale of guidance, `guidance_scale` or `true_cfg_scale`."""
+    """Returns the name of a pipeline's argument for the scale of guidance, of two known names; None without any."""
     plain = parameters.get("guidance_scale")
     if plain is not None and (plain.default is not None or "true_cfg_scale" not in parameters):
         return "guidance_scale"

@@ -180,12 +180,10 @@ def is_rotary(name: str, value: Any) -> bool:
 
 
 def shares(parts: Sequence[int], total: int) -> list[int]:
-    """Returns even numbers in about the proportion of `parts` that add up to `total`: `[8, 8, 8]` of `[1, 1, 1]` and
-    24.
-    """
-    shares = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
-    shares[-1] += total - sum(shares)
-    return shares
+    """Returns even numbers whose sum is `total`, about as `parts`: `[8, 8, 8]` for `[1, 1, 1]` and 24."""
+    numbers = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
+    numbers[-1] += total - sum(numbers)
+    return numbers
 
 
 def write(request: ModelDraftRequest, home: Home, checkout: Path | None) -> list[str]:
@@ -343,7 +341,7 @@ def _arguments_of(method: Function) -> Iterator[Argument]:
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
-    """Returns what the source says about an argument: its default if it is a literal, and its annotation."""
+    """Returns an argument from its source: its default, or None if this is no literal, and its annotation as text."""
     value = ast.literal_eval(default) if default is not None and is_literal(default) else None
     nodes = ast.walk(annotation) if annotation is not None else ()
     words = {node.id for node in nodes if isinstance(node, ast.Name)}

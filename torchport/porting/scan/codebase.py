@@ -123,7 +123,7 @@ class Module:
     resolved: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
     def drop_syntax(self) -> None:
-        """Frees the syntax tree, when the facts of all functions are known."""
+        """Drops the syntax tree from all units, when the facts of all functions are known."""
         self.in_tables.clear()
         for unit in self.units.values():
             unit.body = None
@@ -429,7 +429,7 @@ def _unit_of(module: Module, body: Body) -> CodeUnit:
 
 
 def _registered_tensors(init: Body) -> Iterator[str]:
-    """Yields the attributes that an `__init__` makes buffers or parameters."""
+    """Yields the names of the attributes that an `__init__` makes buffers or parameters."""
     for event in init.events:
         node, value = event.node, event.value
         if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):

@@ -247,7 +247,7 @@ class Reached:
         return True
 
     def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
-        """Notes that a class's method may be called, or that of a subclass of which objects are made."""
+        """Notes that a class's method is called, or the method that overrides it in a subclass with objects."""
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, call)
@@ -269,7 +269,7 @@ class Reached:
                 self._call_in_any_class(name, unit, None)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
-        """Notes that a function hands a definition on: nothing is known of the calls of it."""
+        """Notes that a function hands a definition on: it may be called with any arguments."""
         if isinstance(known, Class):
             self._create(known, unit, None)
         elif isinstance(known, CodeUnit):

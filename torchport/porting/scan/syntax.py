@@ -73,7 +73,7 @@ class Body:
 
     @functools.cached_property
     def by_act(self) -> dict[Act, list[Event]]:
-        """Its events by what they do."""
+        """The events of each `Act`, in order."""
         result: dict[Act, list[Event]] = defaultdict(list)
         for event in self.events:
             result[event.act].append(event)
@@ -205,7 +205,7 @@ class _Walk:
                 self._target(target, node.value)
 
     def _target(self, target: ast.expr, value: ast.expr, loops_over: bool = False) -> None:
-        """Notes an assignment. A target with an index is a WRITE, and the expressions in it are walked, too."""
+        """Notes an assignment. `x[i] = value` is a WRITE, and the events in `x` and `i` are noted, too."""
         if isinstance(target, ast.Subscript):
             self._note(Act.WRITE, target, value)
             self.expression(target.value)
@@ -239,7 +239,7 @@ class _Walk:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
     def _each_part(self, node: Any) -> None:
-        """Walks all child expressions."""
+        """Notes the events in all child expressions."""
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
