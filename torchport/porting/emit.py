@@ -39,7 +39,7 @@ class Outcome:
 
 
 def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -> tuple[list[str], int]:
-    """Drafts patches into the folder of a pack; returns the lines to print and the exit code, 1 if some are left."""
+    """Drafts patches into a pack's folder. Returns the lines to print, and the exit code: 1 if findings are left."""
     root = _search_folder(path, report)
     outcome = Outcome()
     with on_path(root):
@@ -58,6 +58,7 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
         names = finding.target.partition(":")[0].split(".")
         file = Path(os.path.realpath(finding.file)).with_suffix("")
         file = file.parent if file.name == "__init__" else file
+        # `src/pkg/m.py` and `pkg.m`: the file lies where its module's name says.
         if finding.reach == report.wanted and list(file.parts[-len(names) :]) == names:
             starts[file.parents[len(names) - 1]] += 1
     if starts:
@@ -67,7 +68,7 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
 
 
 def _wishes(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Wish]:
-    """Yields the patches to draft: stubs, replaced functions, rewritten statements. Notes other findings as left."""
+    """Yields the patches to draft: stubs, functions to replace, statements to rewrite. Notes other findings as left."""
     stubs: dict[tuple[str, str], list[ScanFinding]] = {}
     functions: dict[str, list[ScanFinding]] = {}
     statements: list[ScanFinding] = []
@@ -98,26 +99,28 @@ def _wishes_in_functions(
         functions: The findings that ask for a replacement, by target.
         statements: The findings that ask for a rewrite. One in a replaced function, or that calls one, needs no patch.
     """
-    replaced = {target.replace(":", "."): target for target in functions}
+    replaced = {target.replace(":", "."): target for target in functions}  # `pkg.m.f`, as in `ScanFinding.uses`
     replaced |= {target: target for target in functions}
-    home = {statement: replaced.get(statement.target) or replaced.get(statement.uses) for statement in statements}
-    inner = [statement for statement in statements if home[statement] is None]
-    targets = dict.fromkeys([*functions, *(finding.target for finding in inner)])
+    # The replaced function that takes care of a statement, or None.
+    covering = {statement: replaced.get(statement.target) or replaced.get(statement.uses) for statement in statements}
+    rewritten = [statement for statement in statements if covering[statement] is None]
+    targets = dict.fromkeys([*functions, *(finding.target for finding in rewritten)])
     paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in targets)
     files = _file_names(targets)
-    for target, some in functions.items():
+    for target, findings in functions.items():
         is_double = paths[target.partition(".")[0], target.partition(":")[2]] > 1
-        request = PatchDraftRequest(target, "replace", files[target], why=some[0].meaning.why, in_full=is_double)
-        yield request, [*some, *(statement for statement in statements if home[statement] == target)]
-    for finding in inner:
+        why = findings[0].meaning.why
+        request = PatchDraftRequest(target, "replace", files[target], why=why, in_full=is_double)
+        yield request, [*findings, *(statement for statement in statements if covering[statement] == target)]
+    for finding in rewritten:
         target = finding.target
         why = finding.meaning.why
         yield PatchDraftRequest(target, "rewrite", files[target], finding.line, why=why), [finding]
 
 
 def _file_names(targets: Iterable[str]) -> dict[str, str | None]:
-    """Returns the file name of each target's draft: None for its module's last name, which is the default. Where two
-    modules share that, it is more of the name: `models_attention` of `pkg.models.attention:Block`.
+    """Returns the file name of each target's draft: None for the last name of its module, which is the default. Where
+    two modules have the same last name, more of it: `models_attention` for `pkg.models.attention:Block`.
     """
     modules = {target: target.partition(":")[0] for target in targets}
     last_names = Counter(module.rpartition(".")[2] for module in set(modules.values()))
@@ -137,7 +140,7 @@ def _write(request: PatchDraftRequest, findings: Sequence[ScanFinding], home: Ho
         entries = draft.drafted_entries(home, request.package)
         ids = [entry.id for entry in entries if _does_the_work(entry, request, error)]
         new = {entry.id for entry in outcome.written}
-        if ids and not set(ids) <= new:
+        if ids and not set(ids) <= new:  # an entry was in the pack before this command
             outcome.there += [id for id in ids if id not in outcome.there]
         elif not ids:
             outcome.left += [(finding, error.fact) for finding in findings]
@@ -146,7 +149,7 @@ def _write(request: PatchDraftRequest, findings: Sequence[ScanFinding], home: Ho
 
 
 def _does_the_work(entry: Entry, request: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
-    """Returns whether an entry of the pack is what a draft collided with, and does the draft's work already."""
+    """Returns whether an entry of the pack is named by the error of a draft, and does the draft's work already."""
     named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
     if entry.id not in named:
         return False
@@ -191,7 +194,7 @@ def _count(count: int, singular: str, several: str) -> str:
 
 
 def _files_for_card(report: ScanReport, outcome: Outcome, paths: Sequence[str]) -> list[str]:
-    """Returns the files of patches that a card has to list: the drafted ones, and those that cover other findings."""
+    """Returns the files of patches that a card has to list: the drafted files, and files that cover other findings."""
     covering = {id for finding in report.findings if finding.reach in ("path", "unknown") for id in finding.covered_by}
     names = {drafted.names for drafted in outcome.written}
     if covering:

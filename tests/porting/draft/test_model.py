@@ -106,7 +106,7 @@ def test_a_class_of_an_installed_package_has_a_range_and_no_checkout(world):
 
 def test_a_class_of_transformers_has_the_fields_of_its_configuration():
     target = find("transformers.models.t5.modeling_t5:T5EncoderModel", "here")
-    small, lacking = model.tiny_arguments(model.configuration(target.source, target.node))
+    small, lacking = model.tiny_arguments(model.card_arguments(target.source, target.node))
     assert small == {"vocab_size": 1024, "d_model": 128, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     assert not lacking
 
@@ -138,7 +138,7 @@ def test_small_arguments_build_networks_of_diffusers():
     for name in [*names, "AutoencoderKLWan", "AutoencoderKL"]:
         made = getattr(diffusers, name)
         target = find(f"{made.__module__}:{name}", "here")
-        small, _ = model.tiny_arguments(model.configuration(target.source, target.node))
+        small, _ = model.tiny_arguments(model.card_arguments(target.source, target.node))
         with torch.device("meta"):
             module = made(**small)
         assert sum(tensor.numel() for tensor in module.parameters()) < 2e7, name

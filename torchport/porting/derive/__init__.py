@@ -51,7 +51,9 @@ _FROM_IMAGES = re.compile(r"(?:Image|Video)(?:2(?!\d)|To)|[IV]2[IV]|Img2Img|Inpa
 
 
 def ensure(model: str) -> None:
-    """Derives the card of a pipeline, `diffusers:Class`, if it is not there yet; other names are left alone."""
+    """Derives the card of a pipeline, `diffusers:Class`, and its two jobs, and writes the files into the cache folder,
+    unless this code wrote them before. Does nothing for the name of another model.
+    """
     if not model.startswith(DERIVED):
         return
     folder = derived_folder()
@@ -61,9 +63,9 @@ def ensure(model: str) -> None:
         stamp, _, text = file.read_bytes().partition(b"\n")
         if stamp == _stamp(text, *(job.read_bytes() for job in jobs)):
             return
-    except OSError:  # one of them is not there, or cannot be read
+    except OSError:  # a file is not there, or cannot be read
         stamp = b""
-    # Of another version of this code they are as they were; otherwise the checksum says that they are not.
+    # The same code and another checksum: a file was changed. Files by older code are made again without a word.
     damaged = ", again, since its file is damaged" if stamp.startswith(f"# {_code()} ".encode()) else ""
     log.info("derive a card for %s%s: upstream's code runs with tiny weights ...", model, damaged)
     card, *texts = derived_card(model)
@@ -75,20 +77,20 @@ def ensure(model: str) -> None:
 
 
 def _stamp(*texts: bytes) -> bytes:
-    """Returns the first line of a card's file: the code that derived it, and the checksum of card and jobs."""
+    """Returns the first line of a card's file, `# CODE CHECKSUM`: a hash of the deriving code, and of card and jobs."""
     checksum = hashlib.sha256(b"\0".join(texts)).hexdigest()
     return f"# {_code()} {checksum}".encode()
 
 
 @functools.cache
 def _code() -> str:
-    """Returns a hash of the code that derives: a card of another one is made again."""
+    """Returns a hash of the code that derives cards: a card by other code is made again."""
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(str(tiny.__file__))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
-    """Returns the texts of a pipeline's card, of the job of its demo, and of that of its published weights.
+    """Returns the texts of a pipeline's card, of the job of its demo, and of the job of its published weights.
 
     Args:
         model: The pipeline, as `diffusers:MochiPipeline`.
@@ -130,7 +132,7 @@ def pieces(model: str, name: str) -> list[Piece]:
 
 
 def image_argument(cls: Any) -> str | None:
-    """Returns the argument of a pipeline that takes the image or video which it begins with; None if it needs none."""
+    """Returns the argument by which a pipeline takes the image or video that it begins with; None if it needs none."""
     parameters = inspect.signature(cls.__call__).parameters
     parameter = next((parameters[name] for name in IMAGES if name in parameters), None)
     if parameter is None:
@@ -174,7 +176,7 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         card["components"][name] = {"class": part.class_path, **fields}
     stacks = observed.stacks.get(network)
     card |= {"stacks": {network: stacks}} if stacks else {}
-    step = (observed.frames - 1) // 2
+    step = (observed.frames - 1) // 2  # a trial asks for one frame, and twice the VAE's temporal step
     card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
     tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
     tokens = {name: spec.model_dump(exclude_defaults=True) for name, spec in tokenizers.items()}
@@ -183,7 +185,7 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
 
 
 def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
-    """Returns what a card says of the pipeline's call, its field `call`."""
+    """Returns the field `call` of a card: the roles of components, `encode_prompt`, and arguments of the pipeline."""
     cls = trial.cls
     parts = trial.configurations.parts
     roles = _roles(trial, observed)
@@ -197,8 +199,8 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
         "encoders": encoders,
         **_encoding(trial, observed, network, before),
     }
-    calls = [made for made in observed.calls if made.network == network]
-    call |= {} if sound else _conditions(call["embeddings"], calls, observed)
+    loop_calls = [loop_call for loop_call in observed.calls if loop_call.network == network]
+    call |= {} if sound else _conditions(call["embeddings"], loop_calls, observed)
     call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
     call |= {"answers": True} if trial.answers else {}
     call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
@@ -216,21 +218,25 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
 
 
 def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
-    """Returns the components of a pipeline by what its call does with them; raises if no card can say that."""
+    """Returns the components of a pipeline by their role in its call, such as `{"network": ["transformer"], "encoders":
+    [...]}`; raises if a card has no role for a component.
+    """
     cls = trial.cls
     parts = trial.configurations.parts
     called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
-    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]  # and no encoder
-    classes = [parts[name].cls for name in networks]  # another one of the same takes the first steps
+    # An encoder in the loop is refused below.
+    networks = [name for name in called if parts[name].kind == "network" and name != "vae"]
+    classes = [parts[name].cls for name in networks]
+    # A second network of the same class may take the first steps: it is no part that runs before the loop.
     networks += [name for name in observed.before if name not in networks and parts[name].cls in classes]
     if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
         found = " and ".join(networks) or "none"
         fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
         raise BadValueError(trial.place, fact, OTHER_LOOP)
-    # Of an image the VAE encodes, too.
+    # With an image the VAE runs before the loop, too, to encode the image: its role stays that of the VAE.
     before = [name for name in observed.before if name not in networks and (name != "vae" or trial.image is None)]
     sound = [name for name in observed.after if name != "vae"] if observed.latents == 2 else []
-    # What prepares an image for what sees it before the loop.
+    # Image processors, which prepare an image for the components that run before the loop.
     processors = [name for name, part in parts.items() if part.kind == "other" and name != "guider" and before]
     others = (*networks, "vae", "scheduler", "guider", *before, *processors, *sound)
     encoders = [name for name in parts if name not in others]
@@ -242,7 +248,7 @@ def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
 
 
 def text_of(data: Mapping[str, Any]) -> str:
-    """Returns data as YAML: one line for each entry of a section."""
+    """Returns data as YAML, a line for each key; a section of dictionaries has a line for each of its keys."""
     lines = []
     for key, value in data.items():
         if isinstance(value, dict) and any(isinstance(entry, dict) for entry in value.values()):
@@ -258,6 +264,7 @@ def job_of(card: Mapping[str, Any], observed: Observed, cls: Any) -> dict[str, A
     network = card["call"]["network"]
     first = next(call for call in observed.calls if call.network == network)
     tensors = [value for value in first.inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
+    # Both prompts of guidance go through the network as a batch of 2, which is split over two devices.
     is_batch = bool(card["call"].get("conditions")) or bool(tensors and tensors[0].shape[0] == 2)
     dtypes = {name: "float32" for name, component in card["components"].items() if "dtype" in component}
     frame_rate = _frame_rate(cls, card, 8)
@@ -286,10 +293,10 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
         demo: The job of the card's demo, whose mesh has as many devices.
     """
     takes, unit = inspect.signature(cls.__call__).parameters, card["size_multiple_of"]
-    upstreams = {field: takes[name].default for name, field in card["call"]["settings"].items()}
+    defaults = {field: takes[name].default for name, field in card["call"]["settings"].items()}
     is_picture = not {"frames", "num_frames"} & set(takes)
     usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
-    numbers = {field: value for field, value in upstreams.items() if field in demo and isinstance(value, int | float)}
+    numbers = {field: value for field, value in defaults.items() if field in demo and isinstance(value, int | float)}
     job = {**demo, "steps": 50, **usual, **numbers}
     job["steps"] = taken_steps(cls, job["steps"], {})
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
@@ -308,7 +315,9 @@ def _frame_rate(cls: Any, card: Mapping[str, Any], usual: int) -> int:
 
 
 def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Sequence[str]) -> dict[str, Any]:
-    """Returns what a card says of `encode_prompt`: arguments and results; raises if the pipeline does not use it."""
+    """Returns the fields of a card on `encode_prompt`: `encode` (its arguments), `embeddings` (the shapes of its
+    results), `dtypes`, `negative_apart`. Raises if the pipeline does not call it, or does not take its results.
+    """
     cls = trial.cls
     if not observed.encodings:
         fact = f"'{cls.__name__}' does not call 'encode_prompt'"
@@ -333,6 +342,7 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
             fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
             raise BadValueError(trial.place, fact, OTHER_LOOP)
         networks = [network, *(component for component in before if component != "vae")]
+        # A size that longer prompts change counts tokens.
         shape = [
             _size(trial, networks, name, dim, size) if size == longer.shape[dim] else TOKENS
             for dim, size in enumerate(value.shape)
@@ -344,6 +354,7 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
         raise BadValueError(trial.place, fact, OTHER_LOOP)
     result: dict[str, Any] = {"encode": encode} if encode else {}
     result |= {"embeddings": embeddings} | ({"dtypes": dtypes} if dtypes else {})
+    # The negative prompt has a call of `encode_prompt` of its own.
     is_apart = bool(observed.negative) and (
         trial.answers or all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
     )
@@ -351,11 +362,11 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
 
 
 def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
-    """Returns whether a pipeline makes the same of its own embeddings as of the prompts, and whether a card can say all
-    arguments of `encode_prompt`; raises if it makes something else even where `encode_prompt` returns them.
+    """Returns whether a pipeline can be called with embeddings in place of prompts: its output is the same, and a card
+    can say all arguments of `encode_prompt`. Raises if its output differs even where `encode_prompt` returns them.
     """
     if not observed.encodings:
-        return True  # its card is refused, and why is said there
+        return True  # `_encoding` refuses its card
     refusal = None
     if all(tree.is_packable(value) for name, value in observed.encoding.items() if name not in _PASSED):
         takes, names = inspect.signature(trial.cls.__call__).parameters, embedding_names(trial.cls)
@@ -375,14 +386,15 @@ def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
 
 
 def _size(trial: PipelineTrial, networks: Sequence[str], name: str, dim: int, size: int) -> int | str:
-    """Returns a size of an embedding as a card says it: the name of a network's argument that has this value, such as
-    `text_embed_dim`, where it is a width; or of two whose product it is, `heads*head_dim`; else the number.
+    """Returns a size of an embedding as a card writes it. A width is the name of a network's argument with this value,
+    such as `text_embed_dim`, or of two arguments with this product, `heads*head_dim`. Other sizes are numbers.
     """
     if dim == 0 or size < 16 or not re.search(r"embeds|embeddings", name):
         return size
     configurations, likely = trial.configurations, re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
     for network in dict.fromkeys(networks):
         current, owner = configurations.all_values(network), "" if network == networks[0] else f"{network}."
+        # First the arguments that a trial has set: it set them to the widths of text encoders.
         keys = dict.fromkeys([*configurations.mended.get(network, []), *filter(likely.search, current)])
         numbers = {f"{owner}{key}": current[key] for key in keys if type(current.get(key)) is int}
         same = [key for key, value in numbers.items() if value == size]
@@ -393,9 +405,12 @@ def _size(trial: PipelineTrial, networks: Sequence[str], name: str, dim: int, si
 
 
 def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observed: Observed) -> dict[str, Any]:
-    """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
+    """Returns the inputs that differ between a step's two calls, each with its two embeddings: `{"conditions":
+    {"encoder_hidden_states": ["negative_prompt_embeds", "prompt_embeds"]}}`. Empty if an input is no embedding.
+    """
     first = [call for call in calls if call.step == 0]
-    if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):  # two lengths are no batch
+    # Prompts of two lengths make no batch.
+    if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):
         return {}
     values = dict(zip(embeddings, observed.embeddings, strict=True))
     values |= {f"negative_{name}": value for name, value in zip(embeddings, observed.negative, strict=False)}
@@ -418,11 +433,11 @@ def _same(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> bool:
-    """Returns whether a pipeline cannot be built around its encoders alone, or cannot encode with these."""
+    """Returns a card's `asks`: whether a pipeline with its encoders alone cannot be built, or cannot encode prompts."""
     cls = trial.cls
     configurations = trial.configurations
     if is_modular(cls):
-        return False  # its blocks have all components
+        return False  # a modular pipeline has all its components anyway
     parts = {name: configurations.built(name) for name in (*encoders, "guider") if name in configurations.parts}
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     needed = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}
@@ -435,8 +450,8 @@ def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> 
 
 
 def _rate(trial: PipelineTrial, sound: Sequence[str]) -> str:
-    """Returns the argument that says how many samples a second of sound has, such as `vocoder.output_sampling_rate`;
-    the last component that has one decides.
+    """Returns the component and argument with the samples per second of sound, such as `vocoder.output_sampling_rate`,
+    from the last component that has such an argument.
     """
     for name in reversed(sound):
         known = trial.configurations.all_values(name)
@@ -448,14 +463,14 @@ def _rate(trial: PipelineTrial, sound: Sequence[str]) -> str:
 
 
 def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns the patches of each stage: the generic ones, and the files all of whose targets a component has."""
+    """Returns the files of patches by stage that fit its component's classes: `{"denoise": ["torch/attention"]}`."""
     result: dict[str, list[str]] = {}
     network, encodes = call["network"], trial.image is not None or "vae" in call.get("before", ())
     stages = {"denoise": network} | ({} if "host" in call else {"decode": "vae"})
     built = {name: trial.configurations.on_meta(name, {}) for name in stages.values()}
     for stage, name in stages.items():
         classes = set(_class_names(built[name]))
-        # A file that is for decoding alone must not change what encodes an image or a video.
+        # A file that is for decoding alone must not change the encoder of an image or a video.
         encoder = getattr(built[name], "encoder", None) if stage == "decode" and encodes else None
         spared = set(_class_names(encoder)) if encoder is not None else set()
         names = [file for file, targets in _files(stage) if targets and targets <= classes and not targets & spared]
@@ -480,12 +495,12 @@ def _class_names(network: torch.nn.Module) -> Iterator[str]:
 
 
 def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
-    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets. Those of a
-    second implementation are left out: a card offers them, and a job chooses.
+    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets. The files of
+    an implementation that is not the default are left out: a card offers them, and a job chooses.
     """
     pack = find_pack()
     optional: set[str] = set()
-    for _, read in pack.cards():
+    for _, read in pack.cards():  # a card with its document, or why it cannot be read
         for kind in [] if isinstance(read, TorchportError) else read[0].implementations.values():
             for implementation, stages in kind.patches.items():
                 names = itertools.chain(*stages.values())

@@ -70,9 +70,9 @@ def pipeline_class(name: str) -> Any:
     cls = as_pipeline(cls)
     is_plain = isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline
     if not is_plain and not is_modular(cls):
-        bases, kind = (DiffusionPipeline.__name__, "ModularPipeline"), "Modular"
+        bases = (DiffusionPipeline.__name__, "ModularPipeline")
         pipelines = [other for other in dir(diffusers) if other.endswith("Pipeline") and other not in bases]
-        names = [other for other in pipelines if (kind in other) == (kind in short)]
+        names = [other for other in pipelines if ("Modular" in other) == ("Modular" in short)]
         fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"
         if cls is not None:
             fact = f"'{short}' of diffusers is no pipeline with a loop of its own"
@@ -86,7 +86,8 @@ _DISTRIBUTIONS = {"onnx": "onnxruntime", "opencv": "opencv-python"}
 
 def _check_packages(cls: Any, what: str, place: str) -> None:
     """Refuses a class of diffusers or transformers that needs a package which is not installed."""
-    needed = list(getattr(cls, "_backends", ()))  # of a class that stands for one which cannot be imported
+    needed = list(getattr(cls, "_backends", ()))  # of the class in place of a class that cannot be imported
+    # A processor of transformers lists its parts.
     if not needed and "video_processor" in getattr(cls, "get_attributes", list)():
         needed = ["torchvision"]
     absent = [package for package in needed if importlib.util.find_spec(package) is None]
@@ -103,7 +104,8 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
         is_optional = parameter.default is None and parameter.name not in _NEEDED_PARTS
         is_optional |= parameter.name in absent_parts(cls)
         classes = [hint for hint in _alternatives(hints.get(parameter.name, Any)) if isinstance(hint, type)]
-        if is_optional or (classes and all(kind in (bool, int, float, str, type(None)) for kind in classes)):
+        is_plain = classes and all(kind in (bool, int, float, str, type(None)) for kind in classes)
+        if is_optional or is_plain:
             continue
         built = [kind for kind in map(_class_to_build, classes) if kind is not type(None)]
         if not built:
@@ -117,7 +119,7 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
 
 
 def absent_parts(cls: Any) -> dict[str, None]:
-    """Returns, each with None, the components of a pipeline that have no default and that it lists as optional."""
+    """Returns, as `{"image_encoder": None}`, the components without a default that a pipeline lists as optional."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     optional = [name for name in required if name in getattr(cls, "_optional_components", ())]
@@ -137,8 +139,9 @@ def plain_arguments(cls: Any) -> dict[str, Any]:
 
 
 def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
-    """Returns a part; where its class stands for any tokenizer or processor, with that of the text encoder; of a
-    processor that a pipeline shows its image alone, with what that has for images.
+    """Returns a part with the class that its tokenizer or processor has in the end. `AutoTokenizer` and `AutoProcessor`
+    become the class that belongs to the text encoder. A processor of texts and images that a pipeline takes as its
+    `image_processor` becomes its image processor. Other parts are returned as they are.
     """
     import transformers
     from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
@@ -160,14 +163,14 @@ def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> Pipeli
 
 
 def _alternatives(hint: Any) -> Sequence[Any]:
-    """Returns the types of a union, such as `A | None`, or the one type of another annotation."""
+    """Returns the types of an annotation: `A` and `None` of the union `A | None`, or `A` of `A`."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else [hint]
 
 
 def _class_to_build(cls: Any) -> Any:
     """Returns the class to build where a pipeline names `cls`, which may only be a base such as `T5PreTrainedModel`."""
-    base = cls.__name__.removesuffix("PreTrainedModel")  # of a family's models, which is none itself
+    base = cls.__name__.removesuffix("PreTrainedModel")  # the base class of T5's models is no model
     path = _STAND_FOR.get(cls.__name__, cls.__name__ if base == cls.__name__ else f"transformers:{base}Model")
     if ":" not in path:
         return cls
@@ -187,7 +190,7 @@ def _kind(cls: Any) -> Kind:
 
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
-    """Returns tiny arguments, chosen by name alone, for each component with weights; a trial shows if they agree."""
+    """Returns tiny arguments, chosen by their names, for each component with weights; a trial shows if they agree."""
     widths = iter(_WIDTHS * len(parts))
     result: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -197,14 +200,14 @@ def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
             result[part.name] = _network_arguments(part.cls)
     pooled = result.get("text_encoder_2", {}).get("projection_dim")
     for values in result.values():
-        if pooled and "addition_embed_type_num_heads" in values:  # sizes, and a pooled text
+        if pooled and "addition_embed_type_num_heads" in values:  # it takes six sizes of the picture, and pooled text
             numbers = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + pooled}
             values |= {"addition_embed_type": "text_time", **numbers}
     return result
 
 
 def arguments(cls: Any) -> list[Argument]:
-    """Returns the arguments of a class's constructor; of a class of transformers those of its configuration."""
+    """Returns the arguments of a class's constructor; for a class of transformers, of its configuration's."""
     if getattr(cls, "config_class", None) is not None:
         return [Argument(name, value) for name, value in cls.config_class().to_dict().items() if name[0] != "_"]
     result = []
@@ -238,7 +241,7 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
     values |= dict.fromkeys(heads, HEADS)
     if heads:
         values |= {name: HEAD_SIZE for name in known if _HEAD_SIZE_NAME.fullmatch(name)}
-    # What comes before the network has the text's width, and so do captions.
+    # The 4 heads of a part that takes the text have the text's width in total; captions have the text's width, too.
     sizes = [name for name in known if name.endswith("_attention_head_dim") and not _HEAD_SIZE_NAME.fullmatch(name)]
     with_heads = [name for name in sizes if name.replace("attention_head_dim", "num_attention_heads") in known]
     values |= dict.fromkeys(with_heads, _WIDTHS[0] // 4)
@@ -248,14 +251,14 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
     has_size = any(_HEAD_SIZE_NAME.fullmatch(name) for name in known)
     if rotary and not has_size and (heads or not any("head" in name for name in known)):  # heads share its width
         values |= {name: HEADS * HEAD_SIZE for name in known if name in ("dim", "model_dim", "hidden_size")}
-    none = ["sample_size", *(["patch_size"] if heads else [])]
-    absent = {*lacking, *(name for name in none if known.get(name, 0) is None)}
+    optional = ["sample_size", *(["patch_size"] if heads else [])]
+    absent = {*lacking, *(name for name in optional if known.get(name, 0) is None)}
     values |= {name: number for name, number in _NEEDED.items() if name in absent}
     if known.get("in_channels", 0) is None:  # colours of a VAE; a trial makes others what the latents have
         channels = 3 if "latent_channels" in known else 16
         values |= {name: channels for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
     values |= {"target_size": _SIDE} if type(known.get("target_size")) is int else {}
-    for name, value in known.items():  # the numbers of layers that have something
+    for name, value in known.items():  # lists of the layers that have some part, by number
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
             values[name] = [0, 1]
     values |= _four_levels(known) | _compression_ratios(known)
@@ -265,8 +268,9 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
 
 
 def _compression_ratios(known: Mapping[str, Any]) -> dict[str, int]:
-    """Returns by what a VAE compresses, where each of its levels says in what dims it does: its class may say less.
-    Levels that halve space twice and time once, with patches of 2 and 1, make `spatial_...: 8`, `temporal_...: 2`.
+    """Returns by how much a VAE compresses space and time, by the kinds of its levels, where its class's defaults are
+    None. Levels that halve space twice and time once, with patches of 2 and 1, give `{"spatial_compression_ratio": 8,
+    "temporal_compression_ratio": 2}`.
     """
     kinds = known.get("downsample_type", ())
     result = {}
@@ -280,7 +284,7 @@ def _compression_ratios(known: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _four_levels(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns four levels for a network of one: a class's defaults may have one where every published one has four."""
+    """Returns four levels for a network whose class has a single level by default: published networks have four."""
     lists = {name: value for name, value in known.items() if name.endswith(("_block_types", "_out_channels"))}
     if not lists or any(not isinstance(value, tuple | list) or len(value) != 1 for value in lists.values()):
         return {}
@@ -288,7 +292,7 @@ def _four_levels(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:
-    """Returns tiny arguments for a text encoder of a given `width`, those of nested configurations among them."""
+    """Returns tiny arguments for a text encoder of a given `width`; a nested configuration is a dictionary in them."""
     values = _encoder_numbers(arguments(cls), width) | _rotary_axes(cls.config_class, width)
     nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
@@ -300,7 +304,7 @@ def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:
 
 
 def _rotary_axes(config: Any, width: int) -> dict[str, Any]:
-    """Returns how the rotary axes of a vision model share a head's dims, where its class of configurations has them."""
+    """Returns how the rotary axes of a vision model share a head's dims, as `rope_parameters`; empty without axes."""
     if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()):
         return {}
     return {"rope_parameters": {**(config().rope_parameters or {}), "mrope_section": shares([2, 3, 3], width // 8)}}
@@ -322,10 +326,11 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 
 def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer of a class is trained with; None if it has no vocabulary; raises if it needs files.
+    """Returns the settings by which a tiny tokenizer of a class is trained; None for a class without a vocabulary.
+    Raises if the class needs files.
 
     Args:
-        is_long: Whether long instructions come before the prompts. Letter by letter they would leave no room for these.
+        is_long: Whether long instructions come before the prompts: a larger vocabulary makes fewer tokens of them.
     """
     try:
         blank = tiny.tokenizer_class(cls)()
@@ -359,6 +364,7 @@ class Configurations:
     """Small configurations of a pipeline's components, which a trial mends."""
 
     def __init__(self, parts: Sequence[PipelinePart]) -> None:
+        """Chooses small numbers for each component, and gives encoders the ids of their processors' special tokens."""
         self.parts = {part.name: part for part in parts}
         self.values = _small_numbers(parts)  #: The arguments of each component with weights, by name.
         #: Arguments that a trial has set, by component: those that agree with another component.
@@ -395,19 +401,19 @@ class Configurations:
         return built
 
     def on_meta(self, component: str, changes: Mapping[str, Any]) -> torch.nn.Module:
-        """Returns a component without storage, with other numbers."""
+        """Returns a component on the meta device, with `changes` of its arguments."""
         with torch.device("meta"):
             module: torch.nn.Module = self._of_class(component, {**self.values[component], **changes})
         return module
 
     def _of_class(self, component: str, values: Mapping[str, Any]) -> Any:
-        """Returns an object of a component's class with these arguments, or with a configuration of them."""
+        """Returns an object of a component's class with these arguments, or with a configuration made of them."""
         cls = self.parts[component].cls
         config = getattr(cls, "config_class", None)
         return cls(**values) if config is None else cls(config(**values))
 
     def give(self, field: str, value: Any) -> bool:
-        """Sets a field, such as a chat's template, of all tokenizers that lack it; returns whether one lacked it."""
+        """Sets a field, such as `chat_template`, of all tokenizers that lack it; returns whether any tokenizer did."""
         lacking = [name for name, spec in self.tokenizers.items() if spec and getattr(spec, field) is None]
         for name in lacking:
             spec = self.tokenizers[name]
@@ -416,7 +422,7 @@ class Configurations:
         return bool(lacking)
 
     def choose(self, component: str, cls: Any) -> None:
-        """Takes another class for a component."""
+        """Takes another class for a component, and new small numbers for it."""
         part = self.parts[component]
         others = tuple(other for other in part.others if other is not cls)
         self.parts[component] = dataclasses.replace(part, cls=cls, others=others)

@@ -117,7 +117,9 @@ class PipelineTrial:
         return self.image is not None and self.image.endswith("video")
 
     def observed(self) -> Observed:
-        """Returns what the pipeline did, after mending what stopped it; raises if that cannot be mended."""
+        """Returns what the pipeline did in the first trial that came to its end. Each stop before is mended by other
+        numbers in `configurations`; raises at a stop that no numbers mend.
+        """
         end = time.monotonic() + PATIENCE
         observed, stop = self._tried()
         while stop is not None:
@@ -131,11 +133,11 @@ class PipelineTrial:
         return observed
 
     def check_replay(self, observed: Observed, embeddings: Mapping[str, Any] | None) -> None:
-        """Refuses a pipeline that makes another video of its own embeddings than of the prompts.
+        """Refuses a pipeline whose output from its own embeddings differs from its output from the prompts.
 
         Args:
-            embeddings: What its `encode_prompt` returned, by the pipeline's arguments; None: it calls that, which
-                returns this, for other prompts.
+            embeddings: The results of `encode_prompt`, by the pipeline's arguments that take them. With None the
+                pipeline calls `encode_prompt` with other prompts, and gets the results that it returned before.
         """
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -160,10 +162,10 @@ class PipelineTrial:
             raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
-        """Returns the error for a pipeline that stops with tiny weights, and whose stop we could not mend."""
+        """Returns the error for a pipeline that stops with tiny weights, at a stop that nothing mended."""
         name = self.cls.__name__
         line = line_of(stop.error)
-        if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
+        if isinstance(stop.error, NameError) and stop.error.name:  # upstream imports it only where it is installed
             fact = f"'{name}' stops at {line}: it needs '{stop.error.name}', which is not installed"
             return BadValueError(self.place, fact, f"pip install {stop.error.name}")
         field = f"tiny.components.{stop.component}" if stop.component else "its components"
@@ -171,9 +173,14 @@ class PipelineTrial:
         return BadValueError(self.place, fact, f"Write a card that says {field}: docs/cards.md")
 
     def _mended(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
-        """Returns the next trial that came further; None if no change of numbers helps."""
+        """Returns the next trial that came further, and keeps the change that helped; None if no change helps.
+
+        Args:
+            before: What the pipeline did in the trial that stopped.
+            end: The time, by `time.monotonic`, after which no change is tried.
+        """
         divisor = re.search(r"divisible by\D*(\d+)", str(stop.error))
-        if divisor and int(divisor[1]) % (self.unit or 1 << 30):
+        if divisor and int(divisor[1]) % (self.unit or 1 << 30):  # else this unit was tried
             self.unit = math.lcm(int(divisor[1]), self.unit or 1)
             return self._tried()
         if "chat_template" in str(stop.error) and self.configurations.give("chat_template", TEMPLATE):
@@ -209,22 +216,24 @@ class PipelineTrial:
         return None
 
     def _tried_further(self, before: Observed) -> tuple[Observed, Stop | None] | None:
-        """Returns one more run of the pipeline if it came further than the one before; else None."""
+        """Returns one more trial of the pipeline if it came further than the trial before; else None."""
         observed, stop = self._tried()
         is_further = stop is None or (observed.finished, observed.line) > (before.finished, before.line)
         return (observed, stop) if is_further else None
 
     def _proposals(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields changes that may help: first what gives the module its size, then what others of its kind have."""
+        """Yields changes of a component's arguments that may help, the likeliest first: changes that give the module
+        that raised the size of its input, changes that the error's text suggests, and changes that often help.
+        """
         if stop.component is not None and stop.wanted is not None:
             yield from ((stop.component, changes) for changes in self._resizing(stop))
         yield from self._attributes(stop)
         parts = self.configurations.parts.items()
-        if isinstance(stop.error, IndexError) and stop.component is None:  # it takes hidden states of many layers
+        if isinstance(stop.error, IndexError) and stop.component is None:  # it reads hidden states of more layers
             values = self.configurations.values
             yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
         networks = [stop.component] if stop.component else [name for name, part in parts if part.kind == "network"]
-        if re.search(r"NoneType|object has no attribute", str(stop.error)):  # it lacks a part that a width makes
+        if re.search(r"NoneType|object has no attribute", str(stop.error)):  # a part is made only where it has a width
             for component in networks:
                 known = self.configurations.all_values(component)
                 dims = [name for name, value in known.items() if value is None and name.endswith("_dim")]
@@ -234,7 +243,9 @@ class PipelineTrial:
             yield from ((component, changes) for changes in self._variants(component))
 
     def _attributes(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields all attributes of a part of an encoder's configuration, if that lacks one that only the part has."""
+        """Yields changes for an encoder whose configuration lacks an attribute that a nested configuration has: all
+        attributes of the nested configuration. A lacking rate of dropout is set to 0 in the nested configuration.
+        """
         lacking = re.search(r"'\w+Config' object has no attribute '(\w+)'", str(stop.error))
         if lacking and stop.component:
             known = self.configurations.parts[stop.component].cls.config_class().to_dict()
@@ -247,7 +258,7 @@ class PipelineTrial:
                     yield stop.component, values | {"layer_types": kinds[: values["num_hidden_layers"]] or None}
 
     def _resizing(self, stop: Stop) -> Iterator[dict[str, int]]:
-        """Yields each change of one number that gives a module the size of its input."""
+        """Yields each change of a single argument that gives the module that raised the size of its input."""
         assert stop.component is not None and stop.wanted is not None
         attribute, size = stop.wanted
         current = _size(self.configurations.on_meta(stop.component, {}), stop.module, attribute)
@@ -266,8 +277,8 @@ class PipelineTrial:
                     yield {name: proposal}
 
     def _as_the_message_says(self, message: str, components: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yields changes of one argument from a size that an error's message has, to another or in proportion to it:
-        of "Expected size 16 but got size 8", `in_channels` of 16 is tried as 8, and of 8 as 16 and as 4.
+        """Yields changes of a single argument, by the sizes in an error's message. After "Expected size 16 but got size
+        8", `in_channels` of 16 is tried as 8 (and in the same proportion as 32), and `in_channels` of 8 as 16.
         """
         sizes = dict.fromkeys(int(size) for size in re.findall(r"\d+", message) if 1 < int(size) < 10_000)
         for component in components:
@@ -283,7 +294,7 @@ class PipelineTrial:
                     yield from ((component, {name: size}) for size in dict.fromkeys([*others, *shares_of]))
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
-        """Yields changes of one argument to try: a switch turned, another head size, or another component's width."""
+        """Yields changes of a single argument to try: a switch turned, another head size, another component's width."""
         current = self.configurations.all_values(component)
         sizes = {HEADS * HEAD_SIZE, HEAD_SIZE, *self._widths()}
         for name, value in current.items():
@@ -308,7 +319,7 @@ class PipelineTrial:
         return {*widths, sum(widths)}
 
     def _tried(self) -> tuple[Observed, Stop | None]:
-        """Returns one run of upstream's pipeline, and where it stopped."""
+        """Runs the pipeline once, as `_run`, and notes the time in `longest`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
             began = time.monotonic()
@@ -317,7 +328,7 @@ class PipelineTrial:
             return tried
 
     def _run(self) -> tuple[Observed, Stop | None]:
-        """Runs the pipeline once with tiny weights; returns what it did, and where it stopped or None."""
+        """Runs the pipeline once with tiny weights. Returns what it did, and where it stopped, or None at its end."""
         observed = Observed()
         running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
         kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
@@ -328,7 +339,7 @@ class PipelineTrial:
                 parts[component] = built = self.configurations.built(component)
                 observed.tokenizers |= {component: built} if component in self.configurations.tokenizers else {}
                 observed.finished += 1
-            component = None
+            component = None  # an error from here on is of the pipeline, or of the module that runs
             pipe = self.cls(**parts, **absent_parts(self.cls))
             observed.finished += 1
             pipe.set_progress_bar_config(disable=True)
@@ -338,7 +349,7 @@ class PipelineTrial:
                 observed.outputs = list(pipe(**arguments, return_dict=False))[: observed.latents]
             output = observed.outputs[0]
             size = [arguments.get("height", 0), arguments.get("width", 0)]
-            if isinstance(output, torch.Tensor) and not any(size):  # it computes a size
+            if isinstance(output, torch.Tensor) and not any(size):  # the pipeline chooses its size
                 observed.size = (output.shape[-2], output.shape[-1])
                 observed.unit = math.gcd(observed.unit, *observed.size)
             elif isinstance(output, torch.Tensor):
@@ -346,7 +357,7 @@ class PipelineTrial:
                 if list(output.shape[1:]) != asked:
                     raise ValueError(f"It makes {list(output.shape[1:])} where {asked} was asked for")
         except BaseException as error:
-            if not isinstance(error, kinds) and type(error) is not Exception:  # tokenizers raises the bare class
+            if not isinstance(error, kinds) and type(error) is not Exception:  # `tokenizers` raises this class itself
                 raise
             frames = traceback.extract_tb(error.__traceback__)
             observed.line = next((frame.lineno or 0 for frame in frames if frame.name == "__call__"), 0)
@@ -357,7 +368,7 @@ class PipelineTrial:
         return observed, None
 
     def _arguments(self, pipe: Any, observed: Observed) -> dict[str, Any]:
-        """Returns what the pipeline is called with: the smallest video that it makes, in two steps."""
+        """Returns the arguments for the smallest video of the pipeline, in two steps; notes its size in `observed`."""
         parameters = inspect.signature(pipe.__call__).parameters
         spatial = next((getattr(pipe, name) for name in _SPATIAL if getattr(pipe, name, None)), 8)
         temporal = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 4)
@@ -402,8 +413,8 @@ class _Watched(Loop):
 
 
 class _LatentsAtLast(_Watched):
-    """A loop whose last steps return NaN in place of all but the latents: a pipeline that goes on with more than these
-    is then seen.
+    """A loop whose last steps return NaN in place of all values but the latents: a pipeline that uses another value
+    after its loop then shows NaN.
     """
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -421,7 +432,7 @@ def _are_close(a: Any, b: Any) -> bool:
 
 
 def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of layers of an encoder, and of its parts, as large as published ones have them."""
+    """Returns changes that give an encoder and its nested configurations as many layers as published encoders have."""
     result: dict[str, Any] = {"num_hidden_layers": LAYERS} if "num_hidden_layers" in values else {}
     for name, value in values.items():
         if isinstance(value, dict) and "num_hidden_layers" in value:
@@ -430,15 +441,15 @@ def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Returns arguments of a pipeline that are the same in all jobs: it makes the size that is asked for, of the prompt
-    as it is.
+    """Returns arguments of a pipeline that are False in all jobs, such as `enable_prompt_rewrite`: the size and the
+    prompt stay as the job gives them.
     """
     names = ("use_resolution_binning", "_auto_resize", "enable_prompt_rewrite")
     return {name: False for name in names if name in parameters}
 
 
 def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    """Returns the argument of a pipeline that takes the scale of guidance, `guidance_scale` or `true_cfg_scale`."""
+    """Returns the name of a pipeline's argument for the scale of guidance, of two known names; None without any."""
     plain = parameters.get("guidance_scale")
     if plain is not None and (plain.default is not None or "true_cfg_scale" not in parameters):
         return "guidance_scale"
@@ -446,7 +457,7 @@ def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None
 
 
 def _patch_side(configurations: Configurations) -> int:
-    """Returns the latent positions along a side of a token, by the networks' configurations."""
+    """Returns the side of a token in latent positions: the least common multiple of 2 and of all networks' patches."""
     sides = [2]
     for name, part in configurations.parts.items():
         if part.kind == "network" and name != "vae":
@@ -469,7 +480,9 @@ def _size(module: torch.nn.Module, path: str, attribute: str) -> int | None:
 
 
 def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | None:
-    """Returns the attribute of a module that does not fit its input, and the size that would."""
+    """Returns the attribute of a module that does not fit its input, and the size that would fit: `("in_features", 96)`
+    for a `Linear(80, ...)`. None if all fits, or for another kind of module.
+    """
     shapes = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and value.ndim]
     if not shapes:
         return None
@@ -487,7 +500,12 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
 
 @contextlib.contextmanager
 def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: list[Any]) -> Iterator[None]:
-    """Records the calls of a pipeline's components, its scheduler and `encode_prompt`, while the context lasts."""
+    """Notes the calls of a pipeline's components and of `encode_prompt` in `observed` while the context lasts, and its
+    stacks of blocks at the end.
+
+    Args:
+        running: The stack of modules that run, which hooks keep: `(component, name, module, args)`.
+    """
     handles: list[Any] = []
     networks = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]
     for component in networks:
@@ -510,7 +528,9 @@ def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: l
 
 
 def _noted_encoding(encode: Callable[..., Any], observed: Observed, *args: Any, **kwargs: Any) -> Any:
-    """Calls a pipeline's `encode_prompt`, and notes its arguments and results; also what it returns of longer texts."""
+    """Calls a pipeline's `encode_prompt`, and notes its arguments and results. The first time it is called once more,
+    with longer texts, which shows the sizes that count tokens.
+    """
     observed.is_encoding = True
     try:
         returned = encode(*args, **kwargs)
@@ -530,7 +550,7 @@ def _noted_encoding(encode: Callable[..., Any], observed: Observed, *args: Any, 
 
 
 def _watch_decoding(pipe: Any, observed: Observed) -> None:
-    """Lets a pipeline note what it does with what its VAE decoded: `Observed.changes_decoded`."""
+    """Wraps a pipeline's VAE and post-processor so that they set `observed.changes_decoded`."""
     vae = getattr(pipe, "vae", None)
     processor = processor_of(pipe)
     decoded = list[torch.Tensor]()
@@ -544,7 +564,7 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
 
     def process(real: Any, *args: Any, **kwargs: Any) -> Any:
         video = [*args, *kwargs.values()][0]
-        if decoded:  # otherwise it is a frame of the video that came before
+        if decoded:  # else this is a further frame of the video in the call before
             observed.changes_decoded = len(decoded) > 1 or not _is_part(video, decoded[0])
             decoded.clear()
         return real(*args, **kwargs)
@@ -556,19 +576,19 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
 
 
 def _is_part(video: Any, decoded: torch.Tensor) -> bool:
-    """Returns whether a tensor is a decoded one, or a part of it at one position of a dim."""
+    """Returns whether `video` is the decoded tensor, or a view of it at one position of a dim."""
     if video is decoded or not isinstance(video, torch.Tensor):
         return video is decoded
     return video.untyped_storage().data_ptr() == decoded.untyped_storage().data_ptr() and video.ndim < decoded.ndim
 
 
 def _as_list(returned: Any) -> list[Any]:
-    """Returns the values that a function returned: those of a tuple, or the value alone."""
+    """Returns the result of a function as a list: the items of a tuple, or another value alone."""
     return list(returned) if isinstance(returned, tuple) else [returned]
 
 
 def _longer(prompt: Any) -> Any:
-    """Returns a prompt, or a list of them, with more words."""
+    """Returns a prompt, or a list of prompts, with more words."""
     if isinstance(prompt, list):
         return [_longer(text) for text in prompt]
     return f"{prompt} on the grass in the evening light while birds fly over water" if prompt else prompt
@@ -576,17 +596,18 @@ def _longer(prompt: Any) -> Any:
 
 @dataclasses.dataclass
 class _Chain:
-    """A list of blocks of one class, and whether each takes what the one before it returns."""
+    """A list of blocks of one class, and whether each block takes the outputs of the block before."""
 
     component: str
     path: str
     blocks: list[torch.nn.Module]
-    carries: list[str] | None = None  #: Of the pairs seen until now; [] if one did not fit.
-    before: tuple[int, dict[str, Any], list[Any]] | None = None
+    #: The inputs that are outputs of the block before; [] if they differ between blocks; None before any call.
+    carries: list[str] | None = None
+    before: tuple[int, dict[str, Any], list[Any]] | None = None  #: The last call: block's number, inputs, outputs.
 
     @property
     def last(self) -> int:
-        """The blocks at the end that are made otherwise than the first."""
+        """How many blocks at the end differ in their modules or plain values from the first block."""
         made = []  # the modules of each block, and the plain values among its attributes
         for block in self.blocks:
             plain = {name: repr(value) for name, value in vars(block).items() if isinstance(value, int | float | str)}
@@ -594,20 +615,21 @@ class _Chain:
         return next((n for n in range(len(made)) if made[-1 - n] == made[0]), 0)
 
     def watched(self) -> list[Any]:
-        """Returns the handles of the hooks that watch it."""
+        """Registers a hook on each block, and returns the handles of the hooks."""
         return [
             block.register_forward_hook(functools.partial(self._noted, number), with_kwargs=True)
             for number, block in enumerate(self.blocks)
         ]
 
     def _noted(self, number: int, block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Notes which of a block's inputs are the outputs of the block before: what a scan over blocks would carry."""
+        """Notes in `carries` which inputs of a block are the outputs of the block before: a scan would carry them."""
         inputs = dict(inspect.signature(block.forward).bind_partial(*args, **kwargs).arguments)
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
             carries = [next((name for name, value in inputs.items() if value is item), "") for item in returned]
-            # Positional arguments without a name come as a new tuple in every call, some others as a new list.
+            # All other inputs are the same objects. Starred arguments come as a new tuple in every call, some others as
+            # a new list: of these the items are compared.
             rest = [(inputs[name], others.get(name)) for name in inputs if name not in carries]
             pairs: list[Any] = [
                 (x, y) if isinstance(x, tuple | list) and type(x) is type(y) else ((x,), (y,)) for x, y in rest
@@ -619,7 +641,7 @@ class _Chain:
 
 
 def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
-    """Yields the lists of blocks of one class that a component has as its attributes, such as `blocks`."""
+    """Yields a component's lists of at least two blocks of one class, such as its attribute `blocks`."""
     for path, child in module.named_children():
         blocks = list(child) if isinstance(child, torch.nn.ModuleList) else []
         if len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
@@ -627,8 +649,8 @@ def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
 
 
 def _counted(component: str, name: str, module: torch.nn.Module, observed: Observed, running: list[Any]) -> list[Any]:
-    """Registers hooks that keep the stack of running modules, count finished calls, and note the calls of a component,
-    whose `name` is empty; returns their handles.
+    """Registers hooks on a module, and returns their handles. The hooks keep the stack of running modules and count
+    finished calls; on a component, whose `name` is empty, they also note its calls.
     """
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -647,9 +669,10 @@ def _counted(component: str, name: str, module: torch.nn.Module, observed: Obser
 
 
 def embedding_names(cls: Any) -> list[str]:
-    """Returns the names of the values that `encode_prompt` returns as a tuple, as the pipeline's call takes them.
+    """Returns the names of the values that `encode_prompt` returns, such as `["prompt_embeds", "prompt_embeds_mask"]`.
 
-    These are the names in its `return`, or those that the call gives the values. One value alone may have any name.
+    They are the names in its `return`, or the names in `... = self.encode_prompt()` of the pipeline's call: those of
+    which more are arguments of the call. A single value of another name is called `prompt_embeds`.
     """
     if is_modular(cls):
         return list(cls.prompt_blocks.embeddings)

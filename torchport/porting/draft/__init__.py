@@ -111,8 +111,9 @@ def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
         "target": request.target,
         "why": request.why,
         "equivalence": proposal.PROMISE,
-        "fits": proposal.fits(request.package),  # it reads what is installed: once
+        "fits": proposal.fits(request.package),
     }
+    # An entry of any kind tells whether others than this codebase use the target.
     probe = proposal.entry_of({**fields, "replace": "a.py:a"}, request.package)
     if probe.is_shared and request.kind in ("replace", "wrap", "rewrite"):
         fields |= {"scope": "global", "scope_reason": "say here why that is safe for everybody"}
@@ -120,7 +121,7 @@ def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
 
 
 def _left_to_fill_in(request: PatchDraftRequest, name: str, test: Piece, *more: str) -> list[str]:
-    """Returns a line for each thing to fill in: the function, the test's arguments, `more`, the entry's fields."""
+    """Returns lines on what to fill in: the function `name`, the test's arguments, `more`, and fields of the entry."""
     why = "why, " if request.why == WHY else ""
     entry = f"In the entry: {why}equivalence, and must_be_called with the stages that must call it"
     return [f"{name} in patches/{request.names}.py", f"The arguments in {test.file}", *more, entry]
@@ -143,13 +144,13 @@ def _draft_replacement(request: PatchDraftRequest) -> Draft:
             fact = f"{request.target} is a {target.kind}, and no value"
             raise TargetError(request.place, fact, "Write --kind replace, or wrap", target=request.target)
         _check_callable(request, target)
-        short = name_of(target.path)
+        snake = name_of(target.path)
         path = ".".join(target.path)
-        name = target.path[-1] if target.kind == "class" else short
+        name = target.path[-1] if target.kind == "class" else snake
         is_class = isinstance(target.node, ast.ClassDef)
         text = _class_text(target, name) if is_class else _function_text(target, name, request.kind == "wrap")
         fields = {**_common_fields(request, path), request.kind: f"{request.files}.py:{name}"}
-        test_name = f"{request.files}_{short}" if request.in_full else short
+        test_name = f"{request.files}_{snake}" if request.in_full else snake
         test = _agreement_test(request, test_name, fields["id"], target)
         more = [f"The decorators of {path}: {', '.join(target.decorators)}"] if target.decorators else []
         if target.kind == "class":
@@ -177,7 +178,9 @@ def _check_callable(request: PatchDraftRequest, target: Target) -> None:
 
 
 def _draft_rewrite(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite` of the statement on a line of the target; raises if that cannot be rewritten."""
+    """Returns the draft of a `rewrite` of the statement on a line of the target; refuses a line without a statement
+    that can be rewritten.
+    """
     target = find(request.target, request.place)
     what = ".".join(target.path)
     line = request.line or 0
@@ -201,27 +204,28 @@ def _draft_rewrite(request: PatchDraftRequest) -> Draft:
 
 
 def _draft_lowering(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of an `op` for a function of torch, or raises; reads an ATen overload's schema from torch."""
+    """Returns the draft of an `op` for a function of torch or an ATen overload; refuses other targets."""
     module, _, path = request.target.partition(":")
     if module.partition(".")[0] != "torch":
         fact = f"{request.target} is not torch's"
         raise TargetError(request.place, fact, "Name torch.ops.aten:name.overload, or write --kind replace")
     if module.startswith("torch.ops"):
-        given = _parameters_of_overload(request)
+        parameter_text = _parameters_of_overload(request)
     else:
         try:
             source = read_source(module)
         except ModuleNotFoundError as error:
             raise TargetError(request.place, f"There is no module {module}", "Name a function of torch") from error
         node = source.where(tuple(path.split("."))).node if source else None
-        given = parameters(node).text if isinstance(node, ast.FunctionDef) else "*args, **kwargs"
+        parameter_text = parameters(node).text if isinstance(node, ast.FunctionDef) else "*args, **kwargs"
     name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
     fields = {**_common_fields(request, name), "op": f"{request.files}.py:{name}"}
     doc = f"Fill in: computes {request.target} of the engine's tensors, with torchport.engine.call_jax."
     operator = request.target.replace(":", ".")
     title = f"{operator} as '{fields['id']}' lowers it, and as torch computes it."
     test = _test(request, name, fields["id"], title, operator=operator)
-    return Draft(fields, _unfilled_function(name, given, doc), test, _left_to_fill_in(request, name, test))
+    function = _unfilled_function(name, parameter_text, doc)
+    return Draft(fields, function, test, _left_to_fill_in(request, name, test))
 
 
 def _parameters_of_overload(request: PatchDraftRequest) -> str:
@@ -253,7 +257,7 @@ def _parameters_of_overload(request: PatchDraftRequest) -> str:
 
 
 def _draft_stub(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `stub` for a package that is not installed; raises if it is, or if an importer is not."""
+    """Returns the draft of a `stub` for an absent package; refuses an installed package, and an absent importer."""
     package = re.split(r"[.:]", request.target)[0]
     if is_there(package):
         fact = f"The package {package} is installed, and a stub is for one that is not"
@@ -281,8 +285,9 @@ def _agreement_test(request: PatchDraftRequest, name: str, id: str, target: Targ
     path = ".".join(target.path)
     title = f"{path} with the patch '{id}' and without it."
     if isinstance(target.node, ast.ClassDef) or target.path[-1] in ("__init__", "__new__"):
-        made = path.removesuffix(".__init__").removesuffix(".__new__")
-        return _test(request, name, id, title, module=target.module, path=made)
+        class_path = path.removesuffix(".__init__").removesuffix(".__new__")
+        return _test(request, name, id, title, module=target.module, path=class_path)
+    # In the test, `call` is the expression that is compared, and `takes` a comment on its arguments.
     if target.kind == "property":
         call, takes = f"args[0].{target.path[-1]}", "By position there is the object alone."
     else:
@@ -336,7 +341,7 @@ def drafted_entries(home: Home, package: str) -> list[Entry]:
 
 
 def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
-    """Returns the entry of a draft, checked against its pack and against upstream's source.
+    """Returns the entry of a draft, checked against its pack and against upstream's source. Nothing is written.
 
     Args:
         file: Its YAML file in the pack, to which `text` will be added.
@@ -348,13 +353,14 @@ def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, 
         if other.id == entry.id:
             fact = f"The patch '{entry.id}' is there already"
             raise TakenNameError(other.place, fact, "Change that entry, or delete it first", patch=entry.id)
-    entry._place = request.place
+    entry._place = request.place  # for the text of a conflict: the entry has no line yet
     patch_set.check_claims([], [*read_file(path), entry] if before else [entry])
     document = parse_document(f"{before.rstrip()}\n\n{text}" if before else text, as_named(path))
     if not isinstance(document.data, list):
         fact = "It is no list whose items stand on lines of their own"
         raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
-    entry._place = f"{as_named(path)}:{(before.rstrip().count(chr(10)) + 3) if before else 1}"
+    first_line = before.rstrip().count("\n") + 3 if before else 1  # an empty line stands before it
+    entry._place = f"{as_named(path)}:{first_line}"
     entry._folder = path.parent
     if entry.edits:
         checks.check_source(entry, checks.UNKNOWN)
@@ -362,7 +368,7 @@ def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, 
 
 
 def upstreams(request: PatchDraftRequest, checkout: Path | None) -> list[Path]:
-    """Returns the folders of upstream's source, where no draft may be written."""
+    """Returns the folders of upstream's source, the checkout among them, where no draft may be written."""
     modules = [request.target.partition(":")[0], *request.importers]
     folders = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]
     return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
@@ -380,7 +386,7 @@ def name_of(path: Sequence[str]) -> str:
 
 
 def _function_text(target: Target, name: str, wraps: bool) -> str:
-    """Returns the text of a function to fill in; one that wraps gets the target as its first argument."""
+    """Returns the text of a function to fill in; with `wraps` its first argument is the target."""
     node = target.node
     assert not isinstance(node, ast.ClassDef)
     names = parameters(node).names
@@ -406,9 +412,9 @@ def _function_text(target: Target, name: str, wraps: bool) -> str:
     return f"{word} {name}({given.text}):\n    {doc}\n{body}"
 
 
-def _unfilled_function(name: str, given: str, doc: str) -> str:
-    """Returns the text of a function to fill in, with its parameters as `given` and its docstring."""
-    return f'def {name}({given}):\n    """{doc}"""\n    raise NotImplementedError("fill in {name}")\n'
+def _unfilled_function(name: str, parameter_text: str, doc: str) -> str:
+    """Returns the text of a function to fill in, from its name, the text of its parameters, and its docstring."""
+    return f'def {name}({parameter_text}):\n    """{doc}"""\n    raise NotImplementedError("fill in {name}")\n'
 
 
 def _class_text(target: Target, name: str) -> str:

@@ -43,7 +43,7 @@ class Home:
             raise OutputError(as_named(path), fact, "Mend the file first") from error
 
     def write(self, pieces: Sequence[Piece]) -> list[str]:
-        """Writes all pieces, or none if one of them cannot be; returns a line for each."""
+        """Writes all pieces, or none if a piece cannot be added; returns a line to print for each file."""
         texts = [self._text_of(piece) for piece in pieces]
         lines = []
         for piece, text in zip(pieces, texts, strict=True):
@@ -55,7 +55,7 @@ class Home:
         return lines
 
     def _text_of(self, piece: Piece) -> str:
-        """Returns the text of a piece's file with the piece in it; refuses a function or class that is there."""
+        """Returns the text of a piece's file with the piece in it; refuses a function or class that the file has."""
         path = folder.inside(self.root, self.root / piece.file)
         before = self.text(piece.file)
         if piece.mode == "whole":
@@ -70,7 +70,7 @@ class Home:
         tree = parsing.tree(before, as_named(path))
         known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        known |= {name.id: name.lineno for name in names if name.col_offset == 0}
+        known |= {name.id: name.lineno for name in names if name.col_offset == 0}  # the module's own variables
         for node in ast.parse(piece.text).body:
             if isinstance(node, DEFINITIONS) and node.name in known:
                 place = f"{as_named(path)}:{known[node.name]}"
@@ -81,7 +81,7 @@ class Home:
 def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
     """Returns the folder of a pack that drafts go to; refuses one in `upstreams` or among installed packages."""
     place, root = f"{flag} {out}", folder.expand_home(str(out)).absolute()
-    # Links are followed: one that leads into an upstream is not seen in its own path.
+    # Links are followed: a link into an upstream has another path.
     paths = [Path(os.path.realpath(root / part)) for part in ("", "patches", "configs", "tests")]
     for upstream in upstreams:
         if any(path.is_relative_to(os.path.realpath(upstream)) for path in paths):
@@ -95,11 +95,11 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
         raise OutputError(place, fact, "Name a folder of your own")
     if root.exists() and not root.is_dir():
         raise OutputError(place, "It is a file, not a folder", "Name a folder of your own")
-    above = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))
-    if not above.is_dir():
-        raise OutputError(place, f"{as_named(above)} is no folder", "Name a folder of your own")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise OutputError(place, f"You may not write in {as_named(above)}", "Name a folder that can be written")
+    existing = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise OutputError(place, f"{as_named(existing)} is no folder", "Name a folder of your own")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OutputError(place, f"You may not write in {as_named(existing)}", "Name a folder that can be written")
     return Home(root)
 
 

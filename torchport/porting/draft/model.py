@@ -83,7 +83,9 @@ class Part:
 
 
 def parts(request: ModelDraftRequest) -> list[Part]:
-    """Returns the components that the flags name, or raises. Upstream must be on the search path; it is only read."""
+    """Returns the components that the flags name; refuses a name or class that cannot be a component. Upstream must be
+    on the search path, and only its source is read.
+    """
     if not re.fullmatch(r"[A-Za-z_]\w*", request.name, re.ASCII):
         fact = f"'{request.name}' is no name for a folder of patches"
         raise BadValueError(request.place, fact, "Write letters, digits and underscores")
@@ -106,7 +108,7 @@ def parts(request: ModelDraftRequest) -> list[Part]:
             remedy = "Name a class, and a function that builds it under 'build'"
             raise TargetError(place, fact, remedy, target=target.name)
         with parsing.nesting(target.source.shown, target.node.lineno):
-            arguments = configuration(target.source, target.node) or []
+            arguments = card_arguments(target.source, target.node) or []
         small, lacking = tiny_arguments([argument for argument in arguments if argument.plain])
         objects = [argument.name for argument in arguments if argument.required and not argument.plain]
         result.append(Part(name, target, small, lacking, objects))
@@ -117,9 +119,9 @@ def parts(request: ModelDraftRequest) -> list[Part]:
 
 
 def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[str]]:
-    """Returns small values by argument, and the names of the required arguments that get none. The rules go by names,
-    as diffusers, transformers and most repositories have them: depth, heads, widths, channels. What no rule names keeps
-    the class's default. Nobody but the class can say whether the numbers fit each other.
+    """Returns small values by argument, `{"num_layers": 2}`, and the names of required arguments that get no value. The
+    values go by names, as most repositories have them: depth, heads, widths, channels. Other arguments keep the class's
+    default. Nobody but the class can say whether the numbers fit each other.
     """
     values: dict[str, Any] = {}
     lacking = []
@@ -140,7 +142,7 @@ def _small_value(argument: Argument) -> Any:
     limit = next((limit for pattern, limit in _LARGEST if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None
-    if default is None:  # of a list without a default nobody knows the length
+    if default is None:  # of a list without a default nobody knows the length, so it gets no value
         rest = re.sub(r"(?i)(list|tuple|sequence)(\[[^]]*\])?", "", argument.annotation)
         return limit if rest == argument.annotation or "int" in rest else None
     if isinstance(default, int):
@@ -151,12 +153,12 @@ def _small_value(argument: Argument) -> Any:
     if "channels" in name:  # in the same proportion, and still a multiple of the usual number of groups
         unit = max(1, min(default) // _CHANNELS)
         return [item // unit // _CHANNELS * _CHANNELS or item for item in default]
-    is_depth = limit == _DEPTH and "layers" in name  # of a few layers it may be their numbers
+    is_depth = limit == _DEPTH and "layers" in name  # the list may hold numbers of layers, as `skip_layers` does
     return None if limit is None or is_depth else [min(item, limit) for item in default]
 
 
 def _dependent_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values that other sizes determine: a width (heads times head size), the rotary dims of a head."""
+    """Returns values that other sizes determine: a width (heads times head size), the dims of each rotary axis."""
     numbers = {name: value for name, value in {**defaults, **values}.items() if type(value) is int}
     head_counts = r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads"
     head_sizes = r"(?:attention_)?(?:head_dim|dim_head|head_size)"
@@ -178,16 +180,14 @@ def is_rotary(name: str, value: Any) -> bool:
 
 
 def shares(parts: Sequence[int], total: int) -> list[int]:
-    """Returns even numbers in about the proportion of `parts` that add up to `total`: `[8, 8, 8]` of `[1, 1, 1]` and
-    24.
-    """
-    shares = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
-    shares[-1] += total - sum(shares)
-    return shares
+    """Returns even numbers whose sum is `total`, about as `parts`: `[8, 8, 8]` for `[1, 1, 1]` and 24."""
+    numbers = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
+    numbers[-1] += total - sum(numbers)
+    return numbers
 
 
 def write(request: ModelDraftRequest, home: Home, checkout: Path | None) -> list[str]:
-    """Writes a card, its job and its family into a pack, all or nothing. Returns lines on files and what is left."""
+    """Writes a card, its job and its family into a pack, all or nothing. Returns the lines to print."""
     pack = find_pack(())
     if request.name in pack.models():
         fact = f"There is a model '{request.name}' already, in {as_named(pack.home(request.name).root)}"
@@ -262,14 +262,14 @@ def flow(value: Any) -> str:
 
 
 def _clone_url(checkout: Path) -> str:
-    """Returns where a checkout was cloned from, as its git folder says; else a text to fill in."""
+    """Returns the URL that a checkout was cloned from, by its `.git/config`; else a URL to fill in."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string((checkout / ".git" / "config").read_text(encoding="utf-8"))
     except (OSError, ValueError, configparser.Error):
         return UNKNOWN_URL
     url = parser.get('remote "origin"', "url", fallback=UNKNOWN_URL)
-    # A name and password in a URL are nobody else's.
+    # A name and password in the URL are left out.
     return re.sub(r"//[^/@]*@", "//", url) if url.startswith(("https://", "http://")) else UNKNOWN_URL
 
 
@@ -315,9 +315,10 @@ def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
     return None
 
 
-def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
-    """Returns the arguments that a card gives to a class. If a class of transformers takes one object of configuration
-    (`config.json`), they are the arguments of that object's class.
+def card_arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
+    """Returns the arguments that a card gives for a class: those of its constructor, or None as `arguments` does. A
+    class of transformers takes one configuration, `LlamaModel(config: LlamaConfig)`: for it the card gives the
+    arguments of the configuration's class.
     """
     given = arguments(source, node)
     required = [argument for argument in given or () if argument.required]
@@ -328,18 +329,19 @@ def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | No
 
 
 def _method_of(node: ast.ClassDef, name: str) -> Function | None:
+    """Returns the method of a name that a class body defines; None for an inherited method."""
     return next((part for part in node.body if isinstance(part, Function) and part.name == name), None)
 
 
 def _arguments_of(method: Function) -> Iterator[Argument]:
-    """Yields the arguments of a method, without its object and those with stars."""
+    """Yields the arguments of a method, without `self`, `*args` and `**kwargs`."""
     for parameter in parameters(method)[1:]:
         if parameter.kind not in STARRED:
             yield _argument(parameter.name, parameter.argument.annotation, parameter.default)
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
-    """Returns what the source says about an argument: its default if it is a literal, and its annotation."""
+    """Returns an argument from its source: its default, or None if this is no literal, and its annotation as text."""
     value = ast.literal_eval(default) if default is not None and is_literal(default) else None
     nodes = ast.walk(annotation) if annotation is not None else ()
     words = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -363,6 +365,7 @@ def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
 
 
 def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
+    """Yields the classes among the definitions of some names, with their modules."""
     for place in map(definition, homes):
         if place is not None and isinstance(place[1], ast.ClassDef):
             yield place[0], place[1]

@@ -56,7 +56,7 @@ class Target:
 
     @property
     def decorators(self) -> list[str]:
-        """Its decorators that are no kind of method: what takes its place stands outside them."""
+        """Its decorators but `staticmethod` and the like. A replacement takes the place of the decorated function."""
         written = [ast.unparse(decorator) for decorator in self.node.decorator_list]
         return [decorator for decorator in written if decorator.rpartition(".")[2] not in _PLAIN]
 
@@ -81,7 +81,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def find(target: str, place: str) -> Target:
-    """Returns the target with a name; refuses one that is no function or class in the source of its module."""
+    """Returns the target with a name, `module:path`; refuses a name of no function or class in the module's source."""
     check_name(target, place)
     module, _, path = target.partition(":")
     try:
@@ -109,7 +109,7 @@ def find(target: str, place: str) -> Target:
 
 
 def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
-    """Returns whether a definition is a class, function, property or kind of method; `depth` 1 is a module's own."""
+    """Returns whether a definition is a class, function, property or kind of method; at module level `depth` is 1."""
     if isinstance(node, ast.ClassDef):
         return "class"
     names = {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
@@ -123,7 +123,7 @@ def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
 
 
 def _imported_error(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str, ...], place: str) -> AliasError:
-    """Returns the error for a target that its module imports: its own module, or what to do if that is absent."""
+    """Returns the error for a target that its module imports: name the defining module, or stub it if it is absent."""
     home = source.module
     if isinstance(node, ast.ImportFrom):
         home = source.imported_from(node)
@@ -146,7 +146,7 @@ def _imported_error(target: str, source: SourceFile, node: ast.stmt, parts: tupl
 
 
 def _absent_error(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
-    """Returns the error for a target that its module's source does not show."""
+    """Returns the error for a target whose path is in its module's source only for the first `depth` names."""
     holder = source.where(parts[:depth]).node if depth else source.tree
     if isinstance(holder, Function):
         what = ".".join(parts[:depth])
@@ -198,11 +198,11 @@ class _Default:
 
 
 def parameters(node: Function, before: str | None = None) -> Parameters:
-    """Returns a function's parameters as text and names, with `before` as a first one if it is given."""
+    """Returns a function's parameters as text and names; the text has a parameter `before` in front if it is given."""
     in_source = written(node)
     kinds = [parameter.kind for parameter in in_source if parameter.kind in POSITIONAL]
-    first = kinds[0] if kinds else Parameter.POSITIONAL_OR_KEYWORD
-    result = [Parameter(before, first)] if before is not None else []
+    kind = kinds[0] if kinds else Parameter.POSITIONAL_OR_KEYWORD  # no other kind may stand in front
+    result = [Parameter(before, kind)] if before is not None else []
     unknown = []
     for parameter in in_source:
         default: Any = Parameter.empty

@@ -127,7 +127,7 @@ class ScanReport:
         return [finding for finding in chosen if finding.reach == self.wanted]
 
     def count(self) -> str:
-        """Returns a sentence that counts what is on the inference path; without an entry, what is outside training."""
+        """Returns a sentence that counts the findings on the inference path, or outside training without an entry."""
         reaches = ["path"] if self.entries else ["path", "off", "unknown"]
         chosen = [finding for finding in self.findings if finding.reach in reaches and finding.meaning.in_code]
         where = "on the inference path" if self.entries else "outside training"

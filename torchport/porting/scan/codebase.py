@@ -26,6 +26,7 @@ from torchport.source.bindings import STARRED, Function, parameters, taken
 from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
+"""Packages that many codebases install: a folder `datasets` is then no import root, though files import `datasets`."""
 _DEPTH = 12
 """How many imports a name is followed through."""
 _PARSED = 1000
@@ -74,7 +75,7 @@ class CodeUnit:
 
     @property
     def heads(self) -> Container[str]:
-        """The first names of chains that may be known outside of it: it or its module defines or imports them."""
+        """The names that its module defines or imports, and that it imports: a chain with another head is local."""
         if self.module.stars:
             return _AllNames()
         return self.module.heads | self.imports.keys() if self.imports else self.module.heads
@@ -122,7 +123,7 @@ class Module:
     resolved: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
     def drop_syntax(self) -> None:
-        """Frees the syntax tree, when the facts of all functions are known."""
+        """Drops the syntax tree from all units, when the facts of all functions are known."""
         self.in_tables.clear()
         for unit in self.units.values():
             unit.body = None
@@ -135,8 +136,10 @@ class Module:
     @functools.cached_property
     def uses_torch(self) -> bool:
         """Whether some import in it is of torch; without one, no tensor is made in it."""
-        tables = [self.bound, *(unit.imports for unit in self.units.values())]
-        return bool(self.stars) or any(name.partition(".")[0] == "torch" for some in tables for name in some.values())
+        if self.stars:  # `from m import *` may bring torch
+            return True
+        imports = [self.bound, *(unit.imports for unit in self.units.values())]
+        return any(name.partition(".")[0] == "torch" for names in imports for name in names.values())
 
 
 class Codebase:
@@ -150,8 +153,8 @@ class Codebase:
         self._files: dict[str, Source] = {}
         for source in self.sources:
             self._files.setdefault(self._names[source.path], source)
-        self._waiting = set(self._files)
-        self._unyielded: list[Module] = []
+        self._waiting = set(self._files)  # modules that are not read yet
+        self._unyielded: list[Module] = []  # modules that are read, and that `read` has still to yield
         self.tops = {name.partition(".")[0] for name in self._files}
         self.modules: dict[str, Module] = {}
         #: Files that could not be read, by their path below the folder.
@@ -159,8 +162,8 @@ class Codebase:
         self.files = self.lines = 0
 
     def read(self) -> Iterator[Module]:
-        """Yields each module with its syntax tree; after it come the modules that its names refer to, read meanwhile.
-        The caller has to drop the tree (`Module.drop_syntax`) before it takes the next module.
+        """Yields each module once, with its syntax tree. A module that was read because another module refers to it
+        comes right after. The caller drops the tree (`Module.drop_syntax`) before it takes the next module.
         """
         for source in self.sources:
             self.module(self._names[source.path])
@@ -168,7 +171,7 @@ class Codebase:
                 self._tree(source)  # a second file with the same module name: it is only counted
             while self._unyielded:
                 yield self._unyielded.pop()
-        # From the order in which they were read to that of their files.
+        # The order of the files, not the order in which they were read.
         self.modules = {name: self.modules[name] for name in self._files if name in self.modules}
 
     @functools.cached_property
@@ -177,7 +180,7 @@ class Codebase:
         return [unit for module in self.modules.values() for unit in module.units.values()]
 
     def module(self, name: str) -> Module | None:
-        """Returns a module; None if there is none, or if it cannot be read."""
+        """Returns a module, read from its file at the first call; None without a file, or if it cannot be read."""
         if name not in self.modules and name in self._waiting:
             self._waiting.remove(name)
             tree = self._tree(self._files[name])
@@ -188,7 +191,7 @@ class Codebase:
         return self.modules.get(name)
 
     def _tree(self, source: Source) -> ast.Module | None:
-        """Returns the syntax tree of a file; notes it as unread if there is none."""
+        """Returns the syntax tree of a file, and counts its lines; None, with a finding in `unread`, without a tree."""
         try:
             with _as_shallow():
                 text = parsing.text_of(source.file, source.path)
@@ -202,19 +205,20 @@ class Codebase:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  (a codebase lives as long as its scan)
     def _bodies(self, name: str) -> dict[str, Body]:
-        """Returns what the functions of a module do, from its file."""
+        """Returns the bodies of a module's functions by name, from its file, which is parsed again."""
         source = self._files[name]
         with _as_shallow():
             tree = parsing.tree(parsing.text_of(source.file, source.path), source.path)
         return {body.name: body for body in bodies(tree)[0]}
 
     def body(self, unit: CodeUnit) -> Body:
-        """Returns what a function does, read again if its syntax tree was dropped."""
+        """Returns the body of a function, parsed again if its syntax tree was dropped."""
         return unit.body or self._bodies(unit.module.name)[unit.name]
 
     def full_name(self, module: Module, chain: tuple[str, ...], local: Mapping[str, str] | None = None) -> str:
-        """Returns what a chain of names in a module means, such as `torch.nn.Linear` for `("nn", "Linear")`; empty
-        where nothing that is known binds it. `local` are the full names that a function's own imports bind.
+        """Returns the full name of a chain of names in a module, such as `torch.nn.Linear` for `("nn", "Linear")`.
+        Empty where no import or definition binds the first name. `local` has the full names that a function's imports
+        bind.
         """
         if not chain:
             return ""
@@ -229,7 +233,9 @@ class Codebase:
         return "" if head is None else ".".join((head, *chain[1:]))
 
     def resolve(self, unit: CodeUnit, chain: tuple[str, ...]) -> str:
-        """Returns the full name that a chain of names in a function has in the module that defines it."""
+        """Returns the full name of a chain of names in a function, as in the module that defines the object: `pkg.m.f`
+        for `("f",)` after `from pkg import f`. Empty where no import or definition binds the first name.
+        """
         if chain[:1] and chain[0] in unit.imports:
             return self.canonical(self.full_name(unit.module, chain, unit.imports))
         known = unit.module.resolved.get(chain)
@@ -239,12 +245,14 @@ class Codebase:
         return known
 
     def has(self, dotted: str) -> bool:
-        """Returns whether a full name begins with a package or module of this codebase."""
+        """Returns whether a full name begins with a top-level package or module of this codebase."""
         return dotted.partition(".")[0] in self.tops
 
     @functools.cache  # noqa: B019
     def canonical(self, dotted: str, depth: int = 0) -> str:
-        """Returns the full name that a definition has in its own module, followed through imports of this codebase."""
+        """Returns the full name that a definition has in its own module: `pkg.blocks.Block` for `pkg.Block`, where
+        `pkg/__init__.py` imports it. Names that this codebase does not define stay as they are.
+        """
         place = self._place(dotted)
         if place is None or not place[1] or depth > _DEPTH:
             return dotted
@@ -255,7 +263,9 @@ class Codebase:
         return self.canonical(imported, depth + 1) if imported and imported != dotted else dotted
 
     def _place(self, dotted: str) -> tuple[Module, tuple[str, ...]] | None:
-        """Returns the module at the beginning of a full name, and the names after it; None outside of the codebase."""
+        """Returns the module at the beginning of a full name, and the names after the module: the module `pkg.m` and
+        `("C", "f")` for `pkg.m.C.f`. None outside of the codebase.
+        """
         parts = dotted.split(".") if self.has(dotted) else []
         for end in range(len(parts), 0, -1):
             module = self.module(".".join(parts[:end]))
@@ -265,7 +275,7 @@ class Codebase:
 
     @functools.cache  # noqa: B019
     def table(self, dotted: str) -> list[str]:
-        """Returns what stands in a list or dictionary with a full name: the full names of functions and classes."""
+        """Returns the full names of the functions and classes in a list or dictionary with the full name `dotted`."""
         module, rest = self._place(dotted) or (None, ())
         if module is None:
             return []
@@ -279,20 +289,20 @@ class Codebase:
         if place is None or not place[1]:
             return None
         module, rest = place
-        name, above = ".".join(rest), module.classes.get(".".join(rest[:-1]))
+        name, owner = ".".join(rest), module.classes.get(".".join(rest[:-1]))
         known = module.classes.get(name) or module.units.get(name)
-        return self.method(above, rest[-1]) if known is None and above is not None else known
+        return self.method(owner, rest[-1]) if known is None and owner is not None else known
 
     @functools.cache  # noqa: B019
-    def bases(self, kind: Class) -> tuple[str, ...]:
+    def bases(self, cls: Class) -> tuple[str, ...]:
         """Returns the full names of a class's bases, such as `torch.nn.Module`."""
-        return tuple(self.canonical(self.full_name(kind.module, base)) for base in kind.above)
+        return tuple(self.canonical(self.full_name(cls.module, base)) for base in cls.above)
 
     @functools.cache  # noqa: B019
-    def lineage(self, kind: Class) -> tuple[Class, ...]:
+    def lineage(self, cls: Class) -> tuple[Class, ...]:
         """Returns a class and the classes above it, as far as the codebase has them."""
         result: dict[Class, None] = {}
-        pending = [kind]
+        pending = [cls]
         while pending:
             current = pending.pop()
             if current not in result:
@@ -301,47 +311,50 @@ class Codebase:
                 pending += [known for known in above if isinstance(known, Class)]
         return tuple(result)
 
-    def method(self, kind: Class, name: str, inherited: bool = False) -> CodeUnit | None:
-        """Returns the first method of a name in a class or above it; only above it if it is inherited."""
+    def method(self, cls: Class, name: str, inherited: bool = False) -> CodeUnit | None:
+        """Returns a method of a class or its bases by name, or None; of the bases alone if `inherited` (`super()`)."""
         if not inherited:
-            return self.methods(kind).get(name)
-        above = self.lineage(kind)[1:]
+            return self.methods(cls).get(name)
+        above = self.lineage(cls)[1:]
         return next((self.methods(base)[name] for base in above if name in self.methods(base)), None)
 
     @functools.cache  # noqa: B019
-    def methods(self, kind: Class) -> dict[str, CodeUnit]:
+    def methods(self, cls: Class) -> dict[str, CodeUnit]:
         """Returns all methods of a class by name, the inherited ones included."""
         result: dict[str, CodeUnit] = {}
-        for above in self.lineage(kind):
-            for unit in above.module.units.values():
-                if unit.class_name == above.name and not unit.is_class:
+        for base in self.lineage(cls):
+            for unit in base.module.units.values():
+                if unit.class_name == base.name and not unit.is_class:
                     result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
-    def is_network(self, kind: Class) -> bool:
+    def is_network(self, cls: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
-        bases = [base for above in self.lineage(kind) for base in self.bases(above)]
+        bases = [base for above in self.lineage(cls) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
 
 def module_names(sources: list[Source], root: str) -> dict[str, str]:
-    """Returns, by its path, the module name of each file in the codebase's imports: below `src/` without `src.`"""
+    """Returns the module name by which the codebase imports each file: `{"src/pkg/m.py": "pkg.m"}`. `root` is the
+    dotted name of the package that the files lie in, or empty.
+    """
     paths = [PurePosixPath(source.path) for source in sources]
     packages = {path.parent for path in paths if path.name == "__init__.py"}
-    starts = {PurePosixPath(".")}
+    import_roots = {PurePosixPath(".")}
     if not root:
         imported = {name for source in sources for name in _imported_tops(source)}
+        # A folder outside of packages is an import root if some file imports what lies in it.
         for path in paths:
             for folder in path.parents:
                 inner = path.relative_to(folder).parts[0].removesuffix(".py")
-                inside = any(above in packages for above in (folder, *folder.parents))
-                if inner in imported and inner not in _ALSO_ON_PYPI and not inside:
-                    starts.add(folder)
-        starts |= {PurePosixPath("src")} & {folder for path in paths for folder in path.parents}
+                in_package = any(above in packages for above in (folder, *folder.parents))
+                if inner in imported and inner not in _ALSO_ON_PYPI and not in_package:
+                    import_roots.add(folder)
+        import_roots |= {PurePosixPath("src")} & {folder for path in paths for folder in path.parents}
     result = {}
     for path in paths:
-        start = next(folder for folder in path.parents if folder in starts)
-        parts = list(path.relative_to(start).with_suffix("").parts)
+        nearest = next(folder for folder in path.parents if folder in import_roots)
+        parts = list(path.relative_to(nearest).with_suffix("").parts)
         if parts[-1] == "__init__":
             parts.pop()
         result[str(path)] = ".".join([*([root] if root else []), *parts]) or path.stem
@@ -359,8 +372,8 @@ def _imported_tops(source: Source) -> Iterator[str]:
 
 
 def _as_shallow() -> AbstractContextManager[None]:
-    """Returns a context in which the parser nests as deep as at the start of a program, whatever `recursion` allows.
-    The parser uses the C stack, which would overflow before a higher limit is reached.
+    """Returns a context that lets the parser nest `_PARSED` levels at most, even where `recursion` allows more. The
+    parser uses the C stack, which would overflow before a higher limit is reached.
     """
     depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))
     return recursion(min(sys.getrecursionlimit(), depth + _PARSED))
@@ -368,7 +381,7 @@ def _as_shallow() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def recursion(limit: int) -> Iterator[None]:
-    """Sets Python's limit of calls inside each other while the context lasts."""
+    """Sets Python's recursion limit while the context lasts."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(limit)
     try:
@@ -378,7 +391,7 @@ def recursion(limit: int) -> Iterator[None]:
 
 
 def _fill_module(module: Module, tree: ast.Module) -> None:
-    """Fills a module with its classes and functions, and with what its imports and assignments bind."""
+    """Fills a module with its classes and functions, and with the names that imports and assignments bind."""
     functions, classes = bodies(tree)
     for name, node in classes.items():
         targets: list[ast.expr] = []
@@ -392,13 +405,13 @@ def _fill_module(module: Module, tree: ast.Module) -> None:
         for event in body.events:
             if event.act is Act.IMPORT:
                 _bind_imports(module, event.node, module.bound if body.name == MODULE else unit.imports)
-    for event in functions[0].events:
+    for event in functions[0].events:  # the first is `<module>`: what runs at import
         if event.act is Act.ASSIGN and isinstance(event.node, ast.Name) and event.value is not None:
             _bind_value(module, event.node.id, event.value)
 
 
 def _unit_of(module: Module, body: Body) -> CodeUnit:
-    """Returns a function, the decorators of a class, or a module's own code as a unit."""
+    """Returns the unit of a function, of a class's decorators, or of a module's code at import."""
     node = body.node
     unit = CodeUnit(module, body.name, body, isinstance(node, ast.ClassDef), body.owner)
     if not isinstance(node, ast.Module):
@@ -409,14 +422,14 @@ def _unit_of(module: Module, body: Body) -> CodeUnit:
         unit.returns = node.returns
         for parameter in written:
             value = parameter.default
-            if value is not None:
+            if value is not None:  # a default that is no constant has the unknown term, None
                 unit.defaults[parameter.name] = ("const", value.value) if isinstance(value, ast.Constant) else None
         unit.tensors = frozenset(_registered_tensors(body)) if node.name == "__init__" else frozenset()
     return unit
 
 
 def _registered_tensors(init: Body) -> Iterator[str]:
-    """Yields the attributes that an `__init__` makes buffers or parameters."""
+    """Yields the names of the attributes that an `__init__` makes buffers or parameters."""
     for event in init.events:
         node, value = event.node, event.value
         if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
@@ -426,7 +439,7 @@ def _registered_tensors(init: Body) -> Iterator[str]:
 
 
 def _bind_value(module: Module, name: str, value: ast.expr) -> None:
-    """Notes what a module's name is bound to: the names in a list or dictionary, or another name."""
+    """Notes an assignment in a module: the names in a list or dictionary in `tables`, another name in `bound`."""
     if isinstance(value, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
         nodes = [node for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))]
         module.tables.setdefault(name, []).extend(map(chain_of, nodes))
@@ -439,7 +452,9 @@ def _bind_value(module: Module, name: str, value: ast.expr) -> None:
 
 
 def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
-    """Adds the names that an import statement binds to `bound`, each with the full name that it means."""
+    """Adds to `bound` the names that an import statement binds, each with its full name: `{"a": "a"}` of `import a.b`,
+    `{"c": "a.b"}` of `import a.b as c`. Of `from a import *` the module goes to `module.stars`.
+    """
     if isinstance(node, ast.Import):
         for alias in node.names:
             bound[taken(alias)] = alias.name if alias.asname else taken(alias)
@@ -464,8 +479,8 @@ class Source:
 
 
 def find_sources(root: Path) -> tuple[list[Source], list[ScanFinding]]:
-    """Returns the Python files of a folder, or a file alone, and what of it cannot be entered or opened. A linked
-    folder is entered once; a loop of links is a finding.
+    """Returns the Python files of a folder, or a file alone, and a finding for each folder or link that is not read. A
+    linked folder is entered once; a loop of links is a finding.
     """
     if root.is_file():
         return [Source(root, root.name)], []

@@ -66,14 +66,14 @@ class FunctionContext:
         self.codebase = codebase
         self.heads = unit.heads
         self.at_import = unit.name == MODULE
-        self.builds = unit.name.rpartition(".")[2] in _BUILDERS
+        self.builds = unit.name.rpartition(".")[2] in _BUILDERS  # it runs before anything is traced
         self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.resolve(unit, chain_of(node)))
         self.tensors = Tensors(self, body)
         self._body = body
 
     def full_name(self, node: ast.AST) -> str:
-        """Returns the full name of a chain of names, such as `torch.nn.Linear` for `nn.Linear`; empty where nothing
-        that is known binds it. Local names hide those of the module.
+        """Returns the full name of a chain of names, such as `torch.nn.Linear` for `nn.Linear`. Empty where no import
+        or definition binds its first name, or where a local variable has this name.
         """
         head = head_of(node)
         if not head or head not in self.heads:
@@ -82,7 +82,7 @@ class FunctionContext:
         return "" if hidden else self.codebase.resolve(self.unit, chain_of(node))
 
     def returned(self, name: str) -> ast.expr | None:
-        """Returns the annotation of what a function of the codebase returns."""
+        """Returns the annotation of the result of the function with a full name; None outside of the codebase."""
         known = self.codebase.definition(name) if name else None
         return known.returns if isinstance(known, CodeUnit) else None
 
@@ -128,7 +128,7 @@ Detector = Callable[[FunctionContext, Event], Iterator[Site]]
 
 
 def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
-    """Yields the findings of a function in order, each kind once for a line."""
+    """Yields the findings of a function in order, each kind at most once for a line."""
     uses_torch = context.unit.module.uses_torch
     detectors = _BY_ACT if uses_torch else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
@@ -145,7 +145,7 @@ def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
 
 
 def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields imports of packages of GPU kernels."""
+    """Yields a finding for each package of GPU kernels that an import names; unsure where the import may fail."""
     node = event.node
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -156,7 +156,7 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def is_autocast(name: str) -> bool:
-    """Returns whether a full name is one of autocast's, such as `torch.autocast` or `torch.cuda.amp.autocast`."""
+    """Returns whether a full name is a name of autocast, such as `torch.autocast` or `torch.cuda.amp.autocast`."""
     return name.startswith("torch.") and name.rpartition(".")[2] in ("autocast", "custom_fwd")
 
 
@@ -166,7 +166,7 @@ def is_kernel(name: str) -> bool:
 
 
 def _kind_of_name(context: FunctionContext, name: str) -> str:
-    """Returns the kind of finding that a full name is, read or called: `float64` for `torch.double`; empty for none."""
+    """Returns the kind of finding for the use of a full name: `float64` for `torch.double`; empty for none."""
     if is_kernel(name):
         return "" if context.at_import else "kernel"  # at import the finding is the import itself
     if name in _FLOAT64:
@@ -175,7 +175,7 @@ def _kind_of_name(context: FunctionContext, name: str) -> str:
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields names that are read and not called, such as `torch.float64`."""
+    """Yields a finding for a name that is read and not called, such as `torch.float64`."""
     name = context.full_name(event.node)
     kind = _kind_of_name(context, name)
     if kind:
@@ -183,7 +183,7 @@ def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields calls that will not port: by their full name, of a method, and `int(x)` or the like of a tensor."""
+    """Yields the findings of a call: by its full name, as a method, and as `int(x)` or the like of a tensor."""
     if not isinstance(event.node, ast.Call):
         return
     node = event.node
@@ -202,10 +202,10 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
-    """Returns the kind of finding that a call is by its full name, as `torch.cuda.synchronize`; empty for none."""
+    """Returns the kind of finding for a call of a full name: `cuda-call` for `torch.cuda.synchronize`; or empty."""
     last = name.rpartition(".")[2]
     if is_autocast(name):
-        return ""  # as a context or decorator
+        return ""  # `_contexts` finds it, as a context or decorator
     if name.startswith("torch.cuda.") and name.split(".")[2] not in _ANSWERED:
         return "cuda-import" if context.at_import else "cuda-call"
     if name.startswith(_WRAPPERS) and last not in _WITHOUT_GROUP and "._checkpoint." not in name:
@@ -218,25 +218,26 @@ def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
 
 
 def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
-    """Yields a call such as `torch.zeros(4)` without a device, outside of constructors: a tensor of the host."""
+    """Yields a finding for a tensor of the host, as by `torch.zeros(4)` without a device, outside of constructors."""
     module, _, last = name.rpartition(".")
     if module != "torch" or last not in _FACTORIES or context.builds or context.at_import:
         return
     device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
     if device is None and any(keyword.arg is None for keyword in node.keywords):
-        return  # in a dictionary that is unpacked
+        return  # `**options` may have the device
     inner = device.args[0] if isinstance(device, ast.Call) and device.args else device
     if device is None or (isinstance(inner, ast.Constant) and inner.value in ("cpu", None)):
         yield context.site("host-tensor", event, name)
     elif isinstance(device, ast.Name) and context.unit.defaults.get(device.id) == ("const", None):
+        # `device=device` of a parameter whose default is None: wrong only if no call gives it.
         yield context.site("host-tensor", event, name, if_none=device.id)
 
 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
-    """Yields calls of methods that will not port, such as `.item()`, `.cuda()`, `.nonzero()`, `.add_()` in a loop."""
+    """Yields findings for the call of a method, such as `.item()`, `.cuda()`, `.nonzero()`, or `.add_()` in a loop."""
     method = func.attr
-    plain = context.full_name(func).startswith(("numpy.", "math."))
-    if method in ("item", "tolist") and not node.args and not plain:
+    of_numpy = context.full_name(func).startswith(("numpy.", "math."))
+    if method in ("item", "tolist") and not node.args and not of_numpy:
         yield context.site("item", event, sure=context.tensors.kind(func.value) in ON_DEVICE)
     elif method == "numpy" and not node.args:
         if context.tensors.kind(func.value) in ON_DEVICE:
@@ -255,7 +256,7 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: 
 
 
 def _branches(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a condition that depends on the values of a tensor."""
+    """Yields a finding for a condition that depends on the values of a tensor."""
     pending = [event.node]
     while pending:
         node = pending.pop()
@@ -269,7 +270,7 @@ def _branches(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields an index that needs a tensor's values: a bound of a slice, or a mask."""
+    """Yields a finding for an index that needs a tensor's values: a bound of a slice, or a mask."""
     if not isinstance(event.node, ast.Subscript):
         return
     index = event.node.slice
@@ -283,7 +284,7 @@ def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields an assignment to a part of a tensor, in a loop or through a mask."""
+    """Yields a finding for an assignment to a part of a tensor, in a loop or through a mask."""
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
@@ -294,7 +295,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a `with` or decorator of autocast, of the kernels of attention, of a compiler, or of a kernel package."""
+    """Yields a finding for a `with` or decorator of autocast, of attention's backends, a compiler or a GPU kernel."""
     name = context.full_name(event.node.func if isinstance(event.node, ast.Call) else event.node)
     if is_autocast(name):
         yield context.site("autocast", event, AUTOCAST)
@@ -307,7 +308,7 @@ def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a string such as "cuda:0", unless it is an argument of autocast."""
+    """Yields a finding for a string such as "cuda:0", unless it is an argument of autocast."""
     if event.node in context.arguments_of_autocast:
         return
     text = ast.unparse(event.node).strip("'\"f")
@@ -316,7 +317,7 @@ def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields masks of all pairs of positions: made as a square, or as in `x[:, None] == x[None]`."""
+    """Yields a finding for a mask of all pairs of positions: made as a square, or as in `x[:, None] == x[None]`."""
     node = event.node
     pair: tuple[ast.expr, ast.expr] | None = None
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OUTER):
@@ -339,7 +340,9 @@ def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _is_square(node: ast.Call, name: str) -> bool:
-    """Returns whether a factory call makes a square of positions: its last two sizes are equal, and no feature size."""
+    """Returns whether a call such as `torch.ones(n, n)` makes a square of positions: its last two sizes have equal
+    source, and are neither numbers nor sizes of features.
+    """
     if name in ("eye", "tri"):
         return bool(node.args) and not _is_small(node.args[0]) and ast.unparse(node.args[0]).lower() not in _FEATURES
     parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
@@ -350,7 +353,7 @@ def _is_square(node: ast.Call, name: str) -> bool:
 
 
 def _is_small(node: ast.expr) -> bool:
-    """Returns whether a size is a number, and so no count of positions."""
+    """Returns whether a size is no count of positions for certain: a number such as `4` or `-1`, or `*sizes`."""
     return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
 
 
@@ -421,20 +424,23 @@ _HANDED_THROUGH = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "i
 
 
 class Tensors:
-    """Which names of a function are tensors, after each of its events in turn. It fills `kinds`."""
+    """Which names of a function are tensors. `follow` takes its events in turn, and keeps `kinds` up to date."""
 
     def __init__(self, context: FunctionContext, body: Body) -> None:
+        """Notes which parameters are tensors, and which names the function uses as a tensor or a dictionary."""
         unit = context.unit
         init = context.codebase.method(unit.owner, "__init__") if unit.owner and unit.module.uses_torch else None
         self._attributes = init.tensors if init is not None else frozenset()
-        self._context: FunctionContext = weakref.proxy(context)  # a circle would keep the syntax: nothing is collected
+        # A cycle would keep the syntax tree: `scan` disables the collector.
+        self._context: FunctionContext = weakref.proxy(context)
         self._self = unit.first
         self.kinds: dict[str, Kind] = {}
-        self.made_from: dict[str, ast.expr] = {}
-        self._containers: set[str] = set()
+        self.made_from: dict[str, ast.expr] = {}  # the last value that each name was assigned
+        self._containers: set[str] = set()  # names of lists and dictionaries
         calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
         owners = [call.func.value for call in calls if getattr(call.func, "attr", "") in _ONLY_TENSORS]
         self._used_as_tensors = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+        # A name with a text as its index, as in `batch["image"]`, is a dictionary.
         indexed: list[Any] = [event.node for event in (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])]
         holders = [node.value for node in indexed if isinstance(getattr(node.slice, "value", None), str)]
         self._dictionaries = {holder.id for holder in holders if isinstance(holder, ast.Name)}
@@ -458,7 +464,7 @@ class Tensors:
             self.kinds[parameter.name] = kind
 
     def follow(self, event: Event) -> None:
-        """Notes what an assignment or the parameters of a nested function make tensors."""
+        """Notes the kinds of the names that an assignment binds, or of the parameters of a nested function."""
         if event.act is Act.ENTER and isinstance(event.node, Function):
             self._enter(event.node, False)
         elif event.act is Act.ASSIGN and event.value is not None:
@@ -468,7 +474,7 @@ class Tensors:
         """Notes the kind of value that the target of an assignment or loop gets."""
         if isinstance(target, ast.Name):
             if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
-                return  # `x = None` in one branch: in the other one it is what it was
+                return  # `x = None` in a branch: x is what the other branches make it
             self.kinds[target.id] = self.kind(value)
             self.made_from[target.id] = value
             if not loops_over:
@@ -503,7 +509,7 @@ class Tensors:
         return self.kind(node) in ON_DEVICE and not (isinstance(node, ast.Name) and node.id in self._containers)
 
     def kind(self, node: ast.expr) -> Kind:
-        """Returns the kind of an expression's value, such as a tensor; a list of tensors counts as what is in it."""
+        """Returns the kind of an expression's value; a list of tensors counts as a tensor."""
         if isinstance(node, ast.Name):
             kind = self.kinds.get(node.id, Kind.UNKNOWN)
             return Kind.TENSOR if kind is Kind.UNKNOWN and node.id in self._used_as_tensors else kind
@@ -565,13 +571,14 @@ class Tensors:
         if isinstance(node.func, ast.Name):
             if node.func.id in _HANDED_THROUGH and node.args and not name:
                 return self.kind(node.args[0])
-            return Kind.UNKNOWN if name or node.func.id in self.kinds else Kind.PLAIN
+            is_bound = bool(name) or node.func.id in self.kinds
+            return Kind.UNKNOWN if is_bound else Kind.PLAIN  # a name that nothing binds is a builtin, such as `len`
         if isinstance(node.func, ast.Attribute):
             return self._method(node, node.func)
         return Kind.UNKNOWN
 
     def _method(self, node: ast.Call, func: ast.Attribute) -> Kind:
-        """Returns what a method of an object returns; a call of a submodule with a tensor returns a tensor."""
+        """Returns the kind of value that a method returns; a call of a submodule with a tensor returns a tensor."""
         kind = self.kind(func.value)
         method = func.attr
         if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
@@ -603,7 +610,7 @@ def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
 
 
 def _joint_kind(kinds: list[Kind]) -> Kind:
-    """Returns the kind of a value that is made of several: a tensor if one is a tensor, plain if all are plain."""
+    """Returns the kind of a value made of other values: a tensor if any of them is a tensor, plain if all are plain."""
     for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
         if kind in kinds and (kind is not Kind.PLAIN or all(kind is Kind.PLAIN for kind in kinds)):
             return kind

@@ -89,22 +89,22 @@ class Imported:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
-    """What a function does: `assigned` are parameters, `nones` those set to None, `asked` the names in conditions."""
+    """What a function does."""
 
-    steps: tuple[Called | Read | Imported, ...] = ()
-    assigned: frozenset[str] = frozenset()
-    nones: frozenset[str] = frozenset()
+    references: tuple[Called | Read | Imported, ...] = ()
+    assigned: frozenset[str] = frozenset()  #: The parameters that it assigns to.
+    nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
     attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, each with the constant, if it is one.
-    asked: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()  #: The names in its conditions.
     answer: Term = None  #: What it returns, where it does nothing else.
 
     @property
     def calls(self) -> Iterator[Called]:
-        return (step for step in self.steps if isinstance(step, Called))
+        return (reference for reference in self.references if isinstance(reference, Called))
 
     @property
     def imports(self) -> Iterator[Imported]:
-        return (step for step in self.steps if isinstance(step, Imported))
+        return (reference for reference in self.references if isinstance(reference, Imported))
 
 
 class Terms:
@@ -159,7 +159,7 @@ class Terms:
         return self._call(node) if isinstance(node, ast.Call) else None
 
     def _comparison(self, left: ast.expr, op: str, right: ast.expr) -> Term:
-        """Returns a comparison as a term; `device == "cuda"` has an assumed value where there is no CUDA."""
+        """Returns a comparison as a term, `("==", left, right)`; `device == "cuda"` is assumed False without CUDA."""
         sides = self.term(left), self.term(right)
         compared = (op, *sides) if op and None not in sides else None
         names_device = names_cuda(right) or names_cuda(left)
@@ -169,8 +169,8 @@ class Terms:
         return compared
 
     def _call(self, node: ast.Call) -> Term:
-        """Returns the term of a call in a condition: what `is_grad_enabled()` is in an inference, or a function of the
-        codebase, whose answer may be known later; torch's other functions are unknown.
+        """Returns the term of a call in a condition: `("const", False)` for `is_grad_enabled()`, `("call", "pkg.m.f")`
+        for a function of the codebase, whose answer may be known later; None for torch's other functions.
         """
         name = self._full_name(node.func)
         if name in _FALSE_ALONE:
@@ -181,21 +181,27 @@ class Terms:
 
 
 def _with_assumption(term: Term, last: str, name: str = "") -> Term:
-    """Returns a term with its value without a process group or CUDA, if its name says that it asks for one."""
+    """Returns `("else", term, "process-group", 1)` for `sp_size`: the term's value, or 1 where the source does not show
+    it and there is no process group. A name that asks for neither a group nor CUDA leaves the term as it is.
+    """
     assumed = _VALUES_WITHOUT.get(name) or _assumed_by_name(last)
     return term if assumed is None else ("else", term, *assumed)
 
 
 @functools.cache
 def _assumed_by_name(last: str) -> tuple[str, Any] | None:
-    """Returns what is assumed of a name by its words: that `sp_size` is 1 without a process group."""
+    """Returns the value that a name is assumed to have by its words: `("process-group", 1)` for `sp_size`, which is 1
+    without a process group. None for other names.
+    """
     return next((value for words, value in _WORDS if words.search(last.lower())), None)
 
 
 def _certain(term: Term) -> Term:
-    """Returns a term as if nothing was assumed, None for unknown: code after `if not initialized: raise` is reached."""
+    """Returns a term without its assumed values; None where then nothing is known. So code after `if not initialized:
+    raise` counts as reached, though no process group is assumed.
+    """
     if term is None or term[0] in ("const", "name", "self", "training"):
         return term
-    if term[0] == "call":  # what a function answers is asked for under an assumption alone
+    if term[0] == "call":  # a function's answer is looked up only under an assumption
         return None
     return _certain(term[1]) if term[0] == "else" else (term[0], *map(_certain, term[1:]))

@@ -24,7 +24,7 @@ from torchport.source.bindings import STARRED, Function, parameters
 Arguments = dict[str, Any]
 _DUNDERS = ("__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__")
 _DEPTH = 4
-"""How many functions that only return what another one does are looked through."""
+"""How many functions that only return another function's answer are looked through."""
 _NETWORK = ("forward", "encode", "decode", "__call__")
 
 
@@ -73,11 +73,12 @@ class Reached:
         self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with what they are called with
         self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
         self._made: dict[Class, None] = {}  # the classes of which objects are made
-        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # those of the classes above
+        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # the methods of `_made`, by name
         # Calls of methods of objects whose class is unknown, by the method's name.
         self._open_calls: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
         self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if "property" in unit.decorators}
         self._pending: dict[CodeUnit, None] = {}  # the reached functions that are still to be followed
+        #: By function, the functions that call it, each with the line of the call; 0 if the line is unknown.
         self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
 
     def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
@@ -85,31 +86,31 @@ class Reached:
         for unit in units:
             self._import(unit.module.name)
             self._reach(unit, None, None)
-        for kind in classes:
-            self._import(kind.module.name)
-            self._create(kind, None, None)
+        for cls in classes:
+            self._import(cls.module.name)
+            self._create(cls, None, None)
         while self._pending:
             self._follow(self._pending.popitem()[0])
 
     def admit(self, units: Iterable[CodeUnit]) -> None:
-        """Notes that functions may be called with any arguments, and follows nothing that they call."""
+        """Notes that functions may be called with any arguments; their own calls are not followed."""
         for unit in units:
             if unit not in self._patches.by_unit:
                 self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
     def may_run(self, site: Site) -> bool:
-        """Returns whether the place of a finding may run, with None for the parameter that must be None for it."""
+        """Returns whether the place of a finding may run, with None for its parameter `site.if_none`, if it has any."""
         if site.if_none and self._values(site.unit).names.get(site.if_none, _UNKNOWN) is not None:
             return False
         return self.leads_to(site.unit, site.conditions, site.line)
 
     def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int) -> bool:
-        """Returns whether a line of a function may run under its conditions."""
+        """Returns whether a line of a function may run: it is reached, not patched, and its conditions may hold."""
         is_reached = unit in self._arguments and not self._patches.at(unit, line)
         return is_reached and self._values(unit).allow(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
-        """Returns what is known of a function's parameters: a constant that all calls pass, or that it is not None."""
+        """Returns the known values in a function: for a parameter the constant that all calls pass, or `_NOT_NONE`."""
         known = self._known.get(unit)
         if known is None:
             names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}
@@ -131,18 +132,23 @@ class Reached:
                         self._reach(unit, caller=None, call=None)
 
     def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
-        """Notes that a function is called, and with which constants; without a `call`, nothing is known of them."""
+        """Notes that a function is called, and with which constants. If that is new, it will be followed (again).
+
+        Args:
+            call: The call in the caller; None if its arguments are unknown.
+            bound: As for `_constants_passed`.
+        """
         if caller is not None:
             self.callers[unit].add((caller, call.line if call is not None else 0))
         if unit in self._patches.by_unit:
             return
         known = self._arguments.get(unit)
         if known is not None and all(value is _UNKNOWN for value in known.values()):
-            return
+            return  # nothing is known of its parameters, whatever a further call passes
         given = dict.fromkeys(unit.parameters, _UNKNOWN)
         if call is not None and caller is not None:
             given = _constants_passed(unit, call, self._values(caller), bound)
-        if known is not None:
+        if known is not None:  # a parameter keeps its value only if all calls pass the same
             for name, value in known.items():
                 is_same = type(value) is type(given[name]) and value is not _UNKNOWN and bool(value == given[name])
                 given[name] = value if value is given[name] or is_same else _UNKNOWN
@@ -152,22 +158,23 @@ class Reached:
         self._known.pop(unit, None)
         self._pending[unit] = None
 
-    def _create(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
-        """Notes that an object of a class is made: its constructor runs, and its methods may be called."""
-        methods = self._codebase.methods(kind)
+    def _create(self, cls: Class, caller: CodeUnit | None, call: Called | None) -> None:
+        """Notes that an object of a class is made: its constructor runs, and its methods may be called from now on."""
+        methods = self._codebase.methods(cls)
         for name in ("__init__", "__post_init__", "__new__"):
             if name in methods:
                 self._reach(methods[name], caller, call)
-        if kind in self._made:
+        if cls in self._made:
             return
-        self._made[kind] = None
-        names = (*_DUNDERS, "forward") if self._codebase.is_network(kind) else _DUNDERS
+        self._made[cls] = None
+        names = (*_DUNDERS, "forward") if self._codebase.is_network(cls) else _DUNDERS
         for name in names:
             if name in methods:
                 self._reach(methods[name], caller, None)
         for name, unit in methods.items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
+                # Calls that came before, and that may be of this class.
                 for open_caller, open_call in list(self._open_calls.get(name, {}).values()):
                     self._reach(unit, open_caller, open_call)
 
@@ -175,29 +182,29 @@ class Reached:
         """Follows a call of a method where the source does not show the object's class: it may be of any class of
         which objects are made, before this call or after it.
         """
-        self._open_calls[name][id(call if call is not None else unit)] = unit, call
+        self._open_calls[name][id(call if call is not None else unit)] = unit, call  # each call once
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
     def _follow(self, unit: CodeUnit) -> None:
         """Follows the imports, calls and names of a function that may run."""
         values = self._values(unit)
-        for step in unit.facts.steps:
-            if self._patches.at(unit, step.line) or not values.allow(step.conditions):
+        for reference in unit.facts.references:
+            if self._patches.at(unit, reference.line) or not values.allow(reference.conditions):
                 continue
-            if isinstance(step, Imported):
-                for name in step.modules:
+            if isinstance(reference, Imported):
+                for name in reference.modules:
                     self._import(name)
-            elif isinstance(step, Called):
-                self._call(unit, step)
+            elif isinstance(reference, Called):
+                self._call(unit, reference)
             else:
-                self._mention(unit, step)
+                self._mention(unit, reference)
 
     def _call(self, unit: CodeUnit, call: Called) -> None:
         """Follows one call: of `super()`, `self`, a known name, or a method of an object of unknown class."""
         chain = call.chain
         for name in chain[1:-1]:
-            if name in self._properties:
+            if name in self._properties:  # it runs first, as in `x.name.method()`
                 self._call_in_any_class(name, unit, None)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.method, inherited=True)
@@ -213,7 +220,7 @@ class Reached:
             else:  # `self.a.method(...)`
                 self._call_in_any_class(chain[-1], unit, call)
         else:
-            self._mention_table(unit, f"{unit.module.name}.{chain[0]}")
+            self._mention_table(unit, f"{unit.module.name}.{chain[0]}")  # as in `BLOCKS.get(kind)`
             known = bool(call.name) and self._call_of_name(unit, call.name, call)
             if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
                 self._call_in_any_class(chain[-1], unit, call)
@@ -229,18 +236,18 @@ class Reached:
             self._create(known, unit, call)
             return True
         above, _, last = name.rpartition(".")
-        kind = self._codebase.definition(above) if above else None
-        if not isinstance(kind, Class):
+        cls = self._codebase.definition(above) if above else None
+        if not isinstance(cls, Class):
             return False
-        forward = self._codebase.method(kind, "forward") if last == "apply" else None  # of an autograd function
+        forward = self._codebase.method(cls, "forward") if last == "apply" else None  # of an autograd function
         if forward is not None:
             self._reach(forward, unit, None)
-        else:
-            self._create(kind, unit, None)
+        else:  # as in `Network.from_pretrained()`, where the codebase has no such method
+            self._create(cls, unit, None)
         return True
 
     def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
-        """Notes that a class's method may be called, or that of a subclass of which objects are made."""
+        """Notes that a class's method is called, or the method that overrides it in a subclass with objects."""
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, call)
@@ -249,7 +256,7 @@ class Reached:
                     self._reach(other, unit, call)
 
     def _mention(self, unit: CodeUnit, read: Read) -> None:
-        """Follows a function or class that is named but not called: somebody else may call it."""
+        """Follows a function or class that is named and not called, as in `map(f, xs)`, and a property that is read."""
         chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
@@ -262,7 +269,7 @@ class Reached:
                 self._call_in_any_class(name, unit, None)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
-        """Notes that a function hands a definition on: nothing is known of the calls of it."""
+        """Notes that a function hands a definition on: it may be called with any arguments."""
         if isinstance(known, Class):
             self._create(known, unit, None)
         elif isinstance(known, CodeUnit):
@@ -313,8 +320,8 @@ class _Values:
         if kind == "call":
             if not self.without or self.depth >= _DEPTH:
                 return _UNKNOWN
-            known = self.definition(parts[0])  # it may only look something up
-            answer = known.facts.answer if isinstance(known, CodeUnit) else None
+            known = self.definition(parts[0])
+            answer = known.facts.answer if isinstance(known, CodeUnit) else None  # what it returns, if that is all
             return dataclasses.replace(self, names={}, depth=self.depth + 1).value(answer)
         return self._operator_value(kind, parts)
 
@@ -361,30 +368,33 @@ def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool
 
 
 def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]:
-    """Returns the attributes that the whole codebase sets to the same boolean, and never to anything else. What is
-    patched sets nothing.
+    """Returns the attributes that the whole codebase sets to one boolean and to nothing else: `{"use_sp": False}`. A
+    replaced function sets nothing; a variable in a class body counts as unknown.
     """
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
-        for kind in module.classes.values():
-            for name in kind.variables:
+        for cls in module.classes.values():
+            for name in cls.variables:
                 values[name].add(_UNKNOWN)
     for unit in codebase.units:
         for name, term in unit.facts.attributes if unit not in patches.by_unit else ():
             values[name].add(term[1] if term is not None and isinstance(term[1], bool) else _UNKNOWN)
-    return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and _UNKNOWN not in some}
+    return {name: next(iter(known)) for name, known in values.items() if len(known) == 1 and _UNKNOWN not in known}
 
 
-def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns where an entry begins: the methods of its class that are called, and the classes of its objects."""
-    methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
-    mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
-    if not methods:
-        methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
-    makers = [unit for unit in mine if "classmethod" in unit.decorators]
+def roots(codebase: Codebase, cls: Class) -> tuple[list[CodeUnit], list[Class]]:
+    """Returns the methods that a run calls if its entry is a class, and the classes of which it makes objects: the
+    class, and those that its constructor's annotations name.
+    """
+    methods = [unit for name in _NETWORK if (unit := codebase.method(cls, name)) is not None]
+    defined = [unit for unit in cls.module.units.values() if unit.owner is cls]
+    if not methods:  # no network: all public methods
+        methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
+    makers = [unit for unit in defined if "classmethod" in unit.decorators]
+    # A class method that calls `cls(...)` makes an object.
     methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
-    classes = [kind]
-    init = codebase.method(kind, "__init__")
+    classes = [cls]
+    init = codebase.method(cls, "__init__")
     known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]
     for name in _annotated_names(codebase, init) if init is not None else ():
         component = codebase.definition(name)
@@ -408,8 +418,8 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
     """Returns the facts of a function, which are kept when its syntax tree is dropped."""
     skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
     heads = unit.heads
-    others = {unit.first, *unit.module.tables}
-    steps: dict[Any, Called | Read | Imported] = {}
+    others = {unit.first, *unit.module.tables}  # names that are followed, too
+    references: dict[Any, Called | Read | Imported] = {}
     attributes: dict[tuple[str, Term], None] = {}
     bound: set[str] = set()
     nones: set[str] = set()
@@ -417,16 +427,16 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
         node = event.node
         if event.act is Act.CHAIN:
             if type(node) is ast.Name and node.id not in heads and node.id not in others:
-                continue
+                continue  # a local name, as most are
             read = _read_of(codebase, unit, event, terms) if node not in skipped else None
             if read is not None:
-                steps.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
+                references.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
         elif event.act is Act.CALL:
             call = _call_of(codebase, unit, event, terms) if node not in skipped else None
             if call is not None:
-                steps[event] = call
+                references[event] = call
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            steps[event] = _import_of(unit, event, node, terms)
+            references[event] = _import_of(unit, event, node, terms)
         elif event.act is Act.ASSIGN:
             bound |= {node.id} if isinstance(node, ast.Name) else names_in(node)
             value = terms.term(event.value) if isinstance(event.value, ast.Constant) else None
@@ -436,16 +446,16 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
                 attributes[node.attr, value] = None
         elif event.act is Act.ENTER and isinstance(node, Function):
             bound |= {name.arg for name in ast.walk(node.args) if isinstance(name, ast.arg)}
-    under = {id(event.guards): event.guards for event in body.events if event.guards}  # many events have the same
-    tests = {guard.test for guards in under.values() for guard in guards}
+    distinct = {id(event.guards): event.guards for event in body.events if event.guards}  # many events share theirs
+    tests = {guard.test for guards in distinct.values() for guard in guards}
     return Facts(
-        tuple(steps.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
+        tuple(references.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
         tuple(attributes), frozenset(name for test in tests for name in names_in(test)), _returned_alone(body, terms),
     )  # fmt: skip
 
 
 def _only_asked_about(body: Body) -> set[ast.AST]:
-    """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
+    """Returns the nodes of classes that only an `isinstance` or `issubclass` names: no object of them is made there."""
     calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
     asking = [call for call in calls if type(call.func) is ast.Name and call.func.id in ("isinstance", "issubclass")]
     return {node for call in asking for argument in call.args[1:] for node in ast.walk(argument)}
@@ -453,10 +463,10 @@ def _only_asked_about(body: Body) -> set[ast.AST]:
 
 def _returned_alone(body: Body, terms: Terms) -> Term:
     """Returns the term that a function returns, if it does nothing else; else None."""
-    block = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
-    docs = [node for node in block if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    does = [node for node in block if node not in docs and not isinstance(node, ast.Global)]
-    return terms.term(does[0].value) if len(does) == 1 and isinstance(does[0], ast.Return) else None
+    statements = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
+    docs = [node for node in statements if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    rest = [node for node in statements if node not in docs and not isinstance(node, ast.Global)]
+    return terms.term(rest[0].value) if len(rest) == 1 and isinstance(rest[0], ast.Return) else None
 
 
 def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:
@@ -474,7 +484,7 @@ def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, 
 
 
 def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
-    """Returns a call as a fact, with the full name of what is called; None if that cannot be in the codebase."""
+    """Returns a call as a fact, with the full name of its function; None if no function of the codebase is called."""
     node: Any = event.node
     chain = chain_of(node.func)
     method = ""
@@ -499,7 +509,7 @@ def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> 
 
 
 def _read_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
-    """Returns a name or attribute that is read as a fact; None if it cannot be in the codebase."""
+    """Returns the reading of a name or attribute as a fact; None if the name is not of the codebase."""
     node: Any = event.node
     chain = chain_of(node)
     name = codebase.resolve(unit, chain) if chain else ""

@@ -41,7 +41,7 @@ _DEEPEST = 50_000
 
 
 def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
-    """Returns what in a codebase will not port, or raises.
+    """Returns the findings in a codebase that will not port; raises if there is no Python file or no such entry.
 
     Args:
         path: The codebase's folder, or one file.
@@ -57,9 +57,9 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     codebase = Codebase(sources, package)
     codebase.unread += unread
     was_enabled = gc.isenabled()
-    gc.disable()  # to walk all syntax trees again and again takes a third of the time
+    gc.disable()  # a collector that walks all syntax trees again and again takes a third of the time
     try:
-        # A sum of a thousand terms is a thousand levels.
+        # A sum of a thousand terms is a syntax tree of a thousand levels.
         with recursion(max(sys.getrecursionlimit(), _DEEPEST)):
             found = _read(codebase)
             with waiting("scan: what runs"):
@@ -67,13 +67,14 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     finally:
         if was_enabled:
             gc.enable()
-    left = [dataclasses.replace(finding, file=_named(path, finding.file)) for finding in codebase.unread]
-    return dataclasses.replace(report, findings=tuple(sorted([*report.findings, *left], key=_PLACE)))
+    unreadable = [dataclasses.replace(finding, file=_named(path, finding.file)) for finding in codebase.unread]
+    findings = sorted([*report.findings, *unreadable], key=_PLACE)
+    return dataclasses.replace(report, findings=tuple(findings))
 
 
 def import_root(path: Path) -> tuple[Path, str]:
-    """Returns the folder that a folder or file is imported from, and the package that it is or lies in, such as
-    `pkg.models`; empty outside of packages.
+    """Returns the folder that a folder or file is imported from, and its package: `src` and `pkg.models` for
+    `src/pkg/models/`, if both have an `__init__.py`. The package is empty outside of packages.
     """
     names: list[str] = []
     current = path if folder.has_folder(path) else path.parent
@@ -89,7 +90,7 @@ def _named(root: Path, below: str) -> str:
 
 
 def _read(codebase: Codebase) -> list[Site]:
-    """Reads all files, notes the facts of each function, and returns what is found in each function alone."""
+    """Reads all files, sets the `facts` of each function, and returns the findings that a function shows by itself."""
     found: dict[CodeUnit, list[Site]] = {}
     for number, module in enumerate(track(codebase.read(), "scan", "file", len(codebase.sources)), 1):
         for unit in module.units.values():
@@ -106,7 +107,7 @@ def _read(codebase: Codebase) -> list[Site]:
 def _report(
     path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path], found: list[Site]
 ) -> ScanReport:
-    """Returns the report of a codebase that was read: what runs of it, and which patches cover the findings there."""
+    """Returns the report of a codebase that was read: its findings, with reach, guard and covering patches."""
     starts = [_start(path, codebase, entry) for entry in entries]
     patches = _read_patches(codebase, folders)
     unpatched = Reached(codebase)
@@ -125,7 +126,7 @@ def _report(
             known.append((site, "path" if starts else "unknown"))
         elif training.may_run(site):
             known.append((site, "training"))
-        elif not site.if_none:
+        elif not site.if_none:  # else a call gives the argument, and nothing is wrong there
             known.append((site, "off"))
     all_sites = [site for site, _ in known]
     covering = _Coverage(patches, unpatched, patched, all_sites).of_all(all_sites)
@@ -142,7 +143,9 @@ def _report(
 
 
 def _start(path: Path, codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns the functions and the classes that an entry `pkg.mod:name` starts from; refuses an unknown entry."""
+    """Returns the functions and classes from which everything is followed for an entry `pkg.mod:name`. Refuses an
+    unknown entry, and an entry in a file that could not be read.
+    """
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
     names = module_name.replace(".", "/")
@@ -170,13 +173,13 @@ def _start(path: Path, codebase: Codebase, entry: str) -> tuple[list[CodeUnit], 
 
 
 def _trains(unit: CodeUnit) -> bool:
-    """Returns whether a function is there for training, by the words of its name and file."""
+    """Returns whether a function is there for training, by the words of its name and path: `Trainer.run` is."""
     text = f"{unit.module.source.path} {unit.name}"
     return any(word.lower() in _TRAINS for word in re.findall(r"[A-Z]?[a-z]+", text))
 
 
 def _guard(site: Site, reach: Reach, without: dict[Guard, Reached], helpers: set[str] | None) -> Guard:
-    """Returns what a finding runs under alone, `process-group` or `cuda`; empty if it runs without them.
+    """Returns what must be there so that a finding runs, `process-group` or `cuda`; empty if it also runs without.
 
     Args:
         without: What runs where there is no process group, and where there is no CUDA.
@@ -189,12 +192,12 @@ def _guard(site: Site, reach: Reach, without: dict[Guard, Reached], helpers: set
     return next((guard for guard, reached in without.items() if not reached.may_run(site)), "")
 
 
-def _callers_without_group(sites: Iterable[Site], alone: Reached) -> set[str]:
-    """Returns the full names of functions that lead to a call of torch.distributed without a process group."""
-    pending = [site.unit for site in sites if site.kind == "process-group" and alone.may_run(site)]
+def _callers_without_group(sites: Iterable[Site], without_group: Reached) -> set[str]:
+    """Returns the full names of the functions that lead to a call of torch.distributed without a process group, too."""
+    pending = [site.unit for site in sites if site.kind == "process-group" and without_group.may_run(site)]
     seen = set(pending)
     while pending:
-        callers = {caller for caller, _ in alone.callers.get(pending.pop(), ())} - seen
+        callers = {caller for caller, _ in without_group.callers.get(pending.pop(), ())} - seen
         seen |= callers
         pending += callers
     return {unit.dotted for unit in seen}
@@ -202,35 +205,36 @@ def _callers_without_group(sites: Iterable[Site], alone: Reached) -> set[str]:
 
 def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) -> Iterator[Absent]:
     """Yields each package that code on the path imports without condition, and that is not installed."""
-    beside = path.parent if folder.has_file(path) else path
+    beside = path.parent if folder.has_file(path) else path  # a script also imports what lies beside it
     known = {name.partition(".")[0] for name in codebase.modules}
     for unit in codebase.units:
-        for step in unit.facts.imports:
-            if not step.always or not reached.leads_to(unit, step.conditions, step.line):
+        for statement in unit.facts.imports:
+            line = statement.line
+            if not statement.always or not reached.leads_to(unit, statement.conditions, line):
                 continue
-            for package in step.packages:
+            for package in statement.packages:
                 if package in known or is_kernel(package):  # a kernel is a finding
                     continue
                 is_beside = folder.has_file(beside / f"{package}.py") or folder.has_folder(beside / package)
                 is_stubbed = any(unit.module.name in importers for _, importers in patches.stubs.get(package, ()))
                 if not is_beside and not is_stubbed and not is_there(package):
                     known.add(package)
-                    yield Absent(package, _named(path, unit.module.source.path), step.line)
+                    yield Absent(package, _named(path, unit.module.source.path), line)
 
 
 def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
-    """Returns the findings of each function alone, and those that follow from other functions: helpers and aliases. A
-    helper over process groups is a function of a module, or a method of an autograd function, that calls
-    torch.distributed; or one of the same module that leads there: by a call, by making an object whose constructor
-    does, or by a global that such a function sets.
+    """Returns `found`, the findings of each function alone, with the findings that follow from other functions: calls
+    of helpers, and aliases. A helper is a function of a module, or a method of an autograd function, that calls
+    torch.distributed. A function of the same module that leads to it is a helper, too: by a call, by making an object
+    whose constructor does, or by a global that a helper sets.
     """
     direct = {site.unit for site in found if site.kind == "process-group"}
     helpers: set[CodeUnit] = set()
     for module in {unit.module for unit in direct}:
         helpers |= _group_helpers(codebase, module, direct)
-    there = {(site.unit, site.kind) for site in found}
+    known = {(site.unit, site.kind) for site in found}
     calls = _calls_of_helpers(codebase, helpers)
-    found += [site for site in calls if (site.unit, site.kind) not in there or site.kind == "parallel-state"]
+    found += [site for site in calls if (site.unit, site.kind) not in known or site.kind == "parallel-state"]
     units = [unit for unit in (*helpers, *(site.unit for site in found)) if unit.owner is None and unit.name != MODULE]
     return found + list(_aliases(codebase, {unit.dotted: unit for unit in units}))
 
@@ -240,53 +244,55 @@ def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) ->
     functions = [unit for unit in module.units.values() if unit.name != MODULE and not unit.is_class]
     candidates = [unit for unit in functions if unit.owner is None or _is_autograd(codebase, unit.owner)]
     helpers = {unit for unit in candidates if unit in direct}
-    makers = {kind.name for kind in module.classes.values() if _constructor_leads_to(codebase, kind, direct)}
+    # Classes that call torch.distributed when an object of them is made.
+    makers = {cls.name for cls in module.classes.values() if _constructor_leads_to(codebase, cls, direct)}
     heads: dict[CodeUnit, set[str]] = {}  # the first names of all that a function reads or calls
     for unit in candidates:
-        nodes = [event.node for event in codebase.body(unit).events if event.act in (Act.CALL, Act.CHAIN)]
-        chains = [chain_of(node.func if isinstance(node, ast.Call) else node) for node in nodes]
+        used = [event.node for event in codebase.body(unit).events if event.act in (Act.CALL, Act.CHAIN)]
+        chains = [chain_of(node.func if isinstance(node, ast.Call) else node) for node in used]
         heads[unit] = {name for chain in chains for name in chain[:1]}
     while True:
-        reached = {unit.name.partition(".")[0] for unit in helpers} | makers
-        inner = (node for unit in helpers for node in ast.walk(codebase.body(unit).node))
-        reached |= {name for node in inner if isinstance(node, ast.Global) for name in node.names}
-        more = {unit for unit in candidates if unit not in helpers and heads[unit] & reached}
+        # A function that names a helper, a class of `makers`, or a global that a helper sets is a helper, too.
+        names = {unit.name.partition(".")[0] for unit in helpers} | makers
+        nodes = (node for unit in helpers for node in ast.walk(codebase.body(unit).node))
+        names |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        more = {unit for unit in candidates if unit not in helpers and heads[unit] & names}
         if not more:
             return helpers
         helpers |= more
 
 
-def _is_autograd(codebase: Codebase, kind: Class) -> bool:
+def _is_autograd(codebase: Codebase, cls: Class) -> bool:
     """Returns whether a class is a `torch.autograd.Function`, by the names of its bases."""
-    return any("autograd" in base for base in codebase.bases(kind))
+    return any("autograd" in base for base in codebase.bases(cls))
 
 
-def _constructor_leads_to(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
+def _constructor_leads_to(codebase: Codebase, cls: Class, direct: set[CodeUnit]) -> bool:
     """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
-    if _is_autograd(codebase, kind):
+    if _is_autograd(codebase, cls):
         return False
-    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
+    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(cls, name))]
     seen = set(pending)
     while pending:
         unit = pending.pop()
         if unit in direct:
             return True
         chains = [call.chain for call in unit.facts.calls if len(call.chain) == 2 and call.chain[0] == unit.first]
-        methods = {method for _, name in chains if (method := codebase.method(kind, name)) is not None} - seen
+        methods = {method for _, name in chains if (method := codebase.method(cls, name)) is not None} - seen
         seen |= methods
         pending += methods
     return False
 
 
 def _calls_of_helpers(codebase: Codebase, helpers: set[CodeUnit]) -> Iterator[Site]:
-    """Yields the calls of helpers in other functions, one for each function and line."""
+    """Yields a finding for the first call of a helper on each line of other functions."""
     names = {unit.dotted for unit in helpers}
     for unit in codebase.units:
         if unit in helpers:
             continue
         lines: set[int] = set()
         for call in unit.facts.calls:
-            # Under `if __name__ == "__main__"` nothing runs that is imported.
+            # Code under `if __name__ == "__main__"` does not run at an import.
             in_script = any(term is not None and ("name", "__name__") in term for term, _ in call.conditions)
             if call.name not in names or call.line in lines or in_script:
                 continue
@@ -298,15 +304,15 @@ def _calls_of_helpers(codebase: Codebase, helpers: set[CodeUnit]) -> Iterator[Si
             yield Site(unit, kind, call.line, text, call.conditions, call.name)
 
 
-def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
-    """Yields the imports `from m import f` of functions with a finding: a patch of `m.f` does not change that name."""
+def _aliases(codebase: Codebase, with_finding: dict[str, CodeUnit]) -> Iterator[Site]:
+    """Yields the imports `from m import f` of functions `with_finding`: a patch of `m.f` does not change that name."""
     for module in codebase.modules.values():
         top = module.units[MODULE]
-        for step in top.facts.imports:
-            for name, bound, line in step.aliases:
-                unit = wanted.get(codebase.canonical(bound))
+        for statement in top.facts.imports:
+            for name, bound, line in statement.aliases:
+                unit = with_finding.get(codebase.canonical(bound))
                 if unit is not None and unit.module is not module:
-                    yield Site(top, "alias", line, name, step.conditions, unit.dotted)
+                    yield Site(top, "alias", line, name, statement.conditions, unit.dotted)
 
 
 _GENERIC = ("torch", "torchax")
@@ -332,7 +338,7 @@ def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
 
 
 def _record(patches: Patches, codebase: Codebase, entry: patch.Entry) -> None:
-    """Notes what a patch changes: a stub, lines of a function, a function or class, or a name of another package."""
+    """Adds to `patches` what an entry changes: a package, lines of a function, a function, a class, a foreign name."""
     if entry.stub is not None:
         patches.stubs[entry.stub.package].append((entry.id, frozenset(entry.stub.importers)))
         return
@@ -363,6 +369,7 @@ class _Coverage:
     """Which patches take care of a finding."""
 
     def __init__(self, patches: Patches, unpatched: Reached, patched: Reached, sites: Iterable[Site]) -> None:
+        """Finds the patches under which no process group is made: they cover all findings that need a group."""
         self._patches = patches
         self._unpatched = unpatched
         self._patched = patched
@@ -374,7 +381,9 @@ class _Coverage:
             self._group_patches = tuple(dict.fromkeys(id for ids in closing for id in ids))
 
     def of_all(self, sites: Sequence[Site]) -> Iterator[tuple[str, ...]]:
-        """Yields the patches that cover each finding; of an alias those of its function, if they cover all there."""
+        """Yields the ids of the patches that cover each finding, in order. An alias is covered if all findings of its
+        function are, by the patches of these.
+        """
         covering = []
         by_function: dict[str, list[tuple[str, ...]]] = {}
         for site in sites:
@@ -384,11 +393,11 @@ class _Coverage:
             if site.kind != "alias":
                 by_function.setdefault(site.unit.dotted, []).append(ids)
         for site, ids in zip(sites, covering, strict=True):
-            some = by_function.get(site.uses, [self._group_patches]) if site.kind == "alias" else [ids]
-            yield tuple(dict.fromkeys(id for part in some for id in part)) if all(some) else ()
+            needed = by_function.get(site.uses, [self._group_patches]) if site.kind == "alias" else [ids]
+            yield tuple(dict.fromkeys(id for part in needed for id in part)) if all(needed) else ()
 
     def _of_place(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches that replace the place of a finding, or close the ways from the entry to it."""
+        """Returns the ids of the patches that replace the place of a finding, or keep it from being reached."""
         direct = self._patches.at(site.unit, site.line)
         if direct:
             return tuple(dict.fromkeys(direct))
@@ -398,14 +407,14 @@ class _Coverage:
             return tuple(dict.fromkeys(self._closing(site.unit)))
         if site.kind != "cuda-device":
             return ()
-        # The patches of the functions that its line calls, as in `self.mesh("cuda")`; all of them must have one.
+        # A text "cuda" is covered if all functions that its line calls are replaced, as in `self.mesh("cuda")`.
         called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]
         covering = [self._patches.by_unit.get(unit, []) for unit in called]
         return tuple(dict.fromkeys(id for ids in covering for id in ids)) if all(covering) else ()
 
     def _closing(self, unit: CodeUnit) -> Iterator[str]:
-        """Yields the patches on the paths of calls from the entry to a function, the nearest one of each path; without
-        any, what decides a condition on the way.
+        """Yields the ids of the patches that keep a function from being reached: on each path of calls from the entry
+        the nearest patch. If no path has a patch, what decides a condition on the way: patches, or a family's file.
         """
         seen = {unit}
         pending = [unit]
@@ -421,7 +430,7 @@ class _Coverage:
                     pending.append(caller)
         if is_closed:
             return
-        # A condition closes it: families always pass its argument, or patches replace what sets its flag.
+        # A condition closes all ways: families always pass its argument, or patches replace what sets its flag.
         asked = {name for caller in seen for name in caller.facts.asked}
         forwards = [caller for caller in seen if caller.name.endswith(".forward")]
         given = {name for forward in forwards for name in forward.facts.asked if name in forward.defaults}
@@ -431,7 +440,9 @@ class _Coverage:
             yield from ids if asked & flags else ()
 
     def _of_name(self, site: Site) -> tuple[str, ...]:
-        """Returns the patches of the name that a finding uses, such as `torch.cuda.set_device`, or its stubs."""
+        """Returns the ids of the patches of the name that a finding uses, such as `torch.cuda.set_device`; of a package
+        of kernels the stubs that the finding's module may import.
+        """
         if not site.uses:
             return ()
         if site.kind == "kernel":

@@ -27,7 +27,7 @@ class _Guard(NamedTuple):
 
 
 Guards = tuple[_Guard, ...]
-NEVER = _Guard(ast.Constant(False), True)
+NEVER = _Guard(ast.Constant(False), True)  # no code runs under it
 TRIED = _Guard(ast.Constant(True), True)
 """Stands among the conditions of what may fail: it is in a `try` that goes on without it."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -73,7 +73,7 @@ class Body:
 
     @functools.cached_property
     def by_act(self) -> dict[Act, list[Event]]:
-        """Its events by what they do."""
+        """The events of each `Act`, in order."""
         result: dict[Act, list[Event]] = defaultdict(list)
         for event in self.events:
             result[event.act].append(event)
@@ -83,7 +83,7 @@ class Body:
 def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
     """Returns the functions of a module, `<module>` first, and its classes by qualified name."""
     walk = _WalkAtImport(Body(MODULE, tree))
-    walk.block(tree.body)
+    walk.statements(tree.body)
     return walk.bodies, walk.classes
 
 
@@ -101,9 +101,9 @@ def _guards_after(statement: ast.stmt) -> Guards:
     return ()
 
 
-def _jumps(block: list[ast.stmt]) -> bool:
-    """Returns whether a block always ends with `return`, `raise`, `continue` or `break`."""
-    last = block[-1]
+def _jumps(statements: list[ast.stmt]) -> bool:
+    """Returns whether statements always end with `return`, `raise`, `continue` or `break`."""
+    last = statements[-1]
     both = isinstance(last, ast.If) and bool(last.orelse) and _jumps(last.body) and _jumps(last.orelse)
     return both or isinstance(last, _JUMPS)
 
@@ -127,16 +127,16 @@ class _Walk:
         for default in () if isinstance(node, ast.ClassDef) else (*node.args.defaults, *node.args.kw_defaults):
             self.expression(default)
 
-    def block(self, block: list[ast.stmt]) -> None:
-        """Walks the statements of a block; those after `if x: return` stand under the condition that x is false."""
+    def statements(self, statements: list[ast.stmt]) -> None:
+        """Walks statements in order; the code after `if x: return` stands under the condition that x is false."""
         before = self.guards
-        for statement in block:
+        for statement in statements:
             self.statement(statement)
             self.guards += _guards_after(statement)
         self.guards = before
 
     def statement(self, node: ast.stmt) -> None:
-        """Notes what a statement does, in the order in which Python runs its expressions and blocks."""
+        """Notes what a statement does, in the order in which Python runs its expressions and inner statements."""
         if isinstance(node, ast.If):
             self._if_else(node)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
@@ -145,12 +145,12 @@ class _Walk:
                 self.expression(item.context_expr)
                 if item.optional_vars:
                     self._target(item.optional_vars, item.context_expr)
-            self.block(node.body)
+            self.statements(node.body)
         elif isinstance(node, (ast.Try, ast.TryStar)):
-            goes_on = bool(node.handlers) and not _jumps(node.handlers[-1].body)
-            self._under(node.body, *([TRIED] if goes_on else []))
-            for block in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
-                self.block(block)
+            may_fail = bool(node.handlers) and not _jumps(node.handlers[-1].body)  # the code after it runs, too
+            self._under(node.body, *([TRIED] if may_fail else []))
+            for body in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
+                self.statements(body)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self._loop_statement(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -161,11 +161,11 @@ class _Walk:
             self.loop = False
             self._note(Act.ENTER, node)
             self.head(node)
-            self.block(node.body)
+            self.statements(node.body)
             self.guards = outer
             self.loop = loop
         elif isinstance(node, ast.ClassDef):
-            self.block(node.body)
+            self.statements(node.body)
         elif isinstance(node, ast.Assert):
             self.test(node.test)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -175,12 +175,13 @@ class _Walk:
         elif isinstance(node, ast.Match):
             self.expression(node.subject)
             for case in node.cases:
-                self.block(case.body)
+                self.statements(case.body)
         else:
             for child in ast.iter_child_nodes(node):
                 self.expression(child)
 
     def _loop_statement(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Notes the condition or iterable of a loop, then its body; its `else` block counts as outside of the loop."""
         outer = self.loop
         if isinstance(node, ast.While):
             self.test(node.test)
@@ -188,12 +189,13 @@ class _Walk:
             self.expression(node.iter)
             self._target(node.target, node.iter, loops_over=True)
         self.loop = True
-        self.block(node.body)
+        self.statements(node.body)
         self.loop = outer
-        self.block(node.orelse)
+        self.statements(node.orelse)
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
-        if node.value is None:
+        """Notes the events in the value of an assignment, then each target."""
+        if node.value is None:  # an annotation alone, as in `x: int`
             return
         self.expression(node.value)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -203,7 +205,7 @@ class _Walk:
                 self._target(target, node.value)
 
     def _target(self, target: ast.expr, value: ast.expr, loops_over: bool = False) -> None:
-        """Notes an assignment. A target with an index is a WRITE, and the expressions in it are walked, too."""
+        """Notes an assignment. `x[i] = value` is a WRITE, and the events in `x` and `i` are noted, too."""
         if isinstance(target, ast.Subscript):
             self._note(Act.WRITE, target, value)
             self.expression(target.value)
@@ -237,7 +239,7 @@ class _Walk:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
     def _each_part(self, node: Any) -> None:
-        """Walks all child expressions."""
+        """Notes the events in all child expressions."""
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
@@ -245,7 +247,7 @@ class _Walk:
                     self.expression(inner)
 
     def _start(self, chain: ast.expr) -> None:
-        """Walks the start of a chain of attributes, such as `f()` in `f().a.b`, unless it is a name."""
+        """Notes the events at the start of a chain of attributes, such as `f()` in `f().a.b`; none for a name."""
         while isinstance(chain, ast.Attribute):
             chain = chain.value
         if not isinstance(chain, ast.Name):
@@ -261,16 +263,17 @@ class _Walk:
                 self.expression(part.value)
 
     def _if_else(self, node: ast.If | ast.IfExp) -> None:
+        """Notes the condition, and walks each branch under it: code under `if cuda:` needs CUDA."""
         self.test(node.test)
         self._under(node.body, _Guard(node.test, True))
         self._under(node.orelse, _Guard(node.test, False))
 
     def _under(self, part: ast.expr | list[ast.stmt], *guards: _Guard) -> None:
-        """Walks an expression or a block under more conditions."""
+        """Walks an expression or statements under more conditions."""
         outer = self.guards
         self.guards += guards
         if isinstance(part, list):
-            self.block(part)
+            self.statements(part)
         else:
             self.expression(part)
         self.guards = outer
@@ -284,12 +287,13 @@ class _Walk:
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
-        """Notes an operator or comparison; none with a text such as "cuda", which asks for no device."""
+        """Notes an operator or comparison; not `device.type == "cuda"`, which puts nothing on CUDA."""
         if isinstance(node, ast.BinOp) or not any(map(names_cuda, (node.left, *node.comparators))):
             self._note(Act.OPERATOR, node)
             self._each_part(node)
 
     def _call(self, node: ast.Call) -> None:
+        """Notes the events in a call's arguments, then the call, as Python computes them."""
         self._start(node.func)
         for argument in node.args:
             self.expression(argument)
@@ -298,7 +302,7 @@ class _Walk:
         self._note(Act.CALL, node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
-        """Notes what a comprehension does, in its order: the iterables, targets and conditions, then the values."""
+        """Notes the events of a comprehension in Python's order: iterables, targets and conditions, then the values."""
         for part in node.generators:
             self.expression(part.iter)
             self._note(Act.ASSIGN, part.target, part.iter, loops_over=True)
@@ -311,13 +315,14 @@ class _Walk:
 class _WalkAtImport(_Walk):
     """Lists what runs when a module is imported, and gives each function and class that it meets a body of its own."""
 
-    def __init__(self, whole: Body) -> None:
-        super().__init__(whole.events)
-        self.bodies = [whole]
+    def __init__(self, module_body: Body) -> None:
+        super().__init__(module_body.events)
+        self.bodies = [module_body]
         self.classes: dict[str, ast.ClassDef] = {}
-        self._owner = ""
+        self._owner = ""  # the qualified name of the class that is walked
 
     def statement(self, node: ast.stmt) -> None:
+        """Adds a body for a function or decorated class; any other statement, and all in a loop, is the module's."""
         if self.loop or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             super().statement(node)
             return
@@ -329,7 +334,7 @@ class _WalkAtImport(_Walk):
             if node.decorator_list:
                 self.bodies.append(Body(name, node, name))
                 _Walk(self.bodies[-1].events).head(node)
-            self.block(node.body)
+            self.statements(node.body)
             self._owner = outer
             return
         body = Body(name, node, self._owner)
@@ -342,7 +347,7 @@ class _WalkAtImport(_Walk):
         body.events[:] = [event for event in body.events if event not in at_import]
         self.events += [Event(Act.CALL, event.node, self.guards, False) for event in at_import]
         self.events += [Event(Act.CHAIN, decorator, self.guards, False) for decorator in called]
-        walk.block(node.body)
+        walk.statements(node.body)
 
 
 _WALKS: dict[type, Callable[[_Walk, Any], None]] = {

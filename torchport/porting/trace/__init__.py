@@ -57,7 +57,7 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
     accept(request, dry=True)  # refusals come before a process is started
     with waiting(f"trace {request.model}"):
         calls = None if patched else child.call("torchport.porting.trace:called", request, ended=_ended)
-        # Blocks that a stopper changes cannot be stacked, and patches may be what makes them equal.
+        # Blocks that a stopper changes cannot be stacked, and without patches blocks may differ.
         overrides = request.overrides if patched else (*request.overrides, "stacked=false")
         request = dataclasses.replace(request, overrides=overrides)
         report: TraceReport = child.call("torchport.porting.trace:traced", request, calls, ended=_ended)
@@ -70,7 +70,7 @@ def _ended(end: child.Ended) -> TopologyError:
 
 
 def called(request: Request) -> Calls:
-    """Returns the calls of every stage's network, under the card's patches; it is run in a process of its own."""
+    """Returns the calls of every stage's network, under the card's patches. `trace` runs it in a process of its own."""
     task = accept(request, dry=True)
     devices.prepare(task.machine)
     result: dict[str, list[recorder.NetworkCall]] = {}
@@ -84,8 +84,10 @@ def called(request: Request) -> Calls:
 
 
 def traced(request: Request, calls: Calls | None) -> TraceReport:
-    """Traces the networks of a job's stages, in a process of its own, and returns what stopped them. With `calls`, the
-    recorded calls of the networks, the card's patches are not applied; with None they are.
+    """Traces the networks of a job's stages, and returns what stopped them. `trace` runs it in a process of its own.
+
+    Args:
+        calls: The recorded calls of the networks, for a trace without the card's patches; None applies the patches.
     """
     task = accept(request, dry=True)
     devices.prepare(task.machine)
@@ -104,7 +106,8 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
                 report.programs += _trace_stage(task, stage, notes, calls, report.operators)
         except TorchportError as error:
             if not notes.stoppers:
-                raise  # after a stopper, the values assumed there may be what is refused: it is one more stopper
+                raise
+            # The values that were assumed after a stopper may be the reason: the refusal is one more stopper.
             stopper = Stopper(error.id, stage.name, error.place, error.fact, error.remedy, [], 0, "", ends)
             notes.stoppers.setdefault((error.id, error.place), stopper)
         else:
@@ -119,9 +122,12 @@ def _trace_stage(
     task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]
 ) -> list[Program]:
     """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
-    It returns none for a trace without patches, where the calls are given.
+
+    Args:
+        calls: The recorded calls, for a trace without patches, which returns no programs; else None.
     """
     patches = task.patches([stage])
+    # Patches of torchax mend the engine and not upstream: they are in force in any trace.
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
     on_shapes, lowered = _going_on(stage, notes, lowers=False), _going_on(stage, notes, lowers=True)
     with assumed(notes), modules_go_on(notes):
@@ -143,7 +149,7 @@ def _trace_stage(
 
 
 def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
-    """Returns a stage whose call and `prepare` note what they raise, and go on.
+    """Returns a copy of a stage whose call and `prepare` note errors and go on.
 
     Args:
         lowers: Whether it is for lowering, where constants are noted; else its network is called on shapes alone.
@@ -157,7 +163,7 @@ def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
 
     def noted_prepare(parts: Mapping[str, Any], settings: Any) -> None:
         with Raised() as raised:
-            prepare(parts, settings)  # type: ignore[misc]  # it is not called without one
+            prepare(parts, settings)  # type: ignore[misc]  # never called where `prepare` is None
         if raised.error is not None:
             notes.record(raised.error, "the rest of prepare is left out")
 
@@ -173,8 +179,8 @@ def _network_calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
 
 
 def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], notes: Notes) -> list[Program]:
-    """Returns the programs of this job, and those that other values of its settings would add. What stops such another
-    job does not stop this one, and is not noted.
+    """Returns the programs of this job, and those that other values of its settings would add. A place that stops a job
+    with other settings is not noted: it does not stop this job.
     """
     first = calls[0]
     result = [Program(stage.name, first.times, "")]
@@ -196,7 +202,7 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
 
 
 def _other_jobs(task: Task) -> Iterator[tuple[str, Task]]:
-    """Yields jobs with other settings that a service may be asked for, each with what differs in words."""
+    """Yields jobs with other settings that a service may be asked for, each with the difference in words."""
     scale, steps = (1.0 if task.settings.guidance_scale > 1.0 else 5.0), task.settings.steps + 1
     with_scale = dataclasses.replace(task.settings, guidance_scale=scale)
     with_steps = dataclasses.replace(task.settings, steps=steps)

@@ -44,7 +44,7 @@ def is_networks(value: Any) -> bool:
 
 
 class GoingOn(TorchFunctionMode):
-    """A mode in which torch's functions run; where one raises, it notes why and returns a plausible value."""
+    """A mode in which a function of torch that raises is noted, and returns a plausible value."""
 
     def __init__(self, notes: Notes, counts: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GoingOn(TorchFunctionMode):
         self.by: Any = WeakIdKeyDictionary()  # the function that made a truth value
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function under the trace; if it raises, notes that and returns an assumed result."""
+        """Calls a function of torch, or notes why it raises and assumes a result. Notes host tensors in the network."""
         kwargs = kwargs or {}
         if self.counts:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -92,12 +92,12 @@ class GoingOn(TorchFunctionMode):
         raise error
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
-        """Returns an assumed Python value for a tensor: a truth value where one is asked for, else 1."""
+        """Returns an assumed Python value for a tensor: a truth value where code asks for it, else the number 1."""
         frames = reversed(running_frames(self.notes.owners))
         frame = next((frame for frame in frames if frame.owner in OURS), None)
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
-        if is_truth:
+        if is_truth:  # true is the answer with which upstream's checks pass
             value: Any = statement.startswith("assert") or self.by.get(tensor, "") in _TRUE
         else:
             value = 1.0 if tensor.dtype.is_floating_point and name != "__int__" else 1
@@ -121,7 +121,7 @@ class GoingOn(TorchFunctionMode):
         return torch.zeros_like(first)
 
     def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns zeros of the output's shapes, which the operator computes on the meta device."""
+        """Returns zeros as the result of an operator that is not lowered. The meta device computes their shapes."""
         template = _first_of_network(args, kwargs)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), (args, kwargs)
@@ -205,6 +205,7 @@ class Anything(types.ModuleType):
         return 0
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        """Returns an empty class in place of this module, where code derives a class from it."""
         return (type(self.__name__.rpartition(".")[2], (), {}),)
 
 
@@ -226,7 +227,7 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             ours = (PACKAGE, "torchport.patch.live", "importlib")
             stack = [frame for frame in running_frames(self.notes.owners) if not frame.module.startswith(ours)]
             importer = next((frame for frame in reversed(stack) if not frame.file.startswith("<")), None)
-            # An import that torch makes is torch's own to do without.
+            # Torch does without the packages that it cannot import.
             if importer is None or importer.owner != "upstream" or not is_needed(importer.file, importer.line):
                 return None
             self.packages.add(package)
@@ -247,7 +248,7 @@ def is_needed(file: str, line: int) -> bool:
     tree = parsing.tree("".join(linecache.getlines(file)), file)
     imports = [statement for statement in ast.walk(tree) if isinstance(statement, ast.Import | ast.ImportFrom)]
     if not any(statement.lineno <= line <= (statement.end_lineno or statement.lineno) for statement in imports):
-        return False  # it asks whether the package is there
+        return False  # no import: code asks whether the package is there, as by `find_spec`
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
             names = {ast.unparse(handler.type) if handler.type is not None else "" for handler in node.handlers}
@@ -282,7 +283,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 
 
 def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    """Returns a function that calls another one, and where that raises notes the error and returns `answer`."""
+    """Returns a wrapper of `function` that notes an error and returns `answer` in its place."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -320,8 +321,8 @@ def assumed(notes: Notes) -> Iterator[None]:
 
 
 def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Returns in words and as a value what a module that raised may return; None as the value where nothing fits. A
-    `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
+    """Returns a plausible result for a module that raised, in words and as a value; the value is None where no argument
+    fits. A `forward` that ends in `return img, txt` returns its arguments of these names, any other its first tensor.
     """
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     forward = type(module).forward
@@ -337,14 +338,14 @@ def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def modules_go_on(notes: Notes) -> Iterator[None]:
-    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced. What the
-    network itself raises ends its trace: nobody can say what it would return.
+    """Notes an error in a module's `forward` while the context lasts, and lets the module return an assumed value, so
+    that the code after it is traced, too. An error in the network's own `forward` ends its trace: no value fits there.
     """
     original = torch.nn.Module.__call__
     depth = 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Calls a module; where one inside of the network raises, it returns an assumed output."""
+        """Calls a module; if it raises inside of the network, notes the error and returns an assumed output."""
         nonlocal depth
         depth += 1
         try:
@@ -352,7 +353,7 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
                 return original(self, *args, **kwargs)
         finally:
             depth -= 1
-        if depth < INNER:
+        if depth < INNER:  # the network itself raised
             raise raised.error  # type: ignore[misc]  # or it would have returned
         assert raised.error is not None
         words, value = returned(self, args, kwargs)

@@ -54,7 +54,13 @@ class Notes:
         self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
 
     def record(self, error: BaseException, assumed: str, made: str | None = None) -> None:
-        """Notes an exception of the code under trace, what the trace goes on with, and what made a host's tensor."""
+        """Notes an exception as a stopper, or counts the stopper at its place. Raises the exception if no frame of the
+        traced code is to blame.
+
+        Args:
+            assumed: What the trace goes on with, in words.
+            made: The `file:line` that made a tensor of the host.
+        """
         frames = [*running_frames(self.owners), *frames_of([error], self.owners)]
         stack = [frame for frame in frames if not frame.module.startswith(PACKAGE)]
         frame = culprit(error, [frame for frame in stack if frame.owner != "torchport"])
@@ -64,6 +70,7 @@ class Notes:
         kind = type(error) if isinstance(error, HostTensorError) else failure.kind()
         key = kind.id, frame.place
         if key in self.stoppers:
+            # The network runs twice, on shapes and lowered: only one of the two passes counts.
             self.stoppers[key].times += self._met_lowered[key] == self.lowers
             return
         self._met_lowered[key] = self.lowers
@@ -92,7 +99,7 @@ class Notes:
             self.stoppers, self.constants = before
 
     def note_constant(self, tensor: Any, made: str, used: str) -> None:
-        """Notes a tensor of the host, with the `file:line` that made it and that at which it meets the network."""
+        """Notes a tensor of the host, with the `file:line` that made it, and the `file:line` at which it is used."""
         shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.dtype.itemsize
