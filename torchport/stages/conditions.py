@@ -35,7 +35,7 @@ class Conditions:
     def output(
         self, inputs: Mapping[str, Any], step: int, computed: Callable[[Mapping[str, Any]], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the network's output of a call.
+        """Returns the network's output of a call. A step's first call computes both conditions, its second none.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.

@@ -68,7 +68,7 @@ class _Shape:
 
 
 def _picked(index: Any) -> str:
-    """Returns the dim and the position of an index that picks one position, as in `[:, :, 0]`; "" of any other."""
+    """Returns `dim:position` of an index that picks one position of a dim: `[:, :, 0]` -> `2:0`; "" of any other."""
     *before, last = index if isinstance(index, tuple) else (index,)
     return f"{len(before)}:{last}" if before and type(last) is int and before == [slice(None)] * len(before) else ""
 
@@ -104,7 +104,10 @@ class PostponedVae(EncodedVae):
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes the arguments, and returns a placeholder in the form of the VAE's `decode`; raises at a second call."""
+        """Notes the arguments as `inputs`, and returns a placeholder for the video, in the form of the VAE's `decode`.
+
+        Refuses a second call, and an argument that no program can take.
+        """
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         if self.inputs is not None:

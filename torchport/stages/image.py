@@ -46,7 +46,7 @@ class VaeStandIn(ComponentStandIn):
         return torch.ones(value.shape, dtype=value.dtype)
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Returns a weight without values as it is. `PostponedVae` refuses it instead."""
+        """Returns a weight on meta as it is. `PostponedVae` refuses it instead."""
         return weight
 
 
@@ -127,20 +127,21 @@ class EncodedVae(VaeStandIn):
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns a latent distribution, as a VAE does, from the mean and variance that the stage kept; after the loop,
-        one whose samples are the latents that the loop drew.
+        """Returns a latent distribution, as a VAE does, with the mean and variance that the stage kept. With what
+        `denoise` kept, for code after the loop, its samples are the latents that the loop drew.
         """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        real: Any = None
+        by_moments: Any = None
         if self.stage != "denoise":
-            real = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
+            by_moments = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
             self.number += 1
 
         def drawn(method: str, *arguments: Any) -> torch.Tensor:
+            """Returns latents that are drawn from the distribution, or were; notes them under their number."""
             name = f"{LATENTS}{len(self.drawn)}"
-            self.drawn[name] = self._kept(name) if real is None else getattr(real, method)(*arguments)
+            self.drawn[name] = self._kept(name) if by_moments is None else getattr(by_moments, method)(*arguments)
             return self.drawn[name]
 
         distribution = SimpleNamespace(

@@ -108,7 +108,7 @@ def _in_rgb(picture: Any, place: str) -> Any:
     if mode in _GREY_16 and "transparency" not in picture.info:
         import numpy
 
-        levels = numpy.asarray(picture).astype(numpy.uint32)
+        levels = numpy.asarray(picture).astype(numpy.uint32)  # 65535 levels to 255, rounded: 65535 is 257 * 255
         return Image.fromarray(((levels + 128) // 257).astype(numpy.uint8)).convert("RGB")
     if mode in _WITH_ALPHA or (mode in _PLAIN and "transparency" in picture.info):
         picture = picture.convert("RGBA")

@@ -50,7 +50,8 @@ class Recorder:
 
     Args:
         module: The network; it is moved to meta.
-        stage: What it returns: see `Stage.outputs` and `Stage.keeps`.
+        how: Calls the network: `how(module, **inputs)` returns its output.
+        stage: Says what the network returns: see `Stage.outputs` and `Stage.keeps`.
         count: Whether arithmetic and borders are counted, which takes as long as all else.
     """
 
@@ -85,15 +86,16 @@ class Recorder:
             return _like(self.calls[key].output, "cpu")
 
     def _new_call(self, trees: dict[str, Any], static: Static) -> NetworkCall:
-        """Calls the network on meta, and returns shapes, arithmetic and bytes of this call."""
+        """Calls the network on meta, and returns the call's shapes, arithmetic and bytes."""
         from torch.utils.flop_counter import FlopCounterMode
 
         names, network = self.stage.outputs, str(self.stage.network)
         inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
         counter = FlopCounterMode(display=False)
-        tensors: dict[int, torch.Tensor] = {}  # by id; a tensor that is kept keeps its id for itself
+        tensors: dict[int, torch.Tensor] = {}  # by id, which no other tensor can get while this one is kept
 
         def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            """Keeps the tensors that a module gets and returns: a hook of its `forward`."""
             leaves = pytree.tree_leaves((args, kwargs, output))
             tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
@@ -142,6 +144,7 @@ def network_calls(
     Args:
         stage: It has a network, and says what its inputs are like (`Stage.like`).
         module: What is compiled of the network; it is moved to meta.
+        how: Calls the network: `how(module, **inputs)` returns its output.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.
     """
@@ -157,7 +160,7 @@ def network_calls(
         raise BadValueError(f"--stage {stage.name}", fact, "Its calls must follow from shapes alone") from error
     if not recorder.calls:
         raise BadValueError(f"--stage {stage.name}", "It never calls its network", "Report this: its verb is at fault")
-    if stage.name in DENOISING:  # a loop that never says so takes them all
+    if stage.name in DENOISING:  # a loop that reports no steps takes all of the settings'
         taken = len(numbers) or settings.steps
         return [dataclasses.replace(call, steps=taken) for call in recorder.calls.values()]
     return list(recorder.calls.values())
