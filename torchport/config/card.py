@@ -526,12 +526,12 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _copy_for_like(self) -> Card:
-        """Gives a component with `like: NAME` the entries of NAME that it lacks; `check_names` refuses unknown ones."""
+        """Copies what the card says of NAME to a component with `like: NAME`, where the card says nothing of that."""
         sections: list[dict[str, Any]] = [self.tiny.components, self.stacks]
         for strategy in self.strategies.values():
             sections += [strategy.weights, strategy.inputs, strategy.activations]
         for name, component in self.components.items():
-            source = component.like
+            source = component.like  # an unknown name is refused by `check_names`
             if source is None:
                 continue
             for section in sections:
@@ -553,9 +553,10 @@ class Card(Frozen):
             names = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
         networks = [name for name in self.components if name in names]
         for name, strategy in strategies.items():
-            whole = strategy.over(strategies.get(strategy.like or name, strategy))
+            # Without `like` the strategy lies over itself, which changes nothing.
+            merged = strategy.over(strategies.get(strategy.like or name, strategy))
             has_shared = self.call is not None or strategy.shared is not None
-            self.strategies[name] = whole.with_shared_rules(name, networks) if has_shared else whole
+            self.strategies[name] = merged.with_shared_rules(name, networks) if has_shared else merged
         return self
 
     @property
@@ -757,12 +758,12 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     if card.call is not None and not card.call.takes_guidance and job.guidance_scale != 1.0:
         fact = f"'guidance_scale' is {job.guidance_scale}, and '{card.model}' takes none"
         yield BadValueError(document.place(["guidance_scale"]), fact, "It must be 1.0")
-    step, plus = card.frames.multiple_of, card.frames.plus
-    if job.frames % step != plus % step or job.frames < plus:
-        first = plus or step  # zero frames are no video
-        below = max(first, (job.frames - plus) // step * step + plus)
-        remedy = f"It must be {step}n+{plus}: the nearest are {below} and {below + step}"
-        pair = (below, below + step)
+    multiple, plus = card.frames.multiple_of, card.frames.plus
+    if job.frames % multiple != plus % multiple or job.frames < plus:
+        first = plus or multiple  # zero frames are no video
+        below = max(first, (job.frames - plus) // multiple * multiple + plus)
+        remedy = f"It must be {multiple}n+{plus}: the nearest are {below} and {below + multiple}"
+        pair = (below, below + multiple)
         yield BadValueError(document.place(["frames"]), f"'frames' is {job.frames}", remedy, nearest=pair)
     unit = card.size_multiple_of
     for key, pixels in (("height", job.height), ("width", job.width)):
@@ -838,6 +839,7 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
     for name in job.call:
         place = document.place(["call", name])
         if name in card.call.settings:
+            # In the job's words: `area` and `frame_rate` are no fields of a job.
             field = card.call.settings[name].replace("area", "height' and 'width").replace("frame_rate", "fps")
             fact = f"'{name}' gets the field '{field}'"
             yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
@@ -887,6 +889,7 @@ def _missing_rules(card: Card, networks: Collection[str], document: Document) ->
     needed = set(networks) & set(card.components)  # a network that is no component is refused as that
     for name, strategy in card.strategies.items():
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
+            # Networks whose name in the rules is misspelt: that name is refused, and is mistake enough.
             misspelt = {closest(key, networks) for key in set(rules) - set(networks)}
             for network in sorted(needed - set(rules) - misspelt) if strategy.like is None else ():
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"

@@ -78,6 +78,7 @@ class Document:
             lines.update(inner)
             files.update(dict.fromkeys(inner, base.file))
             values = {**lower, **{key: merged(upper[key], lower.get(key), (*path, key)) for key in upper}}
+            # A null that replaces no value of the lower mapping is a value.
             return {key: value for key, value in values.items() if value is not None or lower.get(key) is None}
 
         return dataclasses.replace(self, data=merged(self.data, base.data, ()), lines=lines, files=files)
@@ -240,7 +241,10 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
 
 
 class _Mistake:
-    """One of pydantic's errors, its location divided into keys of the data and names of a union's alternatives."""
+    """One of pydantic's errors, its location divided into keys of the data and names of a union's alternatives.
+
+    `("cache", "magcache", "skips")` has the path `("cache", "skips")`, and `magcache` is an alternative of `cache`.
+    """
 
     def __init__(self, data: Any, error: Any) -> None:
         self.error = error

@@ -44,6 +44,7 @@ class _Periodic(_Kind):
     """The number of steps that `start` and `end` are meant for. With another number both move in proportion."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps that compute all blocks; refuses fields that are not in the order start < end <= of."""
         if not self.start < self.end <= self.of:
             keys = ("start", "end") if self.start >= self.end else ("of", "end")
             values = [

@@ -119,7 +119,7 @@ class Strategy(Frozen):
     """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
     def over(self, base: Strategy) -> Strategy:
-        """Returns this strategy on top of `base`: the mesh, `divides` and networks' rules that it lacks are those."""
+        """Returns this strategy with the mesh, the `divides` and the networks' rules of `base` where it has none."""
         kinds = ("divides", "weights", "inputs", "activations")
         update: dict[str, Any] = {kind: {**getattr(base, kind), **getattr(self, kind)} for kind in kinds}
         return self.model_copy(update={**update, "mesh": self.mesh or base.mesh})

@@ -88,15 +88,16 @@ def account_component(
 
 
 def check_init(card: Card, folder: Path) -> None:
-    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults. A
-    missing value counts as null and as false. A component that the card sets to null is not compared.
+    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults.
+
+    A missing value counts as null and as false. A component that the card sets to null is not compared.
     """
     assert card.call is not None
     defaults = inspect.signature(class_of(str(card.pipeline)).__init__).parameters
     init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
     file, index = checkpoint.pipeline_index(folder)
     values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
-    values &= set(init) if modular.is_modular(class_of(str(card.pipeline))) else values  # it reads no others
+    values &= set(init) if modular.is_modular(class_of(str(card.pipeline))) else values  # the class reads no others
     left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
     for name in sorted((values | set(card.call.init)) - left_out):
         if (index.get(name) or None) != (init.get(name) or None):
@@ -108,16 +109,19 @@ def check_init(card: Card, folder: Path) -> None:
 
 
 def _pretrained_files(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns file, dtype and shape of each tensor that transformers reads, from safetensors or pickle, or raises."""
+    """Returns the file and the header's row of each tensor that transformers reads: `{"lm_head.weight": (file, row)}`.
+
+    A row has `dtype` and `shape`. Refuses a folder without safetensors and pickle under the names of transformers.
+    """
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
-        return {name: (file, entry) for name, entry in pickled.header(file).items()}
+        return {name: (file, row) for name, row in pickled.header(file).items()}
     files = sorted(set(checkpoint.weight_files(folder).values()))
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((folder / name).is_file() for name in names):
         fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
         raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
-    return {name: (file, entry) for file in files for name, entry in checkpoint.header(file).items()}
+    return {name: (file, row) for file in files for name, row in checkpoint.header(file).items()}
 
 
 def _account_pretrained(component: Component, folder: Path) -> None:
@@ -129,9 +133,9 @@ def _account_pretrained(component: Component, folder: Path) -> None:
     module = _from_pretrained(component, folder, device_map="meta")
     integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
     is_unread = layout_of(component, component.file, []).is_unread
-    for name, (file, entry) in _pretrained_files(folder).items():
+    for name, (file, row) in _pretrained_files(folder).items():
         if not is_unread(name):
-            check_dtype(file, name, entry["dtype"], integers.get(name, torch.float32))
+            check_dtype(file, name, row["dtype"], integers.get(name, torch.float32))
 
 
 def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
@@ -197,7 +201,7 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
 
 
 def part(class_path: str, folder: Path) -> Any:
-    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`."""
+    """Returns a part without weights (tokenizer, scheduler, guider), which its class's `from_pretrained` loads."""
     _check_part(class_path, folder)
     with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
         loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)

@@ -76,7 +76,13 @@ class _Adapter:
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     def alpha(self, names: Sequence[str], rank: int) -> float:
-        """Returns the alpha of a layer without a tensor for it: the trainer's, or else the rank; raises for two."""
+        """Returns the alpha of a layer that has no tensor for it: the trainer's, or else the rank.
+
+        Raises if the file's settings have two different alphas, or another rank.
+
+        Args:
+            names: The layer's name in the file, and the name without each prefix.
+        """
         found: dict[float, str] = {}
         for source in self._sources:
             alphas = list(self._alphas(source, names))
@@ -146,7 +152,7 @@ class _Adapter:
         return CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 
     def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """Yields the alphas in a source, with their names for errors: of the layer's pattern, or else all general."""
+        """Yields the alphas in a source, with words for errors: the one of the layer's pattern, or else all general."""
         if of_layer := self._first_matching(source, "alpha_pattern", names):
             pattern, value = of_layer
             yield f"The alpha of '{pattern}' in {source.name}", self._number(source, pattern, value, "The alpha of ")
@@ -332,8 +338,11 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors; raises if a key fits none of them. A file may name a
-    tensor as the module does, or as the checkpoint does (`name_in_file`).
+    """Returns what a component's LoRA files add to its tensors; raises if a key of a file fits no tensor.
+
+    Args:
+        shapes: The shapes of the module's tensors, by name.
+        name_in_file: The name in the checkpoint of each tensor. A LoRA file may use either.
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
@@ -351,12 +360,15 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
 def _layers_by_name(
     loras: Loras, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]
 ) -> dict[str, set[str]]:
-    """Returns the layers that each name can mean, with dots or underscores: the module's names, the checkpoint's, and
-    those by the card's rules. Raises if a rule is the first match of no layer.
+    """Returns the layers that each name can mean: `{"blocks.0.to_q": {"blocks.0.to_q"}, "blocks_0_to_q": ...}`.
+
+    Names are the module's, the checkpoint's, and those by the card's rules, with dots or underscores. Raises if a rule
+    is the first match of no layer.
     """
     names: dict[str, set[str]] = {}
 
     def note(name: str, layer: str) -> None:
+        """Adds a layer to a name, in both spellings."""
         for spelling in (name, name.replace(".", "_")):
             names.setdefault(spelling, set()).add(layer)
 

@@ -21,7 +21,7 @@ LFS = b"version https://git-lfs"
 
 
 def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape; see `tensors`."""
+    """Returns dtype and shape of the tensors of a file, in rows as those of `checkpoint.header`; see `tensors`."""
     state = tensors(file, key, unread)
     if zipfile.is_zipfile(file):
         _check_records(file)
@@ -110,11 +110,13 @@ class _Storages(pickle.Unpickler):
         self.sizes: dict[str, int] = {}  #: Bytes by the storage's key.
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns an inert object with the name, in place of a class or function."""
         inert = _Inert()
         inert.name = name
         return inert
 
     def persistent_load(self, pid: Any) -> Any:
+        """Notes the bytes of a storage, of which torch.save writes kind, key and number of elements."""
         _, kind, key, _, count = pid
         storage: Any = torch.serialization.StorageType
         self.sizes[key] = count * (1 if kind.name == "UntypedStorage" else storage(kind.name).dtype.itemsize)

@@ -67,7 +67,7 @@ def _audio(video: OutputContainer, sound: torch.Tensor, rate: int) -> list[Packe
 
 
 def _ahead(pool: ThreadPoolExecutor, frames_FCHW: torch.Tensor) -> Iterator[VideoFrame]:
-    """Yields frames as x264 takes them; others are made meanwhile, but no more than `AHEAD`."""
+    """Yields frames as x264 takes them, in order. Threads make the next ones meanwhile, at most `AHEAD`."""
     waiting: collections.deque[Future[VideoFrame]] = collections.deque()
     for frame in frames_FCHW:
         waiting.append(pool.submit(_frame, frame))
@@ -114,7 +114,7 @@ def contact_sheet(frames_FCHW: torch.Tensor) -> bytes:
 
 
 def grid(images: Sequence[Image], columns: int) -> bytes:
-    """Returns pictures in rows, as one PNG at most 1600 pixels wide. One of another size than the first is fitted."""
+    """Returns pictures in rows, as one PNG at most 1600 pixels wide. Cells have the shape of the first picture."""
     from PIL import ImageOps
     from PIL.Image import new
 
