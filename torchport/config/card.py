@@ -526,7 +526,7 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _copy_for_like(self) -> Card:
-        """Copies what the card says of NAME to a component with `like: NAME`, where the card says nothing of that."""
+        """Copies the fields and rules of NAME to each component with `like: NAME` that has none of its own."""
         sections: list[dict[str, Any]] = [self.tiny.components, self.stacks]
         for strategy in self.strategies.values():
             sections += [strategy.weights, strategy.inputs, strategy.activations]
@@ -619,7 +619,7 @@ class Card(Frozen):
         return None if file is None else file.format(variant=variant)
 
     def python_files(self, family: Path) -> list[Path]:
-        """Returns the Python files that the card names: that of its family, and those beside it with builders."""
+        """Returns the Python files that the card names: the file of its family, and files beside it with builders."""
         names = {component.build.partition(":")[0] for component in self.components.values() if component.build}
         return [family, *(family.with_name(name) for name in sorted(names))]
 
@@ -864,9 +864,9 @@ def check_call(card: Card, document: Document) -> None:
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
-    """Refuses a card with rules for what is no network of the family, or no rules for a network, or with unknown names.
+    """Refuses a card that lacks rules for a network, has rules for another name, or names an unknown component.
 
-    The error has all such mistakes. A component that does not exist is one mistake, however many sections name it.
+    The error has all these mistakes. A component that does not exist is one mistake, however many sections name it.
 
     Args:
         networks: The components that the family's stages compile.
@@ -885,7 +885,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
 
 
 def _missing_rules(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
-    """Yields an error for each network that a strategy has no rules for; `like` takes those from another strategy."""
+    """Yields an error for each network that a strategy has no rules for; a strategy with `like` may have none."""
     needed = set(networks) & set(card.components)  # a network that is no component is refused as that
     for name, strategy in card.strategies.items():
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
@@ -916,9 +916,9 @@ def _unknown_names(card: Card, networks: Collection[str], document: Document) ->
 def _names(
     card: Card, networks: Collection[str], document: Document
 ) -> Iterator[tuple[str, list[str | int], Collection[str]]]:
-    """Yields the names in each section of a card: what they must be, the section's path, and the names.
+    """Yields the kind, the path and the names of each section of a card with names of networks, components, strategies.
 
-    For example `"network", ["strategies", "tp", "weights"], ["transformer", "vae"]`.
+    For example `"network", ["strategies", "tp", "weights"], ["transformer", "vae"]`: they must be names of networks.
     """
     yield "network", ["stacks"], card.stacks
     for name, strategy in card.strategies.items():

@@ -34,7 +34,7 @@ from torchport.progress import log
 
 
 def is_built_here(component: Component) -> bool:
-    """Whether torchport builds and fills the module; all else is loaded by upstream's own `from_pretrained`."""
+    """Whether torchport builds and fills a component's module; others are loaded by upstream's `from_pretrained`."""
     cls = class_of(component.class_)
     if component.build is not None:
         return True
@@ -49,8 +49,8 @@ def reads_config(component: Component) -> bool:
 
 
 def records_config(component: Component, folder: Path) -> bool:
-    """Whether a component of a checkpoint is built from the `config.json` that lies in its folder. That holds for
-    modules of transformers, too, unless the card says how they are built.
+    """Whether a component of a checkpoint is built from the `config.json` in its folder. Modules of transformers are,
+    too, unless the card says how they are built.
     """
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
     is_open = component.build is None and component.file is None and is_transformers
@@ -128,7 +128,7 @@ def _account_pretrained(component: Component, folder: Path) -> None:
     """Refuses a transformers model whose files lack a tensor, or hold a tensor of another model, before any is read.
 
     transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
-    without storage. It would fill a missing tensor with new random values in every run.
+    on meta, without values. In a run it would fill a missing tensor with random values, and go on.
     """
     module = _from_pretrained(component, folder, device_map="meta")
     integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}

@@ -272,7 +272,7 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 
 
 def check_file(folder: Path, file: str) -> None:
-    """Refuses a file that is not in its folder; the remedy depends on what lies near it."""
+    """Refuses a file that is not in its folder; the remedy depends on the files near it."""
     if (folder / file).is_file():
         return
     near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE

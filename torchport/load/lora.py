@@ -63,6 +63,7 @@ class _Adapter:
     """The training settings of a LoRA file, such as alpha and rank: from its metadata and PEFT's file beside it."""
 
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
+        """Reads the settings of a file with these keys; refuses an adapter that adds no products of two matrices."""
         self._file = file
         self._component = component
         self._sources = list(self._read(metadata, keys))
@@ -116,7 +117,10 @@ class _Adapter:
         return value
 
     def _component_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the network's settings by bare names; one with the network's name in front wins over others."""
+        """Returns the network's settings by bare names: `{"transformer.r": 8, "r": 4}` -> `{"r": 8}`.
+
+        A setting with the network's name in front replaces a general one. Those of text encoders are left out.
+        """
         settings = {name: value for name, value in values.items() if not name.startswith("text_encoder")}
         for prefix in dict.fromkeys(("transformer.", f"{self._component}.")):
             settings |= {
@@ -152,7 +156,10 @@ class _Adapter:
         return CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 
     def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """Yields the alphas in a source, with words for errors: the one of the layer's pattern, or else all general."""
+        """Yields the alphas that a source has for a layer: of a pattern that fits, or else all general ones.
+
+        Each comes after words for errors, `'lora_alpha' in its metadata`. Refuses a field that may be an alpha.
+        """
         if of_layer := self._first_matching(source, "alpha_pattern", names):
             pattern, value = of_layer
             yield f"The alpha of '{pattern}' in {source.name}", self._number(source, pattern, value, "The alpha of ")
@@ -176,7 +183,10 @@ class _Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _first_matching(self, source: _Settings, field: str, names: Sequence[str]) -> tuple[str, Any] | None:
-        """Returns the first pattern of a field that a layer matches as in PEFT, with its value; None without one."""
+        """Returns the first pattern of a field that fits a layer, with its value: `("blocks.0", 16)`; None without one.
+
+        Patterns match as in PEFT: the end of the layer's name, from a dot on.
+        """
         patterns = source.values.get(field)
         if _is_unset(patterns):
             return None
@@ -200,7 +210,7 @@ class _Adapter:
             raise self._broken(f"{source.name} has an alpha that is none: '{name}', {error}") from error
 
     def positive(self, alpha: float, name: str) -> float:
-        """Returns an alpha that is positive and finite, or refuses it. (A negative `scale` subtracts a LoRA.)"""
+        """Returns an alpha if it is positive and finite, and refuses any other."""
         if alpha > 0 and math.isfinite(alpha):
             return alpha
         does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
@@ -397,6 +407,7 @@ class _Reader:
     """Matches the keys of one LoRA file with a network's layers, by the file's header; see `additions`."""
 
     def __init__(self, lora: Lora, component: str, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Reads a file's header and settings; refuses a pickle, and a file without tensors."""
         from safetensors import safe_open
 
         self.file, self.scale = lora

@@ -32,7 +32,7 @@ def is_modular(cls: Any) -> bool:
 
 @functools.cache
 def as_pipeline(cls: Any) -> Any:
-    """Returns a subclass of a modular pipeline that is called as other pipelines are; any other class as it is."""
+    """Returns a subclass of a modular pipeline with the methods of other pipelines; any other class as it is."""
     if not is_modular(cls) or issubclass(cls, _Pipeline):
         return cls
     blocks = PromptBlocks(cls)

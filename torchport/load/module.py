@@ -39,7 +39,7 @@ SAME = "Name a checkpoint of this model and version"
 def class_of(path: str, place: str | None = None) -> Any:
     """Returns the class that a card names as `package.module:Class`; patches must be in place by now.
 
-    A modular pipeline of diffusers is returned as one with a call of its own: `modular`.
+    Of a modular pipeline of diffusers it returns the subclass of `modular.as_pipeline`.
 
     Raises:
         UnknownNameError: There is no such module or name; its place is `place`, by default the path itself.
@@ -178,7 +178,7 @@ def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.
 
 
 def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module that a constructor or a card's function makes; raises if it is of another class."""
+    """Returns a module that a class's constructor or a card's function makes; refuses a module of another class."""
     function: Callable[..., torch.nn.Module]
     if isinstance(maker, Builder):
         function, cls, name = maker.function, class_of(maker.class_path), maker.reference
@@ -316,7 +316,7 @@ def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSE
 
 
 def fill(module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
+    """Fills every tensor of a module, in host memory, and returns the module; refuses the same files as `tensors`."""
     filled = dict(tensors(module, folder, what, layout))
     state = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
     module.load_state_dict(state, assign=True, strict=True)

@@ -51,7 +51,7 @@ def module_names(
 
 
 def _renamed(name: str, rules: Sequence[RenameRule]) -> tuple[str, int | None]:
-    """Returns a name as the first rule that matches it writes it, and the rule's number; the name and None without."""
+    """Returns a name as the first matching rule renames it, with the rule's number; without one the name and None."""
     for number, rule in enumerate(rules):
         if match := re.fullmatch(rule.match, name):
             return match.expand(rule.to), number
@@ -98,7 +98,8 @@ def file_names(
 
 def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none. For the rule
-    from `model\\.(.*)` to `\\1` it returns `model.blocks.0` of `blocks.0`, and None of a name that no match becomes.
+    from `model\\.(.*)` to `\\1` the function turns `blocks.0` into `model.blocks.0`. It returns None for a name that
+    the rule makes of no other.
     """
     parts = _parts(rule.match)
     if parts is None:

@@ -69,19 +69,19 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> str:
-    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file. Returns the
-    checksum of the tensors.
+    """Writes tensors as safetensors, with a text and the text's checksum in the metadata; replaces an older file.
+    Returns the checksum of the tensors.
 
     A video's frames are hundreds of megabytes: they are hashed while they are written, and are not copied.
 
     Args:
-        text: Returns the text for the checksum of the tensors; it has one length.
+        text: Returns the text to write, from the checksum of the tensors. Its length must not depend on the checksum.
     """
     # As safetensors orders them, so that each begins at a multiple of its item's size.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with atomic.writing(file) as temporary, ThreadPoolExecutor(1) as hashing, temporary.open("wb") as stream:
         checksum = hashing.submit(sha256_of, tensors)
-        stream.seek(len(_header(tensors, text("0" * 64))))
+        stream.seek(len(_header(tensors, text("0" * 64))))  # room for the header, which needs the checksum
         for tensor in tensors.values():
             stream.write(_memory(tensor))
         stream.seek(0)
@@ -301,7 +301,7 @@ def _check_identity(
 
 
 def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
-    """Refuses an artefact if its folder holds other inputs than those that it was made from."""
+    """Refuses an artefact that was made from other inputs than the artefacts of earlier stages beside it."""
     for stage, sha in manifest.inputs.items():
         beside = file_of(folder, stage)
         if beside.is_file() and read_manifest(beside).sha256 != sha:

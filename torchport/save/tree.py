@@ -34,7 +34,7 @@ def packed(value: Any) -> dict[str, torch.Tensor]:
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the tree that `packed` returned these tensors of."""
+    """Returns the tree of some tensors by path: the inverse of `packed`."""
     return from_data(json.loads(bytes(tensors[STRUCTURE].tolist())), lambda node: tensors[node["tensor"]])
 
 

@@ -69,6 +69,7 @@ class ReplayedComponent(ComponentStandIn):
     def __init__(
         self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Mapping[str, torch.Tensor]
     ) -> None:
+        """Unpacks what `encode` kept; refuses the artefact if it has nothing of such components."""
         super().__init__(component, dtype)
         self.name = name
         self.place = place

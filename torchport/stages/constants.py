@@ -46,7 +46,10 @@ class Constants(TorchFunctionMode):
         self.convert = convert
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function, with constants in place of the host's tensors; raises if it writes to one or is random."""
+        """Calls a function, with constants in place of the host's tensors beside tensors of the network.
+
+        Refuses a function that writes values of the network into a tensor of the host, or that draws random numbers.
+        """
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
             dtype = kwargs.get("dtype") or args[0].dtype

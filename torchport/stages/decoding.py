@@ -24,7 +24,7 @@ CARRIED = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def processor_of(pipe: Any) -> Any:
-    """Returns what post-processes a pipeline's video or picture; None where it has nothing for that."""
+    """Returns the processor that post-processes a pipeline's video or picture; None if the pipeline has none."""
     return getattr(pipe, "video_processor", None) or getattr(pipe, "image_processor", None)
 
 
@@ -92,6 +92,7 @@ class PostponedVae(EncodedVae):
     def __init__(
         self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], pipeline: str, place: str
     ) -> None:
+        """Makes the placeholders for the video and the frames, with a refusal for code that computes with them."""
         super().__init__(vae, dtype, tensors, "denoise")
         self.pipeline = pipeline
         self.place = place
@@ -147,7 +148,11 @@ class PostponedVae(EncodedVae):
         processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
-        """Returns what `decode` is to be called with; refuses a pipeline that returned another video."""
+        """Returns the noted arguments of `decode`, after the pipeline has returned; refuses any result but `frames`.
+
+        Args:
+            result: The pipeline's first result.
+        """
         if result is not self.frames or self.inputs is None:
             raise self._refusal("returns something else than its post-processed video")
         return self.inputs

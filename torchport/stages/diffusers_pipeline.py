@@ -326,7 +326,7 @@ class _Stages(UpstreamPipeline):
         return math.prod(numbers)
 
     def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
-        """Refuses whole numbers where the card names floating-point ones, and the other way round."""
+        """Refuses an embedding of whole numbers where the card has floating-point numbers, and the other way round."""
         by_card = self._dtype(name, settings)
         if dtype == by_card or (dtype.is_floating_point and by_card.is_floating_point):
             return

@@ -32,7 +32,7 @@ class VaeStandIn(ComponentStandIn):
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the VAE: ones in place of a buffer without values, also in its modules."""
+        """Returns an attribute of the VAE; in place of a buffer on meta, also in the VAE's modules, ones."""
         return self._readable(super().__getattr__(name), name)
 
     def _readable(self, value: Any, name: str) -> Any:
@@ -92,7 +92,9 @@ class EncodingVae(VaeStandIn):
 
 
 def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
-    """Returns mean and log of the variance of the latent distribution that a VAE encodes an image as; it may be traced.
+    """Returns mean and log of the variance of the latents that a VAE encodes an image as: [1, 2C, T, H, W].
+
+    It may be traced. Refuses a VAE that returns another distribution.
 
     Args:
         place: Where the card names the pipeline's call, for errors.
@@ -150,7 +152,7 @@ class EncodedVae(VaeStandIn):
         return AutoencoderKLOutput(latent_dist=distribution)
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the VAE's `decode` returns for these latents, cast to the VAE's dtype."""
+        """Returns what the VAE's `decode` returns for latents that are first cast to the VAE's dtype."""
         return self.component.decode(latents.to(self.dtype), *args, **kwargs)
 
     def _kept(self, name: str) -> torch.Tensor:

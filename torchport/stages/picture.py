@@ -87,7 +87,7 @@ def _frames(file: Path, count: int) -> list[Any]:
 
 
 def _formats(start: bytes) -> Iterator[str]:
-    """Yields names of formats that a file may have, by its first bytes: Pillow's, then some that it cannot read."""
+    """Yields names of formats that fit a file's first bytes: Pillow's, then some that Pillow cannot read."""
     from PIL import Image
 
     Image.init()

@@ -39,7 +39,7 @@ class NetworkCall:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the inputs, by path: that of a cache's first tensor is `cache.0`."""
+        """The tensors of the inputs by path, such as `cache.0` for a cache's first tensor."""
         return outputs.leaves(self.inputs)
 
 

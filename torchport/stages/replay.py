@@ -114,7 +114,7 @@ class Loop:
         """Is called after the loop."""
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what `step` returns, for the latents with the number `track`."""
+        """Returns the results of a call of `step`, as a tuple: for the video (`track` 0) or the sound (1)."""
         raise NotImplementedError
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -132,7 +132,7 @@ def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def all_latents(state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the latents of a state by `latents_of`, and those of the sound after them if it has any."""
+    """Returns the latents in a loop's state: those of the video, and after them those of the sound, if there are."""
     known = (latents_of(state), state.get(f"{SOUND}.{RETURNED}.0"))
     return [each for each in known if each is not None]
 

@@ -36,7 +36,7 @@ class ComponentStandIn(torch.nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The component's class: upstream asks whether its VAE is one of a kind."""
+        """The component's class: upstream asks `isinstance` of its VAE."""
         return type(self.__dict__.get("component", self))
 
     def __getattr__(self, name: str) -> Any:

@@ -251,9 +251,9 @@ class UpstreamPipeline:
         return cls(**{name: parts.get(name) for name in names} | self.card.init)
 
     def _check_call(self, pipe: Any, settings: Settings) -> None:
-        """Refuses a field of the config's `call` that is no argument of the pipeline's, or of another type.
+        """Refuses a field of the config's `call` that is no argument of the pipeline, or of another type.
 
-        The type is that of the card's constant, or of upstream's default: a text would count as true.
+        The type must be that of the card's constant, or of upstream's default: a text would count as true.
         """
         for name, value in settings.call.items():
             place, parameters = f"call.{name}", inspect.signature(pipe.__call__).parameters
