@@ -58,7 +58,7 @@ def family(card: Card, place: str) -> ModuleType:
 
 
 def batch(guidance_scale: float) -> int:
-    """Returns how many conditions go through the network at once."""
+    """Returns how many conditions go through the network at once: the prompt, and with guidance the negative one."""
     return 2 if guidance_scale != 1.0 else 1
 
 
@@ -88,15 +88,17 @@ def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
 def _encoding(pipeline: _Stages) -> list[Stage]:
     """Returns the stages before denoising: `encode`, and `encode_image` for a VAE on the devices."""
     card, on_host = pipeline.card, "vae" in pipeline.card.host
-    # Whether `encode` also encodes the image, and whether it calls components that upstream calls before its loop.
-    image, before = card.encodes_video and on_host, bool(pipeline.called_before) or card.answers
+    # What `encode` may do beside `encode_prompt`. For both, the pipeline runs up to its first step.
+    encodes_image = card.encodes_video and on_host
+    calls_others = bool(pipeline.called_before) or card.answers
+    reads_image = encodes_image or (calls_others and card.image is not None)
     image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
-    # For both, the pipeline runs up to its first step.
-    parts = (*pipeline.called_before, "scheduler") if before or image else ()
-    uses = (*(BEFORE_USES if before else ()), *(image_uses if image or (before and card.image is not None) else ()))
-    parts, uses = (*card.encoders, *parts, *(["vae"] if image else [])), tuple(dict.fromkeys((*ENCODE_USES, *uses)))
-    encode = Stage("encode", pipeline.encode, uses, parts=parts)
-    encode = _in_pipeline(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
+    uses = (*ENCODE_USES, *(BEFORE_USES if calls_others else ()), *(image_uses if reads_image else ()))
+    loop_parts = (*pipeline.called_before, "scheduler") if calls_others or encodes_image else ()
+    parts = (*card.encoders, *loop_parts, *(["vae"] if encodes_image else []))
+    encode = Stage("encode", pipeline.encode, tuple(dict.fromkeys(uses)), parts=parts)
+    if calls_others or encodes_image or pipeline.asks or card.guider:
+        encode = _in_pipeline(encode, pipeline)
     if not card.encodes_video or on_host:
         return [encode]
     compiled: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
@@ -113,6 +115,7 @@ def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage
     shared: dict[str, Any] = {
         "parts": ("scheduler",),
         "like": pipeline.inputs_like,
+        # What components of `before` return may have tokens in any dim but the batch.
         "open_dims": {**token_dims, KEPT: range(1, 8) if any(token_dims.values()) else ()},
         "call": pipeline.stacked if card.lists else None,
         "outputs": ("video", SOUND) if pipeline.sound_parts else (),
@@ -158,7 +161,7 @@ class _Stages(UpstreamPipeline):
         embeddings: dict[str, Any] = {name: by_name.get(name) for name in self._embedding_names(settings)}
         embeddings = {name: value[0] if name in self.card.lists else value for name, value in embeddings.items()}
         absent = [name for name, value in embeddings.items() if value is None]
-        embeddings |= {name: self._ones(name, embeddings, settings) for name in absent}
+        embeddings |= {name: self._mask_of_ones(name, embeddings, settings) for name in absent}
         for name, value in embeddings.items():
             self._check_dtype(name, value.dtype, settings)
         outputs = dict(embeddings)
@@ -168,7 +171,7 @@ class _Stages(UpstreamPipeline):
             outputs |= self._before(parts, settings, embeddings, image=self._image(settings))
         return outputs
 
-    def _ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
+    def _mask_of_ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
         """Returns a mask of ones in place of None: `encode_prompt` leaves out a mask that masks nothing.
 
         Refuses None for an embedding that is no mask. A mask has as many tokens as the prompt's other embeddings.
@@ -200,6 +203,7 @@ class _Stages(UpstreamPipeline):
             raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
         wanted = self._embedding_names(settings)
         for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
+            # None where the card has a shape, or a value where the card has null.
             is_wrong = name in wanted if value is None else self.card.embeddings[name] is None
             if is_wrong:
                 fact = f"'{self.name}.encode_prompt' returns a {type(value).__name__} as '{name}'"
