@@ -545,7 +545,7 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _complete_strategies(self) -> Card:
-        """Adds the rules of the strategy in `like` and shared rules (with `call`, or of strategies with `shared`)."""
+        """Completes each strategy's rules: by the strategy in `like`, and, with `call` or `shared`, by shared rules."""
         strategies = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
         if self.call is not None:
             names = {*self.call.compiled}
@@ -749,7 +749,7 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
 
 
 def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields what a job asks for and its card cannot do: frames, size, strategy, dtypes and so on."""
+    """Yields an error for each field of a job that its card cannot do: frames, size, strategy, dtypes and so on."""
     yield from _cache_mistakes(job, document)
     if card.makes_pictures and job.frames != 1:
         fact = f"'frames' is {job.frames}, and '{card.model}' makes pictures"
@@ -886,7 +886,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
 
 def _missing_rules(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
     """Yields an error for each network that a strategy has no rules for; a strategy with `like` may have none."""
-    needed = set(networks) & set(card.components)  # a network that is no component is refused as that
+    needed = set(networks) & set(card.components)  # `_unknown_names` refuses a network that is no component
     for name, strategy in card.strategies.items():
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
             # Networks whose name in the rules is misspelt: that name is refused, and is mistake enough.
@@ -900,8 +900,8 @@ def _unknown_names(card: Card, networks: Collection[str], document: Document) ->
     """Yields an error for each name in a card that is no network, component or strategy, where it must be one."""
     known: dict[str, Collection[str]] = {"network": networks, "component": card.components}
     known["strategy"] = [name for name, strategy in card.strategies.items() if strategy.like is None]
-    absent: set[str] = set()
-    # Where a network is no component, rules for a component may be meant for it: they are not refused, too.
+    absent: set[str] = set()  # components that are reported already
+    # Where a network is no component, rules for a component may be meant for it: they are no second mistake.
     tolerated = set(card.components) if set(networks) - set(card.components) else set()
     for kind, path, names in _names(card, networks, document):
         for name in names:

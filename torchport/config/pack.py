@@ -146,7 +146,7 @@ class Pack:
         base_name = document.data.get("extends") if isinstance(document.data, dict) else None
         if base_name is None:
             return document
-        # A name that is none is refused alone: without the other card, all that it has would be missing.
+        # A value that is no text is refused here, alone: later, all that the other card has would count as missing.
         validated(_Extending, dataclasses.replace(document, data={"extends": base_name}))
         place = document.place(["extends"])
         base = self.read(self.home(base_name, place).root / "configs" / "models" / f"{base_name}.yaml")

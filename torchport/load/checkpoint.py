@@ -82,10 +82,10 @@ def local(name: str) -> Path | None:
 
 
 def described(name: str, card: Card) -> Path | None:
-    """Returns the folder whose `config.json` files say how a checkpoint's parts are built; None if the card says so.
+    """Returns the folder whose `config.json` files say how a checkpoint's parts are built; None if the card says how.
 
-    The card says so for a tiny checkpoint, and for a checkpoint that is not on this machine. A card that was derived
-    from a pipeline has no published numbers: these files are downloaded then, some kilobytes.
+    The card does for a tiny checkpoint, and for a checkpoint that is not on this machine. But a card that was derived
+    from a pipeline has no published numbers: for such a card these files are downloaded, some kilobytes.
     """
     if is_tiny(name):
         return None
@@ -122,7 +122,10 @@ def as_published(card: Card, name: str) -> Card:
 
 
 def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
-    """Returns a checkpoint: a folder, or `owner/repo@revision` (by default `main`), which is downloaded first."""
+    """Returns a checkpoint: of a folder, or of `owner/repo@revision` (by default `main`) after its download.
+
+    Refuses a checkpoint of other classes than the card's, and a download that the disk cannot hold.
+    """
     if is_folder(name):
         folder = _existing_folder(name)
         identity = f"folder:{folder.name}"
@@ -326,8 +329,11 @@ def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
 
 
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
-    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder.
-    Raises if the folder has several indices, a file that its index does not name, or none.
+    """Returns the file of each tensor, by the tensor's name; refuses a tensor that is in two files.
+
+    Args:
+        file: Safetensors, or an index of several; by default the folder's index, or else all its safetensors. Then
+            several indices are refused, a file that the index does not name, and a folder without any.
     """
     if file is not None:
         files = [folder / file] if file.endswith(".safetensors") else _shards(folder / file)

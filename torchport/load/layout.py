@@ -98,7 +98,7 @@ class Layout:
         return sum(math.prod(stored.shape) for stored in self.stored(folder).values())
 
     def tensors(self, stored: Mapping[str, Stored]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields tensors of `stored` one at a time, in host memory, in the order of the files."""
+        """Yields the name and the values of each tensor in `stored`, in host memory; opens each file once, in order."""
         from safetensors import safe_open
 
         file: Path | None = None

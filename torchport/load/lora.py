@@ -158,7 +158,7 @@ class _Adapter:
     def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Yields the alphas that a source has for a layer: of a pattern that fits, or else all general ones.
 
-        Each comes after words for errors, `'lora_alpha' in its metadata`. Refuses a field that may be an alpha.
+        Each has words for errors before it: `("'alpha' in its metadata", 16.0)`. Refuses an unknown name like an alpha.
         """
         if of_layer := self._first_matching(source, "alpha_pattern", names):
             pattern, value = of_layer
@@ -415,14 +415,14 @@ class _Reader:
         self.shapes = shapes
         if self.file.is_file():
             check_format(self.file)
-        self.entries = checkpoint.header(self.file)
-        if not self.entries:
+        self.header = checkpoint.header(self.file)
+        if not self.header:
             fact = "It has no tensors, and would change nothing"
             raise CheckpointForeignError(str(self.file), fact, "Remove it from 'lora', or name a file that has some")
         self.stream: Any = safe_open(str(self.file), framework="pt")
         self.prefixes = (*PREFIXES, f"{component}.")
         metadata = self.stream.metadata() or {}  # type: ignore[no-untyped-call]
-        self.adapter = _Adapter(self.file, component, metadata, list(self.entries))
+        self.adapter = _Adapter(self.file, component, metadata, list(self.header))
 
     def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, _Addition]]:
         """Yields the names of tensors, each with what the file adds to it; refuses a layer that the file has twice."""
@@ -440,15 +440,15 @@ class _Reader:
         `{"blocks.0.to_q": {"down": "blocks.0.to_q.lora_A.weight", "up": "blocks.0.to_q.lora_B.weight"}}`.
         """
         keys: dict[str, dict[str, str]] = {}
-        for key, entry in self.entries.items():
+        for key, row in self.header.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
             other = next((kind for piece, kind in OTHERS.items() if f".{piece}" in key), None)
             if ending is None or other is not None:
                 fact = f"'{key}' is of {other}" if other else f"'{key}' ends as no key of a LoRA does"
                 raise self._foreign(fact, self._remedy(key), key)
             known = (*checkpoint.FLOATS, *_INTEGERS) if ending == "alpha" else checkpoint.FLOATS
-            if entry["dtype"] not in known:
-                raise self._foreign(f"'{key}' is of dtype {entry['dtype']}", f"It must be {', '.join(known)}", key)
+            if row["dtype"] not in known:
+                raise self._foreign(f"'{key}' is of dtype {row['dtype']}", f"It must be {', '.join(known)}", key)
             parts = keys.setdefault(key.removesuffix(f".{ending}"), {})
             if PARTS[ending] in parts:
                 raise self._foreign(f"'{parts[PARTS[ending]]}' and '{key}' are one thing", "Remove one of them", key)
@@ -510,7 +510,7 @@ class _Reader:
         """Returns a tensor's name with the addition of a key that holds a whole difference; refuses another shape."""
         if tensor not in self.shapes:
             raise self._foreign(f"'{key}' is there, and '{self.component}' has no '{tensor}'", OF_THIS, key)
-        if list(self.entries[key]["shape"]) != list(self.shapes[tensor]):
+        if list(self.header[key]["shape"]) != list(self.shapes[tensor]):
             raise self._shape_error(key, list(self.shapes[tensor]), tensor)
         return tensor, _Addition(self.file, key, None, factor)
 
@@ -520,10 +520,10 @@ class _Reader:
         if weight not in self.shapes:
             raise self._foreign(f"'{down}' is there, and '{self.component}' has no '{weight}'", OF_THIS, down)
         rows, *columns = self.shapes[weight]
-        rank, *inner = self.entries[down]["shape"] or [0]
+        rank, *inner = self.header[down]["shape"] or [0]
         if _without_trailing_ones(inner) != _without_trailing_ones(columns):
             raise self._shape_error(down, [rank, *columns], weight)
-        shape = self.entries[up]["shape"]
+        shape = self.header[up]["shape"]
         if len(shape) < 2 or shape[1] != rank or rank == 0:
             fact = f"'{down}' has rank {rank}, and '{up}' has shape {shape}"
             raise self._foreign(fact, "The rank must be the same: download the file again", up)
@@ -531,8 +531,8 @@ class _Reader:
             raise self._shape_error(up, [rows, rank], weight)
         if alpha is None:
             value = self.adapter.alpha(list(self._without_prefixes(name)), rank)
-        elif math.prod(self.entries[alpha]["shape"]) != 1:
-            fact = f"'{alpha}' has shape {self.entries[alpha]['shape']}"
+        elif math.prod(self.header[alpha]["shape"]) != 1:
+            fact = f"'{alpha}' has shape {self.header[alpha]['shape']}"
             raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=alpha)
         else:
             tensor = _finite(self.stream.get_tensor(alpha), self.file, alpha)
@@ -540,7 +540,7 @@ class _Reader:
         return self.scale * self.adapter.scale(value, rank)
 
     def _shape_error(self, key: str, shape: Sequence[int], tensor: str) -> CheckpointForeignError:
-        fact = f"'{key}' has shape {self.entries[key]['shape']}"
+        fact = f"'{key}' has shape {self.header[key]['shape']}"
         remedy = f"For '{tensor}', of shape {list(self.shapes[tensor])}, it must be {list(shape)}. {OF_THIS}"
         return self._foreign(fact, remedy, key)
 

@@ -37,7 +37,7 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
-    """Writes an artefact, and returns its manifest. At every moment either the older file or the new one is whole.
+    """Writes an artefact, and returns its manifest. At every moment the folder has the older file or the new, whole.
 
     Args:
         facts: The manifest's fields but those of the tensors.
@@ -174,6 +174,8 @@ def read(
 
     Args:
         identity: What it must have been made for: the identity of the reading stage's task.
+        components: Digests of this run's checkpoint, by component.
+        made_by: The command that makes the artefact, for errors.
         embeddings: The card's names for embeddings; see `_read_hand_written`.
 
     Returns:

@@ -38,7 +38,7 @@ class _Pending(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Returns the shape, or a part that upstream picks; refuses any other function."""
+        """Returns the result of a function of PyTorch: the shape, or a part by an index. Refuses any other function."""
         [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Pending)]
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
             return _Shape(pending.refusal)
@@ -135,6 +135,7 @@ class PostponedVae(EncodedVae):
         ) -> _Pending:
             """Returns the placeholder for the frames, if upstream passes the video and its usual arguments."""
             video = image if video is None else video
+            # The frames are pending, too, with another refusal.
             is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
             if not is_decoded or not is_usual:

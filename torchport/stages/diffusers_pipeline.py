@@ -88,7 +88,7 @@ def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
 def _encoding(pipeline: _Stages) -> list[Stage]:
     """Returns the stages before denoising: `encode`, and `encode_image` for a VAE on the devices."""
     card, on_host = pipeline.card, "vae" in pipeline.card.host
-    # What `encode` may do beside `encode_prompt`. For both, the pipeline runs up to its first step.
+    # Beside `encode_prompt`, `encode` may run the pipeline up to its first step: for the image, or other components.
     encodes_image = card.encodes_video and on_host
     calls_others = bool(pipeline.called_before) or card.answers
     reads_image = encodes_image or (calls_others and card.image is not None)

@@ -115,6 +115,6 @@ def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Ten
         saved: What `state` returned.
     """
     guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
-    guider.prepare_inputs(dict(inputs))  # at the first step it makes its buffer
+    guider.prepare_inputs(dict(inputs))  # at its first step a guider makes its buffer
     if MOMENTUM in saved:
         guider.momentum_buffer.running_average = saved[MOMENTUM]

@@ -141,7 +141,7 @@ class EncodedVae(VaeStandIn):
             self.number += 1
 
         def drawn(method: str, *arguments: Any) -> torch.Tensor:
-            """Returns latents that are drawn from the distribution, or were; notes them under their number."""
+            """Returns latents drawn from the distribution, or those that the loop drew; keeps them by number."""
             name = f"{LATENTS}{len(self.drawn)}"
             self.drawn[name] = self._kept(name) if by_moments is None else getattr(by_moments, method)(*arguments)
             return self.drawn[name]

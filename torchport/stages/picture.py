@@ -44,6 +44,7 @@ def read(file: Path | None, frames: int | None = None) -> Any:
     if frames is not None:
         return _frames(file, frames)
     place = f"--image {file}"
+    # Whatever else Pillow raises means a broken picture.
     with Explained(lambda _: BadValueError(place, "It is no picture that can be read", "Name a picture")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of damaged metadata, and reads the picture

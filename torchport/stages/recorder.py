@@ -66,7 +66,8 @@ class Recorder:
         self.stage = stage
         self.count = count
         self.calls: dict[Any, NetworkCall] = {}
-        # Real tensors are among them, as the first latents. We never enter the mode: masks would lose their values.
+        # Makes what a call returns. The verb runs outside of the mode, where its masks keep their values. So real
+        # tensors meet fake ones.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def place(self, **inputs: Any) -> dict[str, Any]:

@@ -243,6 +243,7 @@ class Replay(Loop):
             raise BadValueError(name, fact, OTHER_LOOP)
         fields = vars(self.tracks[track].scheduler)
         state = {key: value for key, value in fields.items() if tree.is_packable(value)}
+        # A value that cannot be saved may be there, if no step changes it.
         for key, value in fields.items():
             if key not in state and self.fields[track].get(key) is not value:
                 fact = f"It keeps '{key}', of the type {type(value).__name__}, from step to step of '{self.pipeline}'"

@@ -111,8 +111,8 @@ class UpstreamPipeline:
             vae: In the place of the VAE. A `PostponedVae` also replaces the pipeline's post-processing.
             others: Further components, by name.
             is_latent: Whether the pipeline returns latents, or frames.
-            encoded: A list that gets the values of each call of `encode_prompt`, for a card with `answers`. None:
-                `encode_prompt` is not run, and returns the values in `embeddings`.
+            encoded: For a card with `answers`, a list that gets the values of each call of `encode_prompt`. None: these
+                calls return the values in `embeddings`, and upstream's function is not called.
             **arguments: Of the pipeline. Without an image the pipeline gets a blank image: `vae` has the encoded image.
         """
         networks = {
@@ -291,10 +291,10 @@ def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
         return asked
     values = {"num_inference_steps": asked, "strength": arguments.get(strength, takes[strength].default)}
     values |= {"device": None, "timesteps": [], "sigmas": []}
-    known = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
+    keywords = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
     # All of a pipeline that `get_timesteps` reads.
     pipe = types.SimpleNamespace(scheduler=types.SimpleNamespace(timesteps=[], order=1))
-    return int(cls.get_timesteps(pipe, **known)[-1])
+    return int(cls.get_timesteps(pipe, **keywords)[-1])
 
 
 def asked_steps(cls: Any, taken: int, arguments: Mapping[str, Any]) -> int:
