@@ -864,7 +864,7 @@ def check_call(card: Card, document: Document) -> None:
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
-    """Refuses a card that lacks rules for a network, has rules for another name, or names an unknown component.
+    """Refuses a card with unknown names, without rules for a network, or with `build` or `file` beside `pipeline`.
 
     The error has all these mistakes. A component that does not exist is one mistake, however many sections name it.
 

@@ -269,6 +269,7 @@ class _Mistake:
         if is_beside and closest(str(earlier.path[-1]), [str(self.path[-1])]):
             return True
         shared = self.alternatives.keys() & earlier.alternatives.keys()
+        # Of a union's alternatives, only that of the earlier mistake was meant.
         if any(self.alternatives[path] != earlier.alternatives[path] for path in shared):
             return True
         shorter = min(len(self.path), len(earlier.path))

@@ -105,7 +105,7 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     if parts is None:
         return None
     pieces, groups = parts
-    # A pattern for the module's names: the text of `to`, with each `\\1` as the first group of `match`, named `g1`.
+    # A pattern for the module's names: the text of `to`, with each `\1` as the first group of `match`, named `g1`.
     pattern, seen = "", set()
     for number, piece in enumerate(re.split(r"\\(\d+)", rule.to)):
         if number % 2 == 0:
@@ -139,7 +139,7 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
             groups.append(group)
             pieces.append(len(groups))
             place += len(group) + 2
-        elif character == "\\" and not pattern[place + 1].isalnum():  # an escaped sign, `\\.`
+        elif character == "\\" and not pattern[place + 1].isalnum():  # an escaped sign, `\.`
             pieces.append(pattern[place + 1])
             place += 2
         elif character in "\\*+?{[|^$":

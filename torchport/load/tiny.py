@@ -275,11 +275,11 @@ def is_processor(cls: Any) -> bool:
 
 
 def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
-    """Returns the class of the tokenizer that a class of transformers is, loads or has.
+    """Returns a class of transformers for a tokenizer: the class itself, or that of a processor's tokenizer.
 
     Args:
-        cls: A tokenizer, which is returned; `AutoTokenizer`; or a processor.
-        model_type: The kind of model, for `AutoTokenizer`.
+        cls: A tokenizer, a processor, or `AutoTokenizer`.
+        model_type: The kind of model whose tokenizer `AutoTokenizer` loads.
     """
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
