@@ -82,7 +82,7 @@ def _frame(frame_CHW: torch.Tensor) -> VideoFrame:
 
     height, width = frame_CHW.shape[1:]
     frame = VideoFrame(width, height, "gbrp")
-    for plane, channel in zip(frame.planes, (1, 2, 0), strict=True):
+    for plane, channel in zip(frame.planes, (1, 2, 0), strict=True):  # green, blue, red
         rows = numpy.frombuffer(plane, numpy.uint8).reshape(height, plane.line_size)
         rows[:, :width] = _levels(frame_CHW[channel]).numpy()
     return frame.reformat(format="yuv420p")
