@@ -758,7 +758,8 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     if card.call is not None and not card.call.takes_guidance and job.guidance_scale != 1.0:
         fact = f"'guidance_scale' is {job.guidance_scale}, and '{card.model}' takes none"
         yield BadValueError(document.place(["guidance_scale"]), fact, "It must be 1.0")
-    multiple, plus = card.frames.multiple_of, card.frames.plus
+    multiple = card.frames.multiple_of
+    plus = card.frames.plus
     if job.frames % multiple != plus % multiple or job.frames < plus:
         first = plus or multiple  # zero frames are no video
         below = max(first, (job.frames - plus) // multiple * multiple + plus)

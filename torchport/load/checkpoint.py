@@ -243,7 +243,8 @@ def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:
 
     A modular pipeline's file also says where each component comes from. Only its `type_hint`, the class, is returned.
     """
-    file, modular_file = folder / "model_index.json", folder / "modular_model_index.json"
+    file = folder / "model_index.json"
+    modular_file = folder / "modular_model_index.json"
     if file.is_file() or not modular_file.is_file():
         return file, read_json(file)
     index = read_json(modular_file)

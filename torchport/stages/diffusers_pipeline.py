@@ -87,7 +87,8 @@ def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
 
 def _encoding(pipeline: _Stages) -> list[Stage]:
     """Returns the stages before denoising: `encode`, and `encode_image` for a VAE on the devices."""
-    card, on_host = pipeline.card, "vae" in pipeline.card.host
+    card = pipeline.card
+    on_host = "vae" in card.host
     # Beside `encode_prompt`, `encode` may run the pipeline up to its first step: for the image, or other components.
     encodes_image = card.encodes_video and on_host
     calls_others = bool(pipeline.called_before) or card.answers
@@ -109,7 +110,8 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
 
 def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage]:
     """Returns the stages that take steps: one for each network."""
-    card, networks = pipeline.card, pipeline.card.networks
+    card = pipeline.card
+    networks = card.networks
     shapes = {name: shape or () for name, shape in card.shapes.items()}
     token_dims = {name: [dim for dim, size in enumerate(shape) if size == TOKENS] for name, shape in shapes.items()}
     shared: dict[str, Any] = {
@@ -176,7 +178,8 @@ class _Stages(UpstreamPipeline):
 
         Refuses None for an embedding that is no mask. A mask has as many tokens as the prompt's other embeddings.
         """
-        shapes, is_negative = self.card.shapes, name.startswith("negative_")
+        shapes = self.card.shapes
+        is_negative = name.startswith("negative_")
         token_counts = [
             value.shape[list(shapes[other] or ()).index(TOKENS)]
             for other, value in embeddings.items()
