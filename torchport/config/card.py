@@ -526,12 +526,12 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _copy_for_like(self) -> Card:
-        """Gives a component with `like: NAME` the entries of NAME that it lacks; `check_names` refuses unknown ones."""
+        """Copies the fields and rules of NAME to each component with `like: NAME` that has none of its own."""
         sections: list[dict[str, Any]] = [self.tiny.components, self.stacks]
         for strategy in self.strategies.values():
             sections += [strategy.weights, strategy.inputs, strategy.activations]
         for name, component in self.components.items():
-            source = component.like
+            source = component.like  # an unknown name is refused by `check_names`
             if source is None:
                 continue
             for section in sections:
@@ -545,7 +545,7 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _complete_strategies(self) -> Card:
-        """Adds the rules of the strategy in `like` and shared rules (with `call`, or of strategies with `shared`)."""
+        """Completes each strategy's rules: by the strategy in `like`, and, with `call` or `shared`, by shared rules."""
         strategies = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
         if self.call is not None:
             names = {*self.call.compiled}
@@ -553,9 +553,10 @@ class Card(Frozen):
             names = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
         networks = [name for name in self.components if name in names]
         for name, strategy in strategies.items():
-            whole = strategy.over(strategies.get(strategy.like or name, strategy))
+            # Without `like` the strategy lies over itself, which changes nothing.
+            merged = strategy.over(strategies.get(strategy.like or name, strategy))
             has_shared = self.call is not None or strategy.shared is not None
-            self.strategies[name] = whole.with_shared_rules(name, networks) if has_shared else whole
+            self.strategies[name] = merged.with_shared_rules(name, networks) if has_shared else merged
         return self
 
     @property
@@ -618,7 +619,7 @@ class Card(Frozen):
         return None if file is None else file.format(variant=variant)
 
     def python_files(self, family: Path) -> list[Path]:
-        """Returns the Python files that the card names: that of its family, and those beside it with builders."""
+        """Returns the Python files that the card names: the file of its family, and files beside it with builders."""
         names = {component.build.partition(":")[0] for component in self.components.values() if component.build}
         return [family, *(family.with_name(name) for name in sorted(names))]
 
@@ -748,7 +749,7 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
 
 
 def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
-    """Yields what a job asks for and its card cannot do: frames, size, strategy, dtypes and so on."""
+    """Yields an error for each field of a job that its card cannot do: frames, size, strategy, dtypes and so on."""
     yield from _cache_mistakes(job, document)
     if card.makes_pictures and job.frames != 1:
         fact = f"'frames' is {job.frames}, and '{card.model}' makes pictures"
@@ -757,12 +758,13 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     if card.call is not None and not card.call.takes_guidance and job.guidance_scale != 1.0:
         fact = f"'guidance_scale' is {job.guidance_scale}, and '{card.model}' takes none"
         yield BadValueError(document.place(["guidance_scale"]), fact, "It must be 1.0")
-    step, plus = card.frames.multiple_of, card.frames.plus
-    if job.frames % step != plus % step or job.frames < plus:
-        first = plus or step  # zero frames are no video
-        below = max(first, (job.frames - plus) // step * step + plus)
-        remedy = f"It must be {step}n+{plus}: the nearest are {below} and {below + step}"
-        pair = (below, below + step)
+    multiple = card.frames.multiple_of
+    plus = card.frames.plus
+    if job.frames % multiple != plus % multiple or job.frames < plus:
+        first = plus or multiple  # zero frames are no video
+        below = max(first, (job.frames - plus) // multiple * multiple + plus)
+        remedy = f"It must be {multiple}n+{plus}: the nearest are {below} and {below + multiple}"
+        pair = (below, below + multiple)
         yield BadValueError(document.place(["frames"]), f"'frames' is {job.frames}", remedy, nearest=pair)
     unit = card.size_multiple_of
     for key, pixels in (("height", job.height), ("width", job.width)):
@@ -838,6 +840,7 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
     for name in job.call:
         place = document.place(["call", name])
         if name in card.call.settings:
+            # In the job's words: `area` and `frame_rate` are no fields of a job.
             field = card.call.settings[name].replace("area", "height' and 'width").replace("frame_rate", "fps")
             fact = f"'{name}' gets the field '{field}'"
             yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
@@ -862,9 +865,9 @@ def check_call(card: Card, document: Document) -> None:
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
-    """Refuses a card with rules for what is no network of the family, or no rules for a network, or with unknown names.
+    """Refuses a card with unknown names, without rules for a network, or with `build` or `file` beside `pipeline`.
 
-    The error has all such mistakes. A component that does not exist is one mistake, however many sections name it.
+    The error has all these mistakes. A component that does not exist is one mistake, however many sections name it.
 
     Args:
         networks: The components that the family's stages compile.
@@ -883,10 +886,11 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
 
 
 def _missing_rules(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
-    """Yields an error for each network that a strategy has no rules for; `like` takes those from another strategy."""
-    needed = set(networks) & set(card.components)  # a network that is no component is refused as that
+    """Yields an error for each network that a strategy has no rules for; a strategy with `like` may have none."""
+    needed = set(networks) & set(card.components)  # `_unknown_names` refuses a network that is no component
     for name, strategy in card.strategies.items():
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
+            # Networks whose name in the rules is misspelt: that name is refused, and is mistake enough.
             misspelt = {closest(key, networks) for key in set(rules) - set(networks)}
             for network in sorted(needed - set(rules) - misspelt) if strategy.like is None else ():
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
@@ -897,8 +901,8 @@ def _unknown_names(card: Card, networks: Collection[str], document: Document) ->
     """Yields an error for each name in a card that is no network, component or strategy, where it must be one."""
     known: dict[str, Collection[str]] = {"network": networks, "component": card.components}
     known["strategy"] = [name for name, strategy in card.strategies.items() if strategy.like is None]
-    absent: set[str] = set()
-    # Where a network is no component, rules for a component may be meant for it: they are not refused, too.
+    absent: set[str] = set()  # components that are reported already
+    # Where a network is no component, rules for a component may be meant for it: they are no second mistake.
     tolerated = set(card.components) if set(networks) - set(card.components) else set()
     for kind, path, names in _names(card, networks, document):
         for name in names:
@@ -913,9 +917,9 @@ def _unknown_names(card: Card, networks: Collection[str], document: Document) ->
 def _names(
     card: Card, networks: Collection[str], document: Document
 ) -> Iterator[tuple[str, list[str | int], Collection[str]]]:
-    """Yields the names in each section of a card: what they must be, the section's path, and the names.
+    """Yields the kind, the path and the names of each section of a card with names of networks, components, strategies.
 
-    For example `"network", ["strategies", "tp", "weights"], ["transformer", "vae"]`.
+    For example `"network", ["strategies", "tp", "weights"], ["transformer", "vae"]`: they must be names of networks.
     """
     yield "network", ["stacks"], card.stacks
     for name, strategy in card.strategies.items():

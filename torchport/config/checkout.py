@@ -88,7 +88,7 @@ def below_src(module: str) -> str:
 
 
 def _package(checkout: Checkout, folder: Path) -> Path:
-    """Returns the folder of the package, or the file of one that is a single module."""
+    """Returns the folder of a checkout's package; or the file, if the package is a single module."""
     module = folder / f"{checkout.package}.py"
     return module if module.is_file() else folder / checkout.package
 

@@ -70,7 +70,7 @@ class Document:
         lines, files = dict(self.lines), dict(self.files)
 
         def merged(upper: Any, lower: Any, path: Location) -> Any:
-            """Returns the upper value on top of the lower one; notes file and line of what only the lower one has."""
+            """Returns the upper value on top of the lower; notes file and line of values that only the lower has."""
             if not isinstance(upper, dict) or not isinstance(lower, dict):
                 return upper
             inherited = {(*path, key) for key in lower.keys() - upper.keys()}
@@ -78,6 +78,7 @@ class Document:
             lines.update(inner)
             files.update(dict.fromkeys(inner, base.file))
             values = {**lower, **{key: merged(upper[key], lower.get(key), (*path, key)) for key in upper}}
+            # A null that replaces no value of the lower mapping is a value.
             return {key: value for key, value in values.items() if value is not None or lower.get(key) is None}
 
         return dataclasses.replace(self, data=merged(self.data, base.data, ()), lines=lines, files=files)
@@ -202,7 +203,7 @@ class _Reader:
 
 
 def overridden(document: Document, override: str) -> Document:
-    """Returns the document with a field set by what `--set` has, `mesh.tp=4`, where the value is YAML; or raises."""
+    """Returns a document with one field set by a flag `--set`: `mesh.tp=4`, whose value is YAML. Refuses other text."""
     place = f"--set {override}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -240,9 +241,13 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
 
 
 class _Mistake:
-    """One of pydantic's errors, its location divided into keys of the data and names of a union's alternatives."""
+    """One of pydantic's errors, its location divided into keys of the data and names of a union's alternatives.
+
+    `("cache", "magcache", "skips")` has the path `("cache", "skips")`, and `magcache` is an alternative of `cache`.
+    """
 
     def __init__(self, data: Any, error: Any) -> None:
+        """Divides the location of an error in `data`."""
         self.error = error
         self.kind = str(error["type"])
         self.path: Location = ()
@@ -264,6 +269,7 @@ class _Mistake:
         if is_beside and closest(str(earlier.path[-1]), [str(self.path[-1])]):
             return True
         shared = self.alternatives.keys() & earlier.alternatives.keys()
+        # Of a union's alternatives, only that of the earlier mistake was meant.
         if any(self.alternatives[path] != earlier.alternatives[path] for path in shared):
             return True
         shorter = min(len(self.path), len(earlier.path))
@@ -336,7 +342,7 @@ _KINDS = {
 
 
 def _keys(model: type[Frozen], location: Location, data: Any) -> list[str]:
-    """Returns the keys that a model reads at a location; of a union's alternatives, those of the ones that fit."""
+    """Returns the keys that a model reads at a location; for a union, those of the alternatives that fit the data."""
     candidates = _models(model, location)
     for part in location:
         keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
@@ -362,7 +368,7 @@ def _models(model: type[Frozen], location: Location) -> list[type[pydantic.BaseM
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Returns the members of a union, also of those inside `Annotated`; of another annotation, itself alone."""
+    """Returns the members of a union, also of a union inside `Annotated`; any other annotation is its only member."""
     if get_origin(annotation) is None or get_origin(annotation) in (dict, list, tuple):
         return [annotation]
     return [inner for arg in get_args(annotation) for inner in _members(arg)]

@@ -142,11 +142,11 @@ class Pack:
         return (card.with_trained(trained) if trained else card), document
 
     def _on_base(self, document: Document) -> Document:
-        """Returns the document of a card on top of the card that its `extends` names; that one may extend none."""
+        """Returns the document of a card on top of the card that `extends` names, which may itself extend none."""
         base_name = document.data.get("extends") if isinstance(document.data, dict) else None
         if base_name is None:
             return document
-        # A name that is none is refused alone: without the other card, all that it has would be missing.
+        # A value that is no text is refused here, alone: later, all that the other card has would count as missing.
         validated(_Extending, dataclasses.replace(document, data={"extends": base_name}))
         place = document.place(["extends"])
         base = self.read(self.home(base_name, place).root / "configs" / "models" / f"{base_name}.yaml")
@@ -183,7 +183,7 @@ class Pack:
             yield BadValueError(as_named(file), fact, remedy)
 
     def family_file(self, card: Card, place: str) -> Path:
-        """Returns the Python file of a card's family: in the card's pack, or in one under that; raises without one."""
+        """Returns the Python file of a card's family, in the card's pack or a pack under it; raises if none has it."""
         layers = list(self.home(card.model).layers())
         for pack in layers:
             file = pack.patches / f"{card.family}.py"
@@ -196,7 +196,7 @@ class Pack:
         raise UnknownNameError(place, fact, nearest(card.family, known), name=card.family)
 
     def demo(self, card: Card) -> str:
-        """Returns the path of the config that runs a card's tiny checkpoint: of its own pack, or of one under that."""
+        """Returns the path of the config that runs a card's tiny checkpoint, in the card's pack or a pack under it."""
         homes = [pack for pack in self.home(card.model).layers() if has_file(pack.root / card.demo)]
         return str(homes[0].root / card.demo) if homes else card.demo
 
@@ -218,7 +218,7 @@ class Pack:
         return job, document
 
     def _job_file(self, name: str) -> Path:
-        """Returns the file of a config: at this path, or else in the highest pack that has it; raises without one."""
+        """Returns the file of a config: at this path, or else in the highest pack with the file; raises if none has."""
         path = Path(name)
         if has_file(path):
             return path

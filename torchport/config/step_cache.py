@@ -44,6 +44,7 @@ class _Periodic(_Kind):
     """The number of steps that `start` and `end` are meant for. With another number both move in proportion."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps that compute all blocks; refuses fields that are not in the order start < end <= of."""
         if not self.start < self.end <= self.of:
             keys = ("start", "end") if self.start >= self.end else ("of", "end")
             values = [
@@ -126,7 +127,7 @@ class MagCache(_Kind):
         whole = []
         ratio, error, skipped = 1.0, 0.0, 0
         for step in range(steps):
-            # A curve of another number of steps: the nearest of its steps.
+            # The curve may be of another number of steps: its nearest step counts.
             ratio *= self.curve[round(step * (len(self.curve) - 1) / max(steps - 1, 1))]
             error += abs(1 - ratio)
             if step >= max(1, self.retain * steps) and error <= self.threshold and skipped < self.skips:

@@ -119,16 +119,16 @@ class Strategy(Frozen):
     """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
     def over(self, base: Strategy) -> Strategy:
-        """Returns this strategy on top of `base`: the mesh, `divides` and networks' rules that it lacks are those."""
+        """Returns this strategy with the mesh, the `divides` and the networks' rules of `base` where it has none."""
         kinds = ("divides", "weights", "inputs", "activations")
         update: dict[str, Any] = {kind: {**getattr(base, kind), **getattr(self, kind)} for kind in kinds}
         return self.model_copy(update={**update, "mesh": self.mesh or base.mesh})
 
     def with_shared_rules(self, name: str, networks: Iterable[str]) -> Strategy:
-        """Returns this strategy with the rules of the shared strategy in `shared`, or else of the one called `name`.
+        """Returns this strategy with rules of the shared strategy that `shared` names, by default of one called `name`.
 
-        With `shared`, shared rules follow a network's own; without, only networks that have no rules get them.
-        If no shared strategy has that name, this one is returned as it is.
+        With `shared`, the shared rules follow a network's rules. Without, only networks that have no rules get them.
+        If no shared strategy has the name, this strategy is returned as it is.
         """
         shared = shared_strategies().get(self.shared or name)
         if shared is None:

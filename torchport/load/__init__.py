@@ -34,7 +34,7 @@ from torchport.progress import log
 
 
 def is_built_here(component: Component) -> bool:
-    """Whether torchport builds and fills the module; all else is loaded by upstream's own `from_pretrained`."""
+    """Whether torchport builds and fills a component's module; others are loaded by upstream's `from_pretrained`."""
     cls = class_of(component.class_)
     if component.build is not None:
         return True
@@ -49,8 +49,8 @@ def reads_config(component: Component) -> bool:
 
 
 def records_config(component: Component, folder: Path) -> bool:
-    """Whether a component of a checkpoint is built from the `config.json` that lies in its folder. That holds for
-    modules of transformers, too, unless the card says how they are built.
+    """Whether a component of a checkpoint is built from the `config.json` in its folder. Modules of transformers are,
+    too, unless the card says how they are built.
     """
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
     is_open = component.build is None and component.file is None and is_transformers
@@ -88,15 +88,16 @@ def account_component(
 
 
 def check_init(card: Card, folder: Path) -> None:
-    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults. A
-    missing value counts as null and as false. A component that the card sets to null is not compared.
+    """Refuses a checkpoint whose pipeline has other constructor arguments than the card, or than upstream's defaults.
+
+    A missing value counts as null and as false. A component that the card sets to null is not compared.
     """
     assert card.call is not None
     defaults = inspect.signature(class_of(str(card.pipeline)).__init__).parameters
     init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
     file, index = checkpoint.pipeline_index(folder)
     values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
-    values &= set(init) if modular.is_modular(class_of(str(card.pipeline))) else values  # it reads no others
+    values &= set(init) if modular.is_modular(class_of(str(card.pipeline))) else values  # the class reads no others
     left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
     for name in sorted((values | set(card.call.init)) - left_out):
         if (index.get(name) or None) != (init.get(name) or None):
@@ -108,30 +109,33 @@ def check_init(card: Card, folder: Path) -> None:
 
 
 def _pretrained_files(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns file, dtype and shape of each tensor that transformers reads, from safetensors or pickle, or raises."""
+    """Returns the file and the header's row of each tensor that transformers reads: `{"lm_head.weight": (file, row)}`.
+
+    A row has `dtype` and `shape`. Refuses a folder without safetensors and pickle under the names of transformers.
+    """
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
-        return {name: (file, entry) for name, entry in pickled.header(file).items()}
+        return {name: (file, row) for name, row in pickled.header(file).items()}
     files = sorted(set(checkpoint.weight_files(folder).values()))
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((folder / name).is_file() for name in names):
         fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
         raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
-    return {name: (file, entry) for file in files for name, entry in checkpoint.header(file).items()}
+    return {name: (file, row) for file in files for name, row in checkpoint.header(file).items()}
 
 
 def _account_pretrained(component: Component, folder: Path) -> None:
     """Refuses a transformers model whose files lack a tensor, or hold a tensor of another model, before any is read.
 
     transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
-    without storage. It would fill a missing tensor with new random values in every run.
+    on meta, without values. In a run it would fill a missing tensor with random values, and go on.
     """
     module = _from_pretrained(component, folder, device_map="meta")
     integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
     is_unread = layout_of(component, component.file, []).is_unread
-    for name, (file, entry) in _pretrained_files(folder).items():
+    for name, (file, row) in _pretrained_files(folder).items():
         if not is_unread(name):
-            check_dtype(file, name, entry["dtype"], integers.get(name, torch.float32))
+            check_dtype(file, name, row["dtype"], integers.get(name, torch.float32))
 
 
 def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
@@ -197,7 +201,7 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
 
 
 def part(class_path: str, folder: Path) -> Any:
-    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`."""
+    """Returns a part without weights (tokenizer, scheduler, guider), which its class's `from_pretrained` loads."""
     _check_part(class_path, folder)
     with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
         loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)

@@ -82,10 +82,10 @@ def local(name: str) -> Path | None:
 
 
 def described(name: str, card: Card) -> Path | None:
-    """Returns the folder whose `config.json` files say how a checkpoint's parts are built; None if the card says it.
+    """Returns the folder whose `config.json` files say how a checkpoint's parts are built; None if the card says how.
 
-    The card says it for a tiny checkpoint, and for one that is not on this machine. A card that was derived from a
-    pipeline has no published numbers: for it these files are downloaded, some kilobytes.
+    The card does for a tiny checkpoint, and for a checkpoint that is not on this machine. But a card that was derived
+    from a pipeline has no published numbers: for such a card these files are downloaded, some kilobytes.
     """
     if is_tiny(name):
         return None
@@ -101,10 +101,10 @@ _WITHOUT_WEIGHTS = r"diffusers:\w+Scheduler|transformers:\w+(Tokenizer|Processor
 
 
 def as_published(card: Card, name: str) -> Card:
-    """Returns a card as a checkpoint's index has the pipeline: the arguments of its constructor, and the classes of its
-    scheduler, tokenizers and processors.
+    """Returns a card with what a checkpoint's index says of the pipeline: the arguments of its constructor, and the
+    classes of its scheduler, tokenizers and processors.
 
-    It is for a card that is derived from a pipeline, and has the class's defaults. Another card says this itself.
+    A card that is derived from a pipeline has the class's defaults there. Any other card is returned as it is.
     """
     if card.call is None or not card.model.startswith(DERIVED) or is_tiny(name):
         return card
@@ -122,7 +122,10 @@ def as_published(card: Card, name: str) -> Card:
 
 
 def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
-    """Returns a checkpoint: a folder, or `owner/repo@revision` (by default `main`), which is downloaded first."""
+    """Returns a checkpoint: of a folder, or of `owner/repo@revision` (by default `main`) after its download.
+
+    Refuses a checkpoint of other classes than the card's, and a download that the disk cannot hold.
+    """
     if is_folder(name):
         folder = _existing_folder(name)
         identity = f"folder:{folder.name}"
@@ -236,18 +239,20 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
 
 
 def pipeline_index(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that says of which classes a checkpoint's components are, and its data. A modular pipeline's
-    file also says, beside each class, from where the component comes.
+    """Returns the file that names the classes of a checkpoint's components, and its data: `[library, class]` by name.
+
+    A modular pipeline's file also says where each component comes from. Only its `type_hint`, the class, is returned.
     """
-    file, of_modular = folder / "model_index.json", folder / "modular_model_index.json"
-    if file.is_file() or not of_modular.is_file():
+    file = folder / "model_index.json"
+    modular_file = folder / "modular_model_index.json"
+    if file.is_file() or not modular_file.is_file():
         return file, read_json(file)
-    index = read_json(of_modular)
+    index = read_json(modular_file)
     for name, value in index.items():
         if isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict):
             hint = value[2].get("type_hint")
             index[name] = hint if isinstance(hint, list) and len(hint) == 2 else value[:2]
-    return of_modular, index
+    return modular_file, index
 
 
 def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
@@ -271,7 +276,7 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 
 
 def check_file(folder: Path, file: str) -> None:
-    """Refuses a file that is not in its folder; the remedy depends on what lies near it."""
+    """Refuses a file that is not in its folder; the remedy depends on the files near it."""
     if (folder / file).is_file():
         return
     near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE
@@ -283,10 +288,10 @@ def check_file(folder: Path, file: str) -> None:
 
 
 def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
-    """Returns a digest of each component of a checkpoint that is there, by `card/component`.
+    """Returns a digest of each component that a checkpoint has: `{"some_card/vae": "0123456789abcdef"}`.
 
-    Names have the card's name in front: two cards may read each other's stage files, and their checkpoints have
-    different layouts.
+    The card's name is in front, since two cards may read each other's stage files, and their checkpoints have different
+    layouts.
 
     A digest covers every file's name and size, its first and its last 64 KiB; reading sixteen gigabytes would take too
     long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
@@ -325,8 +330,11 @@ def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
 
 
 def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
-    """Returns the file of every tensor, from `file`: safetensors or an index; by default the only one in the folder.
-    Raises if the folder has several indices, a file that its index does not name, or none.
+    """Returns the file of each tensor, by the tensor's name; refuses a tensor that is in two files.
+
+    Args:
+        file: Safetensors, or an index of several; by default the folder's index, or else all its safetensors. Then
+            several indices are refused, a file that the index does not name, and a folder without any.
     """
     if file is not None:
         files = [folder / file] if file.endswith(".safetensors") else _shards(folder / file)
@@ -365,7 +373,9 @@ def _shards(index: Path) -> list[Path]:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a safetensors file: name to dtype, shape and offsets; refuses a damaged file."""
+    """Returns the header of a safetensors file; refuses a damaged file. Each tensor has a row by its name:
+    `{"proj.weight": {"dtype": "BF16", "shape": [8, 8], "data_offsets": [0, 128]}}`.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -386,9 +396,9 @@ def header(file: Path) -> dict[str, Any]:
     if raw is None:
         raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", AGAIN)
     try:
-        entries = json.loads(raw)
-        entries.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        rows = json.loads(raw)
+        rows.pop("__metadata__", None)
+        end = 8 + length + max((row["data_offsets"][1] for row in rows.values()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointBrokenError(str(file), "Its header is none of safetensors", AGAIN) from error
     if size != end:
@@ -397,6 +407,6 @@ def header(file: Path) -> dict[str, Any]:
         raise CheckpointBrokenError(str(file), fact, remedy, size=size, promised=end)
     try:
         with safe_open(str(file), framework="numpy"):  # its own reader checks dtypes, shapes and offsets
-            return dict(entries)
+            return dict(rows)
     except SafetensorError as error:
         raise CheckpointBrokenError(str(file), f"Its header is none of safetensors: {error}", AGAIN) from error

@@ -41,6 +41,7 @@ def is_absence(error: BaseException) -> bool:
 
 
 def is_cuda(error: BaseException) -> bool:
+    """Returns whether torch raised an exception because this machine has no CUDA."""
     kinds = (AssertionError, AttributeError, RuntimeError)
     return isinstance(error, kinds) and _CUDA.search(str(error)) is not None
 

@@ -77,23 +77,28 @@ class Layout:
             files = sorted(set(checkpoint.weight_files(folder, self.file).values()))
             headers = ((file, checkpoint.header(file)) for file in files)
         return {
-            name: Stored(file, name, entry["dtype"], entry["shape"])
-            for file, entries in headers
-            for name, entry in entries.items()
+            name: Stored(file, name, row["dtype"], row["shape"])
+            for file, header in headers
+            for name, row in header.items()
             if not self.is_unread(name)
         }
 
     def additions(self, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Additions:
-        """Returns what the LoRA files add to a module's tensors, every key accounted for; see `lora.additions`."""
+        """Returns what the LoRA files add to a module's tensors; refuses a key of a LoRA file that fits none of them.
+
+        Args:
+            state: The module's state dict; only shapes are read.
+            stored: Where each tensor is, as `stored` returns it.
+        """
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        return additions(self.loras, shapes, {name: entry.name for name, entry in stored.items()})
+        return additions(self.loras, shapes, {name: tensor.name for name, tensor in stored.items()})
 
     def parameters(self, folder: Path) -> int:
         """Returns how many elements a component's tensors have, from its files' headers."""
         return sum(math.prod(stored.shape) for stored in self.stored(folder).values())
 
     def tensors(self, stored: Mapping[str, Stored]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields tensors of `stored` one at a time, in host memory, in the order of the files."""
+        """Yields the name and the values of each tensor in `stored`, in host memory; opens each file once, in order."""
         from safetensors import safe_open
 
         file: Path | None = None
@@ -113,5 +118,10 @@ DIFFUSERS = Layout()
 
 
 def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
-    """Returns how a component's tensors lie by the card, in its file for a variant of the checkpoint."""
+    """Returns a component's layout by the card.
+
+    Args:
+        file: The component's `file`, with the checkpoint's variant filled in.
+        places: Where the card has each rule of `rename`, for errors.
+    """
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

@@ -63,6 +63,7 @@ class _Adapter:
     """The training settings of a LoRA file, such as alpha and rank: from its metadata and PEFT's file beside it."""
 
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
+        """Reads the settings of a file with these keys; refuses an adapter that adds no products of two matrices."""
         self._file = file
         self._component = component
         self._sources = list(self._read(metadata, keys))
@@ -76,7 +77,13 @@ class _Adapter:
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     def alpha(self, names: Sequence[str], rank: int) -> float:
-        """Returns the alpha of a layer without a tensor for it: the trainer's, or else the rank; raises for two."""
+        """Returns the alpha of a layer that has no tensor for it: the trainer's, or else the rank.
+
+        Raises if the file's settings have two different alphas, or another rank.
+
+        Args:
+            names: The layer's name in the file, and the name without each prefix.
+        """
         found: dict[float, str] = {}
         for source in self._sources:
             alphas = list(self._alphas(source, names))
@@ -110,7 +117,10 @@ class _Adapter:
         return value
 
     def _component_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the network's settings by bare names; one with the network's name in front wins over others."""
+        """Returns the network's settings by bare names: `{"transformer.r": 8, "r": 4}` -> `{"r": 8}`.
+
+        A setting with the network's name in front replaces a general one. Those of text encoders are left out.
+        """
         settings = {name: value for name, value in values.items() if not name.startswith("text_encoder")}
         for prefix in dict.fromkeys(("transformer.", f"{self._component}.")):
             settings |= {
@@ -146,7 +156,10 @@ class _Adapter:
         return CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 
     def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """Yields the alphas in a source, with their names for errors: of the layer's pattern, or else all general."""
+        """Yields the alphas that a source has for a layer: of a pattern that fits, or else all general ones.
+
+        Each has words for errors before it: `("'alpha' in its metadata", 16.0)`. Refuses an unknown name like an alpha.
+        """
         if of_layer := self._first_matching(source, "alpha_pattern", names):
             pattern, value = of_layer
             yield f"The alpha of '{pattern}' in {source.name}", self._number(source, pattern, value, "The alpha of ")
@@ -170,7 +183,10 @@ class _Adapter:
                 raise CheckpointBrokenError(str(self._file), fact, remedy, key=name)
 
     def _first_matching(self, source: _Settings, field: str, names: Sequence[str]) -> tuple[str, Any] | None:
-        """Returns the first pattern of a field that a layer matches as in PEFT, with its value; None without one."""
+        """Returns the first pattern of a field that fits a layer, with its value: `("blocks.0", 16)`; None without one.
+
+        Patterns match as in PEFT: the end of the layer's name, from a dot on.
+        """
         patterns = source.values.get(field)
         if _is_unset(patterns):
             return None
@@ -194,7 +210,7 @@ class _Adapter:
             raise self._broken(f"{source.name} has an alpha that is none: '{name}', {error}") from error
 
     def positive(self, alpha: float, name: str) -> float:
-        """Returns an alpha that is positive and finite, or refuses it. (A negative `scale` subtracts a LoRA.)"""
+        """Returns an alpha if it is positive and finite, and refuses any other."""
         if alpha > 0 and math.isfinite(alpha):
             return alpha
         does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
@@ -332,8 +348,11 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors; raises if a key fits none of them. A file may name a
-    tensor as the module does, or as the checkpoint does (`name_in_file`).
+    """Returns what a component's LoRA files add to its tensors; raises if a key of a file fits no tensor.
+
+    Args:
+        shapes: The shapes of the module's tensors, by name.
+        name_in_file: The name in the checkpoint of each tensor. A LoRA file may use either.
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
@@ -351,12 +370,15 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
 def _layers_by_name(
     loras: Loras, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]
 ) -> dict[str, set[str]]:
-    """Returns the layers that each name can mean, with dots or underscores: the module's names, the checkpoint's, and
-    those by the card's rules. Raises if a rule is the first match of no layer.
+    """Returns the layers that each name can mean: `{"blocks.0.to_q": {"blocks.0.to_q"}, "blocks_0_to_q": ...}`.
+
+    Names are the module's, the checkpoint's, and those by the card's rules, with dots or underscores. Raises if a rule
+    is the first match of no layer.
     """
     names: dict[str, set[str]] = {}
 
     def note(name: str, layer: str) -> None:
+        """Adds a layer to a name, in both spellings."""
         for spelling in (name, name.replace(".", "_")):
             names.setdefault(spelling, set()).add(layer)
 
@@ -385,6 +407,7 @@ class _Reader:
     """Matches the keys of one LoRA file with a network's layers, by the file's header; see `additions`."""
 
     def __init__(self, lora: Lora, component: str, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Reads a file's header and settings; refuses a pickle, and a file without tensors."""
         from safetensors import safe_open
 
         self.file, self.scale = lora
@@ -392,14 +415,14 @@ class _Reader:
         self.shapes = shapes
         if self.file.is_file():
             check_format(self.file)
-        self.entries = checkpoint.header(self.file)
-        if not self.entries:
+        self.header = checkpoint.header(self.file)
+        if not self.header:
             fact = "It has no tensors, and would change nothing"
             raise CheckpointForeignError(str(self.file), fact, "Remove it from 'lora', or name a file that has some")
         self.stream: Any = safe_open(str(self.file), framework="pt")
         self.prefixes = (*PREFIXES, f"{component}.")
         metadata = self.stream.metadata() or {}  # type: ignore[no-untyped-call]
-        self.adapter = _Adapter(self.file, component, metadata, list(self.entries))
+        self.adapter = _Adapter(self.file, component, metadata, list(self.header))
 
     def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, _Addition]]:
         """Yields the names of tensors, each with what the file adds to it; refuses a layer that the file has twice."""
@@ -417,15 +440,15 @@ class _Reader:
         `{"blocks.0.to_q": {"down": "blocks.0.to_q.lora_A.weight", "up": "blocks.0.to_q.lora_B.weight"}}`.
         """
         keys: dict[str, dict[str, str]] = {}
-        for key, entry in self.entries.items():
+        for key, row in self.header.items():
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
             other = next((kind for piece, kind in OTHERS.items() if f".{piece}" in key), None)
             if ending is None or other is not None:
                 fact = f"'{key}' is of {other}" if other else f"'{key}' ends as no key of a LoRA does"
                 raise self._foreign(fact, self._remedy(key), key)
             known = (*checkpoint.FLOATS, *_INTEGERS) if ending == "alpha" else checkpoint.FLOATS
-            if entry["dtype"] not in known:
-                raise self._foreign(f"'{key}' is of dtype {entry['dtype']}", f"It must be {', '.join(known)}", key)
+            if row["dtype"] not in known:
+                raise self._foreign(f"'{key}' is of dtype {row['dtype']}", f"It must be {', '.join(known)}", key)
             parts = keys.setdefault(key.removesuffix(f".{ending}"), {})
             if PARTS[ending] in parts:
                 raise self._foreign(f"'{parts[PARTS[ending]]}' and '{key}' are one thing", "Remove one of them", key)
@@ -487,7 +510,7 @@ class _Reader:
         """Returns a tensor's name with the addition of a key that holds a whole difference; refuses another shape."""
         if tensor not in self.shapes:
             raise self._foreign(f"'{key}' is there, and '{self.component}' has no '{tensor}'", OF_THIS, key)
-        if list(self.entries[key]["shape"]) != list(self.shapes[tensor]):
+        if list(self.header[key]["shape"]) != list(self.shapes[tensor]):
             raise self._shape_error(key, list(self.shapes[tensor]), tensor)
         return tensor, _Addition(self.file, key, None, factor)
 
@@ -497,10 +520,10 @@ class _Reader:
         if weight not in self.shapes:
             raise self._foreign(f"'{down}' is there, and '{self.component}' has no '{weight}'", OF_THIS, down)
         rows, *columns = self.shapes[weight]
-        rank, *inner = self.entries[down]["shape"] or [0]
+        rank, *inner = self.header[down]["shape"] or [0]
         if _without_trailing_ones(inner) != _without_trailing_ones(columns):
             raise self._shape_error(down, [rank, *columns], weight)
-        shape = self.entries[up]["shape"]
+        shape = self.header[up]["shape"]
         if len(shape) < 2 or shape[1] != rank or rank == 0:
             fact = f"'{down}' has rank {rank}, and '{up}' has shape {shape}"
             raise self._foreign(fact, "The rank must be the same: download the file again", up)
@@ -508,8 +531,8 @@ class _Reader:
             raise self._shape_error(up, [rows, rank], weight)
         if alpha is None:
             value = self.adapter.alpha(list(self._without_prefixes(name)), rank)
-        elif math.prod(self.entries[alpha]["shape"]) != 1:
-            fact = f"'{alpha}' has shape {self.entries[alpha]['shape']}"
+        elif math.prod(self.header[alpha]["shape"]) != 1:
+            fact = f"'{alpha}' has shape {self.header[alpha]['shape']}"
             raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=alpha)
         else:
             tensor = _finite(self.stream.get_tensor(alpha), self.file, alpha)
@@ -517,7 +540,7 @@ class _Reader:
         return self.scale * self.adapter.scale(value, rank)
 
     def _shape_error(self, key: str, shape: Sequence[int], tensor: str) -> CheckpointForeignError:
-        fact = f"'{key}' has shape {self.entries[key]['shape']}"
+        fact = f"'{key}' has shape {self.header[key]['shape']}"
         remedy = f"For '{tensor}', of shape {list(self.shapes[tensor])}, it must be {list(shape)}. {OF_THIS}"
         return self._foreign(fact, remedy, key)
 

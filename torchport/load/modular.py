@@ -32,7 +32,7 @@ def is_modular(cls: Any) -> bool:
 
 @functools.cache
 def as_pipeline(cls: Any) -> Any:
-    """Returns a subclass of a modular pipeline that is called as other pipelines are; any other class as it is."""
+    """Returns a subclass of a modular pipeline with the methods of other pipelines; any other class as it is."""
     if not is_modular(cls) or issubclass(cls, _Pipeline):
         return cls
     blocks = PromptBlocks(cls)
@@ -42,7 +42,7 @@ def as_pipeline(cls: Any) -> Any:
 
 
 def _with_signature(method: Any, parameters: Sequence[inspect.Parameter]) -> Any:
-    """Returns a method that takes any keywords as one with these parameters: callers ask for them before a call."""
+    """Returns a method with these parameters in its signature, for a method of any keywords: callers inspect it."""
     signature = inspect.Signature([_parameter("self"), *parameters])
 
     @functools.wraps(method)
@@ -64,30 +64,31 @@ class PromptBlocks:
     """The blocks of a modular pipeline that run for a prompt, in their order."""
 
     def __init__(self, cls: Any) -> None:
+        """Divides the blocks of a class at the end of its text encoding and at the end of its loop; refuses others."""
         import diffusers
         from diffusers import SequentialPipelineBlocks
         from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
         self.blocks = getattr(diffusers, cls.default_blocks_name)().get_execution_blocks(prompt="")
-        blocks, part = list(self.blocks.sub_blocks.items()), SequentialPipelineBlocks.from_blocks_dict
-        loops, ends = [], []
+        blocks, sequence = list(self.blocks.sub_blocks.items()), SequentialPipelineBlocks.from_blocks_dict
+        loops, encoder_ends = [], []
         for number, (_, block) in enumerate(blocks):
             modules = [str(getattr(spec.type_hint, "__module__", "")) for spec in block.expected_components]
             if isinstance(block, LoopSequentialPipelineBlocks):
                 loops.append(number)
             if any(module.startswith("transformers.") for module in modules):  # a text encoder, tokenizer or processor
-                ends.append(number + 1)
-        if not loops or not ends or ends[-1] > loops[0]:
+                encoder_ends.append(number + 1)
+        if not loops or not encoder_ends or encoder_ends[-1] > loops[0]:
             fact = f"The blocks of '{cls.__name__}' do not encode a prompt and then run a loop"
             raise BadValueError(
                 f"diffusers:{cls.__name__}", fact, "Write a family with a loop for it: docs/families.md"
             )
         #: The blocks that encode the prompt.
-        self.encode = part(dict(blocks[: ends[-1]]))
+        self.encode = sequence(dict(blocks[: encoder_ends[-1]]))
         #: The blocks from the embeddings to the latents of the last step.
-        self.denoise = part(dict(blocks[ends[-1] : loops[-1] + 1]))
+        self.denoise = sequence(dict(blocks[encoder_ends[-1] : loops[-1] + 1]))
         #: The blocks from the embeddings to the picture or video.
-        self.rest = part(dict(blocks[ends[-1] :]))
+        self.rest = sequence(dict(blocks[encoder_ends[-1] :]))
         #: The name of the picture or video in upstream's state.
         self.output = blocks[-1][1].intermediate_outputs[-1].name
         taken, results = {each.name for each in self.rest.inputs}, self.encode.intermediate_outputs
@@ -95,10 +96,9 @@ class PromptBlocks:
         self.embeddings = [each.name for each in results if each.name in taken or each.kwargs_type == _FIELDS]
         #: Upstream's mark of each input, by its name.
         self.marks = {each.name: each.kwargs_type for each in (*results, *self.rest.inputs)}
-        # The parameters of the three methods.
         specs, inputs = self.blocks.expected_components, {each.name: each.default for each in self.blocks.inputs}
         loaded = [each for each in specs if each.default_creation_method == "from_pretrained"]
-        #: The constructor's: components, and plain values, whose type is that of None, as they are no components.
+        #: The constructor's parameters: components; and plain values, which the type of None marks as no components.
         self.components = [
             *(_parameter(each.name, annotation=each.type_hint) for each in loaded),
             *(_parameter(each.name, each.default, type(None)) for each in self.blocks.expected_configs),
@@ -107,10 +107,10 @@ class PromptBlocks:
         guiders = [each.config or {} for each in specs if each.name == _GUIDER]
         scales = [config.get(_SCALE, 5.0) for config in guiders if config.get("enabled", True)]
         names = dict.fromkeys(name for name in (*inputs, *self.embeddings) if name and name != _SCALE)
-        #: The call's.
+        #: The parameters of `__call__`.
         self.arguments = [_parameter(name, inputs.get(name)) for name in names]
         self.arguments += [*(_parameter(_SCALE, scale) for scale in scales), _parameter("return_dict", True)]
-        #: Those of `encode_prompt`.
+        #: The parameters of `encode_prompt`.
         self.texts = [_parameter(each.name, each.default) for each in self.encode.inputs if each.name]
         self.texts += [_parameter("do_classifier_free_guidance", True) for _ in scales]
 
@@ -121,12 +121,13 @@ class _Pipeline:
     prompt_blocks: PromptBlocks
 
     def __init__(self, **arguments: Any) -> None:
+        """Builds the pipeline around its components, and registers them and the plain values with upstream."""
         super().__init__(blocks=self.prompt_blocks.blocks)  # type: ignore[call-arg]
         configs = self.prompt_blocks.blocks.expected_configs  # values of the constructor that are no components
         values = {config.name: arguments.pop(config.name, config.default) for config in configs}
-        upstreams: Any = self
-        upstreams.register_components(**arguments)
-        upstreams.register_to_config(**values)
+        pipeline: Any = self
+        pipeline.register_components(**arguments)
+        pipeline.register_to_config(**values)
 
     def encode_prompt(self, do_classifier_free_guidance: bool = True, **texts: Any) -> tuple[Any, ...]:
         """Returns the embeddings of a prompt, in the order of `PromptBlocks.embeddings`."""
@@ -147,7 +148,7 @@ class _Pipeline:
         return (state.get("latents" if is_latent else self.prompt_blocks.output),)
 
     def _state_after(self, blocks: Any, values: Mapping[str, Any]) -> Any:
-        """Returns upstream's state after some blocks have run on values."""
+        """Runs blocks on values by name, over the blocks' defaults; returns upstream's state afterwards."""
         from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
         state = PipelineState()

@@ -39,7 +39,7 @@ SAME = "Name a checkpoint of this model and version"
 def class_of(path: str, place: str | None = None) -> Any:
     """Returns the class that a card names as `package.module:Class`; patches must be in place by now.
 
-    A modular pipeline of diffusers is returned as one with a call of its own: `modular`.
+    Of a modular pipeline of diffusers it returns the subclass of `modular.as_pipeline`.
 
     Raises:
         UnknownNameError: There is no such module or name; its place is `place`, by default the path itself.
@@ -90,6 +90,8 @@ Maker = str | Builder
 
 
 class Recipe(NamedTuple):
+    """How a module is built: by what, and from which configuration."""
+
     maker: Maker
     config: Mapping[str, Any]
     place: str
@@ -176,7 +178,7 @@ def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.
 
 
 def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a module that a constructor or a card's function makes; raises if it is of another class."""
+    """Returns a module that a class's constructor or a card's function makes; refuses a module of another class."""
     function: Callable[..., torch.nn.Module]
     if isinstance(maker, Builder):
         function, cls, name = maker.function, class_of(maker.class_path), maker.reference
@@ -223,7 +225,7 @@ MOST = 20_000
 def building(
     name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
 ) -> Iterator[None]:
-    """Raises, around code that builds a module, if that fails or makes more than `MOST` parameters."""
+    """Turns failures of code that builds a module into an error; refuses a module of more than `MOST` parameters."""
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -238,10 +240,10 @@ def building(
 def tensors(
     module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every parameter and buffer of a module, filled from a component's files, LoRA files merged in.
+    """Yields name and values of every parameter and buffer of a module, from a component's files with LoRAs merged in.
 
     Args:
-        module: Built without storage; its dtypes are those that the tensors are cast to.
+        module: Built without storage. The tensors are cast to its dtypes.
         what: What the progress bar calls it.
     """
     state = module.state_dict()
@@ -301,8 +303,8 @@ def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
 
 
 def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Returns the module with the buffers that a component's files hold; its weights stay on meta. A pipeline reads
-    such buffers, as the mean of a VAE's latents, without calling the module.
+    """Fills the buffers of a module from a component's files, and returns the module; its weights stay on meta. A
+    pipeline reads buffers, such as the mean of a VAE's latents, without calling the module.
     """
     state = module.state_dict()
     names = {name for name, _ in module.named_buffers()} & state.keys()
@@ -314,7 +316,7 @@ def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSE
 
 
 def fill(module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
+    """Fills every tensor of a module, in host memory, and returns the module; refuses the same files as `tensors`."""
     filled = dict(tensors(module, folder, what, layout))
     state = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
     module.load_state_dict(state, assign=True, strict=True)

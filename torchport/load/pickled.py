@@ -21,7 +21,7 @@ LFS = b"version https://git-lfs"
 
 
 def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape; see `tensors`."""
+    """Returns dtype and shape of the tensors of a file, in rows as those of `checkpoint.header`; see `tensors`."""
     state = tensors(file, key, unread)
     if zipfile.is_zipfile(file):
         _check_records(file)
@@ -32,7 +32,7 @@ def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> di
 def tensors(
     file: Path, key: str | None = None, unread: Sequence[str] = (), device: str = "meta"
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file by name. Those in host memory are read from the disk where they are used.
+    """Returns the tensors of a file by name. With device `cpu` their values are read from the disk when they are used.
 
     Args:
         file: A state dict, or a dict that has one.
@@ -110,11 +110,13 @@ class _Storages(pickle.Unpickler):
         self.sizes: dict[str, int] = {}  #: Bytes by the storage's key.
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns an inert object with the name, in place of a class or function."""
         inert = _Inert()
         inert.name = name
         return inert
 
     def persistent_load(self, pid: Any) -> Any:
+        """Notes the bytes of a storage, of which torch.save writes kind, key and number of elements."""
         _, kind, key, _, count = pid
         storage: Any = torch.serialization.StorageType
         self.sizes[key] = count * (1 if kind.name == "UntypedStorage" else storage(kind.name).dtype.itemsize)
@@ -123,7 +125,7 @@ class _Storages(pickle.Unpickler):
 
 def _check_records(file: Path) -> None:
     """Refuses a file in which a record does not have exactly the bytes of its tensors, though torch has accepted it.
-    torch maps the file into memory, whatever size a record has: a short one would go on with the next one's bytes.
+    torch maps the file into memory, whatever size a record has: a short record would go on with bytes of the next.
     """
     with (
         reading(CheckpointBrokenError, str(file), "Its records cannot be read", AGAIN),
@@ -147,7 +149,7 @@ def _check_records(file: Path) -> None:
 
 
 def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
-    """Returns the state dict in a file's content, or raises: at `key`, or else at `state_dict` or all of it."""
+    """Returns the state dict in a file's content: at `key`; or without a key at `state_dict`, or else the content."""
     state = content
     for word in key.split(".") if key is not None else ():
         if not isinstance(state, dict) or word not in state:

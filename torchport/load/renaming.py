@@ -1,4 +1,4 @@
-"""Rules for the names of tensors: what a module calls those of a file, and what a file calls those of a module."""
+"""Rules for the names of tensors: from the names in a file to those of a module, and back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ TURNED = (
 def module_names(
     names: Collection[str], rules: Sequence[RenameRule], places: Sequence[str], file: str
 ) -> dict[str, str]:
-    """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it.
-    Raises if two names become one, or if a rule renames nothing.
+    """Returns the name in the file of each tensor of a module, `{"blocks.0.bias": "model.blocks.0.bias"}`. The first
+    rule that matches a whole name of the file renames it. Raises if two names become one, or if a rule renames nothing.
+
+    Args:
+        names: The names in the file.
+        places: Where the card has each rule, for errors.
     """
     name_in_file: dict[str, str] = {}
     rule_of: dict[str, int | None] = {}
@@ -47,7 +51,7 @@ def module_names(
 
 
 def _renamed(name: str, rules: Sequence[RenameRule]) -> tuple[str, int | None]:
-    """Returns a name as the first rule that matches it writes it, and the rule's number; the name and None without."""
+    """Returns a name as the first matching rule renames it, with the rule's number; without one the name and None."""
     for number, rule in enumerate(rules):
         if match := re.fullmatch(rule.match, name):
             return match.expand(rule.to), number
@@ -55,7 +59,7 @@ def _renamed(name: str, rules: Sequence[RenameRule]) -> tuple[str, int | None]:
 
 
 def closest(name: str, names: Collection[str]) -> str:
-    """Returns a sentence with the few names that are closest to one, of maybe thousands."""
+    """Returns a sentence with the few names that are closest to `name`, of maybe thousands."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or sorted(names)[:3]
     return f"The nearest are {', '.join(map(repr, close))}" if close else "There are none"
 
@@ -63,8 +67,8 @@ def closest(name: str, names: Collection[str]) -> str:
 def file_names(
     names: Iterable[str], rules: Sequence[RenameRule], places: Sequence[str], is_unread: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Returns the name in the file of each tensor of a module: one that the rules turn into the tensor's own, and that
-    is not `is_unread`. Raises if there is none, or if a rule renames nothing.
+    """Returns a name in the file for each tensor of a module: the inverse of `module_names`. The rules turn this name
+    into the tensor's name, and it is not `is_unread`. Raises if there is none, or if a rule renames nothing.
     """
     inverses = [inverse for inverse in map(_inverse, rules) if inverse is not None]
     fitting: dict[str, list[str]] = {}
@@ -80,7 +84,8 @@ def file_names(
         uses = list(rule_of.values())
         if number in uses:
             continue
-        # Another rule may have taken its tensors; a rule that no name needs is refused when the file is read.
+        # An earlier rule may have taken this rule's tensors. It gives one up if it renames several: a rule that
+        # renames nothing is refused when the file is read.
         free = [name for name in fitting if uses.count(rule_of[name]) > 1]
         others = ((name, source) for name in free for source in fitting[name] if _renamed(source, rules)[1] == number)
         other = next(others, None)
@@ -93,12 +98,14 @@ def file_names(
 
 def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none. For the rule
-    from `model\\.(.*)` to `\\1` it returns `model.blocks.0` of `blocks.0`, and None of a name that no match becomes.
+    from `model\\.(.*)` to `\\1` the function turns `blocks.0` into `model.blocks.0`. It returns None for a name that
+    the rule makes of no other.
     """
     parts = _parts(rule.match)
     if parts is None:
         return None
     pieces, groups = parts
+    # A pattern for the module's names: the text of `to`, with each `\1` as the first group of `match`, named `g1`.
     pattern, seen = "", set()
     for number, piece in enumerate(re.split(r"\\(\d+)", rule.to)):
         if number % 2 == 0:
@@ -132,7 +139,7 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
             groups.append(group)
             pieces.append(len(groups))
             place += len(group) + 2
-        elif character == "\\" and not pattern[place + 1].isalnum():
+        elif character == "\\" and not pattern[place + 1].isalnum():  # an escaped sign, `\.`
             pieces.append(pattern[place + 1])
             place += 2
         elif character in "\\*+?{[|^$":

@@ -52,9 +52,9 @@ def folder_of(card: Card, family: Path) -> Path:
     """Returns the folder of a card's tiny checkpoint, named by a hash of all that determines its bytes."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     init = {} if card.call is None else card.call.init
-    entries = [card.tiny.model_dump(exclude={"trained"}), card.model_dump()["components"], init, versions]
-    entries += [{name: each.sha256 for name, each in card.tiny.trained.items()}] if card.tiny.trained else []
-    text = json.dumps(entries, sort_keys=True)
+    parts = [card.tiny.model_dump(exclude={"trained"}), card.model_dump()["components"], init, versions]
+    parts += [{name: each.sha256 for name, each in card.tiny.trained.items()}] if card.tiny.trained else []
+    text = json.dumps(parts, sort_keys=True)
     sha = hashlib.sha256(text.encode())
     for file in (Path(__file__), Path(str(renaming.__file__)), *card.python_files(family)):
         sha.update(file.read_bytes() if file.is_file() else b"")
@@ -69,9 +69,10 @@ Arrange = Callable[[Make, Path], None]
 
 
 def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapping[str, Maker] | None = None) -> Path:
-    """Returns the folder of the card's tiny checkpoint, writing it first if it is not there.
+    """Returns the folder of the card's tiny checkpoint, after writing the checkpoint if the folder has none.
 
-    It is written beside its place and renamed, so that neither two processes nor a killed one leave half of it.
+    The files are written into a folder beside it, which is then renamed: neither two processes nor a killed process
+    leave half a checkpoint.
 
     Args:
         arrange: Saves the components; by default the card's pipeline saves itself.
@@ -145,7 +146,12 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:
-    """Returns one component of a tiny checkpoint: a tokenizer, or an object with seeded or trained weights."""
+    """Returns one component of a tiny checkpoint: a tokenizer, or an object with seeded or trained weights.
+
+    Args:
+        name: The component's name in the card. It is positional, so that `changes` may have a `name`.
+        **changes: Fields of the component's configuration, in place of the card's.
+    """
     maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
         return tokenizer(class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
@@ -153,10 +159,11 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
 
     config, place = {**card.tiny.components.get(name, {}), **changes}, f"tiny.components.{name} of {card.model}"
     cls = None if isinstance(maker, Builder) else class_of(maker)
-    is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
+    # Classes of diffusers record their configuration themselves; for other modules `from_arguments` does it.
+    is_plain_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(card.tiny.seed)  # a constructor may draw buffers
-        if is_module:
+        if is_plain_module:
             part: Any = from_arguments(maker, config, place)
         else:
             part = class_of(str(maker))(**config)
@@ -268,11 +275,11 @@ def is_processor(cls: Any) -> bool:
 
 
 def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
-    """Returns the tokenizer's class of a model of transformers, for a class that holds or stands for a tokenizer.
+    """Returns a class of transformers for a tokenizer: the class itself, or that of a processor's tokenizer.
 
     Args:
-        cls: A tokenizer, which is returned, an `AutoTokenizer`, or a processor, which has a tokenizer.
-        model_type: The kind of model; by default the processor's.
+        cls: A tokenizer, a processor, or `AutoTokenizer`.
+        model_type: The kind of model whose tokenizer `AutoTokenizer` loads.
     """
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
@@ -292,14 +299,14 @@ def _model_type(processor: Any) -> str:
     return next(kind for kind, name in kinds.items() if name == processor.__name__)
 
 
-def processor(cls: Any, words: Any) -> Any:
-    """Returns a processor with a tokenizer, `words`; what it has for images and videos has the class's own values."""
+def processor(cls: Any, text_part: Any) -> Any:
+    """Returns a processor with a tokenizer, `text_part`; its parts for images and videos have their default values."""
     parts = {name: part() for name, part in processor_classes(cls).items()}
-    return cls(tokenizer=words, chat_template=words.chat_template, **parts)
+    return cls(tokenizer=text_part, chat_template=text_part.chat_template, **parts)
 
 
 def processor_classes(cls: Any) -> dict[str, Any]:
-    """Returns the classes of what a processor has for images and videos, by its name there: `image_processor`."""
+    """Returns the classes of a processor's parts for images and videos, by their names: `image_processor`."""
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
@@ -318,9 +325,10 @@ def _marks(processor: Any) -> list[str]:
 
 
 def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
-    """Returns a tokenizer of the real class, trained on a few sentences, or a processor with one. Upstream crops the
-    first tokens, a prompt template of fixed length; this one's template is filled up to that length, or it would count
-    as prompt.
+    """Returns a tokenizer of the real class, trained on a few sentences; or a processor with such a tokenizer.
+
+    Upstream crops a fixed number of tokens, the beginning of its chat template. The tiny template is filled up to this
+    number with filler tokens, or upstream would crop words of the prompt.
     """
     if is_processor(cls):
         plain = tokenizer_class(cls)
@@ -357,7 +365,7 @@ def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
 
 
 def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> dict[str, Any]:
-    """Returns the arguments that give a tokenizer its vocabulary, after training the kind of model that it has."""
+    """Trains a tokenizer's model on sentences; returns the vocabulary as arguments of the tokenizer's constructor."""
     from tokenizers import models, pre_tokenizers, trainers
 
     if isinstance(tokenizer.model, models.Unigram):

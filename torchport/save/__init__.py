@@ -37,7 +37,14 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
-    """Writes an artefact. At every moment either the older one or this one is there, whole."""
+    """Writes an artefact, and returns its manifest. At every moment the folder has the older file or the new, whole.
+
+    Args:
+        facts: The manifest's fields but those of the tensors.
+
+    Raises:
+        NotFiniteError: A tensor has NaN or infinity; nothing is written.
+    """
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -53,6 +60,7 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     )
 
     def text(sha256: str) -> str:
+        """Returns the manifest as JSON, with the checksum of the tensors."""
         return text_of(manifest.model_copy(update={"sha256": sha256}))
 
     # The copy goes first: it must never describe another artefact than the one beside it.
@@ -61,19 +69,19 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> str:
-    """Writes tensors as safetensors, with a text under a checksum of its own; replaces an older file. Returns the
-    checksum of the tensors.
+    """Writes tensors as safetensors, with a text and the text's checksum in the metadata; replaces an older file.
+    Returns the checksum of the tensors.
 
     A video's frames are hundreds of megabytes: they are hashed while they are written, and are not copied.
 
     Args:
-        text: Returns the text for the checksum of the tensors; it has one length.
+        text: Returns the text to write, from the checksum of the tensors. Its length must not depend on the checksum.
     """
     # As safetensors orders them, so that each begins at a multiple of its item's size.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with atomic.writing(file) as temporary, ThreadPoolExecutor(1) as hashing, temporary.open("wb") as stream:
         checksum = hashing.submit(sha256_of, tensors)
-        stream.seek(len(_header(tensors, text("0" * 64))))
+        stream.seek(len(_header(tensors, text("0" * 64))))  # room for the header, which needs the checksum
         for tensor in tensors.values():
             stream.write(_memory(tensor))
         stream.seek(0)
@@ -106,6 +114,7 @@ def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    """Writes the JSON file beside an artefact, which shows its manifest to people."""
     atomic.write_text(_copy(folder, name), text_of(manifest))
 
 
@@ -124,8 +133,13 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
-    """Removes artefacts of later stages that were made from another artefact of this name."""
-    changed: dict[StageName, str] = {name: sha256}
+    """Removes artefacts of later stages that were made from another artefact of this name; with the last, its video.
+
+    Args:
+        sha256: The checksum of the artefact that the folder now has.
+        later: The stages after `name`, in their order.
+    """
+    changed: dict[StageName, str] = {name: sha256}  # "" for a removed artefact: no input has this checksum
     for stage in later:
         file = file_of(folder, stage)
         manifest = readable_manifest(file)
@@ -139,6 +153,7 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
 
 
 def remove(folder: Path, name: str) -> None:
+    """Removes an artefact and the JSON file beside it."""
     atomic.remove(_copy(folder, name), file_of(folder, name))
 
 
@@ -159,6 +174,8 @@ def read(
 
     Args:
         identity: What it must have been made for: the identity of the reading stage's task.
+        components: Digests of this run's checkpoint, by component.
+        made_by: The command that makes the artefact, for errors.
         embeddings: The card's names for embeddings; see `_read_hand_written`.
 
     Returns:
@@ -201,7 +218,7 @@ def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
 
 
 def _bytes(file: Path, head: bool = False) -> bytes:
-    """Returns a file's bytes, or raises; with `head` only the header of a safetensors file, as JSON."""
+    """Returns a file's bytes; with `head` only those of a safetensors file's header, which is JSON."""
     try:
         with file.open("rb") as stream:
             if not head:
@@ -256,7 +273,7 @@ def _manifest_text(file: Path, made_by: str) -> str:
         raise _broken_error(file, "It is not safetensors: its header cannot be read", made_by) from error
     if _TEXT not in metadata:
         if file.with_suffix(".json").is_file():
-            raise _other_schema(file, 1, made_by)  # which kept the manifest in a second file alone
+            raise _other_schema(file, 1, made_by)  # schema 1 had the manifest in a second file alone
         raise _broken_error(file, "It holds no manifest", made_by)
     text = str(metadata[_TEXT])
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_CHECKSUM):
@@ -286,7 +303,7 @@ def _check_identity(
 
 
 def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
-    """Refuses an artefact if its folder holds other inputs than those that it was made from."""
+    """Refuses an artefact that was made from other inputs than the artefacts of earlier stages beside it."""
     for stage, sha in manifest.inputs.items():
         beside = file_of(folder, stage)
         if beside.is_file() and read_manifest(beside).sha256 != sha:
@@ -295,11 +312,11 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
 
 
 HAND_WRITTEN = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
-"""Their names, by stage."""
+"""The stage files of hand-written ports, which were made without torchport, by stage."""
 
 _EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 EMBEDDINGS = (*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS))
-"""What they hold of prompts, where a card does not name it."""
+"""The embeddings in those files, where a card names none."""
 _IMAGES = ("image_latents", "image_embeds")
 _SIZES = {"height": "height", "width": "width", "video_length": "frames", "num_frames": "frames", "frames": "frames"}
 _DTYPES = {
@@ -310,10 +327,10 @@ _DTYPES = {
 def _read_hand_written(
     file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
-    """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
+    """Returns the tensors in a stage file of a hand-written port, in the dtypes that the file's metadata names.
 
-    Those files have no checksum and no patch ledger. This checks the names and kinds of their tensors, and the sizes
-    that they name. If they name none, it checks the sizes of `generation_config.json` beside them.
+    Such files have no checksum and no patch ledger. What is checked: the names and kinds of their tensors, and the
+    sizes in the metadata, or else those in `generation_config.json` beside the file.
 
     Args:
         file: `stage1_embeddings.safetensors` or `stage2_latents.safetensors`.
@@ -350,17 +367,21 @@ def _read_hand_written(
 
 
 def _check_hand_written(
-    file: Path, tensors: Mapping[str, torch.Tensor], guided: bool, of_prompts: Collection[str]
+    file: Path, tensors: Mapping[str, torch.Tensor], is_guided: bool, embeddings: Collection[str]
 ) -> None:
-    """Refuses a hand-written port's file whose tensors are not those of its stage."""
-    embeddings = file.name == HAND_WRITTEN["encode"]
-    names = list(of_prompts) if embeddings else ["latents"]
-    required = [name for name in names if guided or not name.startswith("negative_")]
+    """Refuses a hand-written port's file whose tensors are not those of its stage.
+
+    Args:
+        embeddings: The names of the embeddings that `encode` returns.
+    """
+    is_encode = file.name == HAND_WRITTEN["encode"]
+    names = list(embeddings) if is_encode else ["latents"]
+    required = [name for name in names if is_guided or not name.startswith("negative_")]
     for name in sorted({*tensors, *required}):
         tensor, fact = tensors.get(name), ""
         if tensor is None:
             fact = f"It lacks '{name}'"
-        elif name not in names and not (embeddings and name in _IMAGES):
+        elif name not in names and not (is_encode and name in _IMAGES):
             fact = f"It holds '{name}'"
         elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             fact = f"'{name}' is {str(tensor.dtype)[6:]}"
@@ -370,7 +391,7 @@ def _check_hand_written(
             bad = int((~torch.isfinite(tensor)).sum())
             fact = f"'{name}' has {bad} of {tensor.numel()} values that are NaN or infinite"
         if fact:
-            holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
+            holds = f"tensors {', '.join(required)}" if is_encode else "latents [B, C, T, H, W]"
             remedy = f"It must hold floating-point {holds}: make it again"
             raise ArtefactForeignError(str(file), fact, remedy, name=name)
 

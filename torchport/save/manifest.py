@@ -127,7 +127,10 @@ def text_of(manifest: Manifest) -> str:
 
 
 def leaves(fields: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the values of nested fields by their paths, `components.vae.dtype`. A field in `whole` is one value."""
+    """Returns the values of nested fields by path: `{"vae": {"dtype": "float32"}}` -> `{"vae.dtype": "float32"}`.
+
+    A field in `whole` is one value, also if it has fields.
+    """
     paths: dict[str, Any] = {}
     for name, value in fields.items():
         nested = leaves(value) if isinstance(value, dict) and name not in whole else {"": value}

@@ -22,11 +22,11 @@ def is_packable(value: Any) -> bool:
 
 
 def packed(value: Any) -> dict[str, torch.Tensor]:
-    """Returns a tree as tensors by name. They are copies: the tree's may be shared, or written to later."""
+    """Returns copies of a tree's tensors by path, `scheduler.sigmas`, and under `structure` all else as JSON."""
     tensors: dict[str, torch.Tensor] = {}
 
     def store(path: str, tensor: torch.Tensor) -> dict[str, Any]:
-        tensors[path] = tensor.clone()
+        tensors[path] = tensor.clone()  # the tree's own may be shared, or written to later
         return {"tensor": path}
 
     text = json.dumps(as_data(value, store))
@@ -34,14 +34,15 @@ def packed(value: Any) -> dict[str, torch.Tensor]:
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
-    return from_data(json.loads(bytes(tensors[STRUCTURE].tolist())), lambda entry: tensors[entry["tensor"]])
+    """Returns the tree of some tensors by path: the inverse of `packed`."""
+    return from_data(json.loads(bytes(tensors[STRUCTURE].tolist())), lambda node: tensors[node["tensor"]])
 
 
 def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], path: str = "") -> Any:
     """Returns a tree as data that JSON can hold. What is no tree of tensors, numbers and text becomes None.
 
     Args:
-        store: Stores the tensor of a path, and returns the entry that stands for it, which has the key `tensor`.
+        store: Stores the tensor of a path, and returns a dict for its place in the data, which has the key `tensor`.
     """
     if isinstance(value, torch.Tensor):
         return store(path, value)
@@ -56,7 +57,7 @@ def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], pa
 
 
 def from_data(data: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """Returns the tree of some data, the inverse of `as_data`; `tensor_of` returns the tensor of an entry."""
+    """Returns the tree of some data, the inverse of `as_data`; `tensor_of` returns the tensor of a dict by `store`."""
     if not isinstance(data, dict):
         return data
     if "tensor" in data:

@@ -67,7 +67,7 @@ def _audio(video: OutputContainer, sound: torch.Tensor, rate: int) -> list[Packe
 
 
 def _ahead(pool: ThreadPoolExecutor, frames_FCHW: torch.Tensor) -> Iterator[VideoFrame]:
-    """Yields frames as x264 takes them; others are made meanwhile, but no more than `AHEAD`."""
+    """Yields frames as x264 takes them, in order. Threads make the next ones meanwhile, at most `AHEAD`."""
     waiting: collections.deque[Future[VideoFrame]] = collections.deque()
     for frame in frames_FCHW:
         waiting.append(pool.submit(_frame, frame))
@@ -82,7 +82,7 @@ def _frame(frame_CHW: torch.Tensor) -> VideoFrame:
 
     height, width = frame_CHW.shape[1:]
     frame = VideoFrame(width, height, "gbrp")
-    for plane, channel in zip(frame.planes, (1, 2, 0), strict=True):
+    for plane, channel in zip(frame.planes, (1, 2, 0), strict=True):  # green, blue, red
         rows = numpy.frombuffer(plane, numpy.uint8).reshape(height, plane.line_size)
         rows[:, :width] = _levels(frame_CHW[channel]).numpy()
     return frame.reformat(format="yuv420p")
@@ -114,7 +114,7 @@ def contact_sheet(frames_FCHW: torch.Tensor) -> bytes:
 
 
 def grid(images: Sequence[Image], columns: int) -> bytes:
-    """Returns pictures in rows, as one PNG at most 1600 pixels wide. One of another size than the first is fitted."""
+    """Returns pictures in rows, as one PNG at most 1600 pixels wide. Cells have the shape of the first picture."""
     from PIL import ImageOps
     from PIL.Image import new
 

@@ -44,6 +44,7 @@ class RecordedComponent(ComponentStandIn):
         self.returned: list[Any] = []
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the component returns, and keeps a copy; refuses values that cannot be saved."""
         if any(weight.is_meta for weight in self.component.parameters()):
             args, kwargs = outputs.map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
         returned = self.component(*args, **kwargs)
@@ -68,6 +69,7 @@ class ReplayedComponent(ComponentStandIn):
     def __init__(
         self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Mapping[str, torch.Tensor]
     ) -> None:
+        """Unpacks what `encode` kept; refuses the artefact if it has nothing of such components."""
         super().__init__(component, dtype)
         self.name = name
         self.place = place
@@ -78,6 +80,7 @@ class ReplayedComponent(ComponentStandIn):
         self.returned = iter(tree.unpacked(packed)[name])
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the component returned in its next call in `encode`; refuses more calls than there were."""
         returned = next(self.returned, None)
         if returned is None:
             fact = f"'{self.name}' is called in the loop, too, and the card has it under 'before'"
@@ -87,12 +90,12 @@ class ReplayedComponent(ComponentStandIn):
 
 
 class EncodePrompt:
-    """Takes the place of a pipeline's `encode_prompt`, and returns what that returned in `encode`, call by call.
+    """Takes the place of a pipeline's `encode_prompt`, and returns its values from the stage `encode`, call by call.
 
     Args:
-        function: Upstream's, which is called where nothing is known.
-        known: The values of each call.
-        returned: Gets the values of each call.
+        function: Upstream's `encode_prompt`.
+        known: The values of each call; None: `function` is called.
+        returned: A list that gets the values of each call; by default a new one.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class EncodePrompt:
         self.returned = [] if returned is None else returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the values of the next call; refuses more calls than are known."""
         if self.known is None:
             with tokenizing("encode_prompt"):
                 values = self.function(*args, **kwargs)

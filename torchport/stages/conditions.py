@@ -35,7 +35,7 @@ class Conditions:
     def output(
         self, inputs: Mapping[str, Any], step: int, computed: Callable[[Mapping[str, Any]], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the network's output of a call.
+        """Returns the network's output of a call. A step's first call computes both conditions, its second none.
 
         Args:
             step: The number of the step. It may have the first call alone: some loops guide in some steps.
@@ -60,14 +60,17 @@ class Conditions:
             if name not in inputs:
                 fact = f"The loop calls '{self.network}' without '{name}'"
                 raise BadValueError(self.place, fact, nearest(name, inputs), name=name)
-            if not _are_equal(inputs[name], values[is_second].to(inputs[name].dtype)):
+            if not _are_equal(inputs[name], values[int(is_second)].to(inputs[name].dtype)):
                 call = f"{'second' if is_second else 'first'} call of '{self.network}' in a step"
                 fact = f"In its {call}, the loop has another '{name}' than the card says"
                 remedy = f"Name the embeddings in the order of the calls. {WITHOUT_BATCH}"
                 raise BadValueError(self.place, fact, remedy, name=name)
 
     def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns one batch of both conditions, tensors with the same first dim repeated; raises if shapes differ."""
+        """Returns the inputs of one batch: both conditions' embeddings joined, and tensors of their first dim repeated.
+
+        Refuses embeddings of two shapes.
+        """
         for name, (first, second) in self.embeddings.items():
             if first.shape != second.shape:
                 fact = f"'{name}' is {list(first.shape)} for one condition and {list(second.shape)} for the other"
@@ -84,7 +87,7 @@ class Conditions:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Returns whether two inputs are the same: tensors, trees of them, or anything else."""
+    """Returns whether two inputs have equal values: tensors of one dtype, trees of tensors, or anything else."""
     leaves, other_leaves = outputs.leaves({"": value}), outputs.leaves({"": other})
     if leaves.keys() != other_leaves.keys():
         return False

@@ -30,14 +30,14 @@ LIBRARIES = ("torch", "torchax", "jax", "torchport")
 
 
 class Constants(TorchFunctionMode):
-    """Converts tensors of the host that are arguments of a function together with tensors of the network.
+    """A mode in which a function that gets tensors of the host and of the network gets the first ones converted.
 
     A function of the host's tensors alone computes on the host. A tensor without dims is left as it is: PyTorch and the
     engine both take it for a number, which does not widen the other arguments' dtype.
 
     Args:
         is_networks: Whether a tensor is the network's.
-        convert: Returns a tensor of the host as such a tensor.
+        convert: Returns a tensor of the host as a tensor of the network.
     """
 
     def __init__(self, is_networks: Callable[[Any], bool], convert: Callable[[torch.Tensor], Any]) -> None:
@@ -46,7 +46,10 @@ class Constants(TorchFunctionMode):
         self.convert = convert
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function, with constants in place of the host's tensors; raises if it writes to one or is random."""
+        """Calls a function, with constants in place of the host's tensors beside tensors of the network.
+
+        Refuses a function that writes values of the network into a tensor of the host, or that draws random numbers.
+        """
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
             dtype = kwargs.get("dtype") or args[0].dtype

@@ -24,7 +24,7 @@ CARRIED = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def processor_of(pipe: Any) -> Any:
-    """Returns what post-processes a pipeline's video or picture; None where it has nothing for that."""
+    """Returns the processor that post-processes a pipeline's video or picture; None if the pipeline has none."""
     return getattr(pipe, "video_processor", None) or getattr(pipe, "image_processor", None)
 
 
@@ -38,7 +38,7 @@ class _Pending(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Returns the shape, or a part that upstream picks; refuses any other function."""
+        """Returns the result of a function of PyTorch: the shape, or a part by an index. Refuses any other function."""
         [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Pending)]
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
             return _Shape(pending.refusal)
@@ -68,7 +68,7 @@ class _Shape:
 
 
 def _picked(index: Any) -> str:
-    """Returns the dim and the position of an index that picks one position, as in `[:, :, 0]`; "" of any other."""
+    """Returns `dim:position` of an index that picks one position of a dim: `[:, :, 0]` -> `2:0`; "" of any other."""
     *before, last = index if isinstance(index, tuple) else (index,)
     return f"{len(before)}:{last}" if before and type(last) is int and before == [slice(None)] * len(before) else ""
 
@@ -92,6 +92,7 @@ class PostponedVae(EncodedVae):
     def __init__(
         self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], pipeline: str, place: str
     ) -> None:
+        """Makes the placeholders for the video and the frames, with a refusal for code that computes with them."""
         super().__init__(vae, dtype, tensors, "denoise")
         self.pipeline = pipeline
         self.place = place
@@ -104,7 +105,10 @@ class PostponedVae(EncodedVae):
         raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes the arguments, and returns a placeholder in the form of the VAE's `decode`; raises at a second call."""
+        """Notes the arguments as `inputs`, and returns a placeholder for the video, in the form of the VAE's `decode`.
+
+        Refuses a second call, and an argument that no program can take.
+        """
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         if self.inputs is not None:
@@ -131,6 +135,7 @@ class PostponedVae(EncodedVae):
         ) -> _Pending:
             """Returns the placeholder for the frames, if upstream passes the video and its usual arguments."""
             video = image if video is None else video
+            # The frames are pending, too, with another refusal.
             is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
             if not is_decoded or not is_usual:
@@ -144,7 +149,11 @@ class PostponedVae(EncodedVae):
         processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
-        """Returns what `decode` is to be called with; refuses a pipeline that returned another video."""
+        """Returns the noted arguments of `decode`, after the pipeline has returned; refuses any result but `frames`.
+
+        Args:
+            result: The pipeline's first result.
+        """
         if result is not self.frames or self.inputs is None:
             raise self._refusal("returns something else than its post-processed video")
         return self.inputs

@@ -58,11 +58,12 @@ def family(card: Card, place: str) -> ModuleType:
 
 
 def batch(guidance_scale: float) -> int:
-    """Returns how many conditions go through the network at once."""
+    """Returns how many conditions go through the network at once: the prompt, and with guidance the negative one."""
     return 2 if guidance_scale != 1.0 else 1
 
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
+    """Returns the stages of a card's pipeline in their order: encoding, denoising and `decode`."""
     assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline = _Stages(card.pipeline, card.call, place, card.text_encoders if card.call.answers else ())
     encoding = _encoding(pipeline)
@@ -78,7 +79,7 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
 
 
 def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
-    """Returns a stage in which the pipeline's loop begins, with all components that the pipeline needs for that."""
+    """Returns a stage that calls the pipeline, with all components that the pipeline needs: most without weights."""
     names = (*pipeline.card.networks, "vae", *pipeline.called_before, *pipeline.sound_parts, *pipeline.text_encoders)
     meta = tuple(name for name in names if name not in (*stage.parts, stage.network))
     return dataclasses.replace(stage, parts=(*stage.parts, *pipeline.processors), meta=meta)
@@ -86,15 +87,19 @@ def _in_pipeline(stage: Stage, pipeline: _Stages) -> Stage:
 
 def _encoding(pipeline: _Stages) -> list[Stage]:
     """Returns the stages before denoising: `encode`, and `encode_image` for a VAE on the devices."""
-    card, on_host = pipeline.card, "vae" in pipeline.card.host
-    image, before = card.encodes_video and on_host, bool(pipeline.called_before) or card.answers
+    card = pipeline.card
+    on_host = "vae" in card.host
+    # Beside `encode_prompt`, `encode` may run the pipeline up to its first step: for the image, or other components.
+    encodes_image = card.encodes_video and on_host
+    calls_others = bool(pipeline.called_before) or card.answers
+    reads_image = encodes_image or (calls_others and card.image is not None)
     image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
-    # Of a loop that runs up to its first step.
-    parts = (*pipeline.called_before, "scheduler") if before or image else ()
-    uses = (*(BEFORE_USES if before else ()), *(image_uses if image or (before and card.image is not None) else ()))
-    parts, uses = (*card.encoders, *parts, *(["vae"] if image else [])), tuple(dict.fromkeys((*ENCODE_USES, *uses)))
-    encode = Stage("encode", pipeline.encode, uses, parts=parts)
-    encode = _in_pipeline(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
+    uses = (*ENCODE_USES, *(BEFORE_USES if calls_others else ()), *(image_uses if reads_image else ()))
+    loop_parts = (*pipeline.called_before, "scheduler") if calls_others or encodes_image else ()
+    parts = (*card.encoders, *loop_parts, *(["vae"] if encodes_image else []))
+    encode = Stage("encode", pipeline.encode, tuple(dict.fromkeys(uses)), parts=parts)
+    if calls_others or encodes_image or pipeline.asks or card.guider:
+        encode = _in_pipeline(encode, pipeline)
     if not card.encodes_video or on_host:
         return [encode]
     compiled: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
@@ -105,37 +110,39 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
 
 def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage]:
     """Returns the stages that take steps: one for each network."""
-    card, networks = pipeline.card, pipeline.card.networks
+    card = pipeline.card
+    networks = card.networks
     shapes = {name: shape or () for name, shape in card.shapes.items()}
-    opens = {name: [dim for dim, size in enumerate(shape) if size == TOKENS] for name, shape in shapes.items()}
-    same: dict[str, Any] = {
+    token_dims = {name: [dim for dim, size in enumerate(shape) if size == TOKENS] for name, shape in shapes.items()}
+    shared: dict[str, Any] = {
         "parts": ("scheduler",),
         "like": pipeline.inputs_like,
-        "open_dims": {**opens, KEPT: range(1, 8) if any(opens.values()) else ()},
+        # What components of `before` return may have tokens in any dim but the batch.
+        "open_dims": {**token_dims, KEPT: range(1, 8) if any(token_dims.values()) else ()},
         "call": pipeline.stacked if card.lists else None,
         "outputs": ("video", SOUND) if pipeline.sound_parts else (),
     }
     uses = (*DENOISE_USES, *pipeline.frame_rate, *(("guider",) if card.guider else ()))
-    denoise = Stage("denoise", pipeline.denoise, uses, needs=encoders, network=networks[-1], **same)
+    denoise = Stage("denoise", pipeline.denoise, uses, needs=encoders, network=networks[-1], **shared)
     if len(networks) == 1:
         return [_in_pipeline(denoise, pipeline)]
-    first = Stage("denoise_first", pipeline.denoise_first, uses, needs=encoders, network=networks[0], **same)
-    # The noise and the seed's generator are among what the first one leaves. The image is drawn from anew.
+    first = Stage("denoise_first", pipeline.denoise_first, uses, needs=encoders, network=networks[0], **shared)
+    # The first stage passes on the noise and the seed's generator. The seed then decides an image's latents alone.
     uses = tuple(name for name in uses if name != "seed" or card.encodes_video)
     denoise = dataclasses.replace(denoise, uses=uses, needs=(*encoders, first.name))
     return [_in_pipeline(first, pipeline), _in_pipeline(denoise, pipeline)]
 
 
 class _Stages(UpstreamPipeline):
-    """The functions of the stages."""
+    """The verbs of the stages, such as `encode`, around upstream's pipeline."""
 
     def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
-        """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
+        """Returns the prompts' embeddings by the names of the pipeline's arguments, in the dtypes of `encode_prompt`.
 
-        And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
+        With them come the moments of an image, if the VAE is on the host; and what components of `before` return.
         """
         encoders = {name: parts[name] for name in self.card.encoders}
-        if self.asks:  # for configurations and dtypes
+        if self.asks:  # upstream reads their configurations and dtypes
             names = (*self.card.networks, "vae")
             encoders |= {name: ComponentStandIn(parts[name], settings.dtypes[name]) for name in names}
         encoders |= self.without_weights(parts, settings)
@@ -147,16 +154,16 @@ class _Stages(UpstreamPipeline):
                 self.encoded(encoders, dataclasses.replace(settings, prompt=prompt))
                 for prompt in prompts[: None if self.is_guided(settings) else 1]
             ]
-        wrong = next((len(values) for values in calls if len(values) != len(self.card.embeddings)), None)
-        if wrong is not None:
-            fact = f"'{self.name}.encode_prompt' returns {wrong} values, and 'embeddings' names"
+        wrong_count = next((len(values) for values in calls if len(values) != len(self.card.embeddings)), None)
+        if wrong_count is not None:
+            fact = f"'{self.name}.encode_prompt' returns {wrong_count} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
         values = [value for call in calls for value in call]
         by_name = dict(zip(self.card.shapes, values, strict=False))  # with no guidance there are fewer values
         embeddings: dict[str, Any] = {name: by_name.get(name) for name in self._embedding_names(settings)}
         embeddings = {name: value[0] if name in self.card.lists else value for name, value in embeddings.items()}
         absent = [name for name, value in embeddings.items() if value is None]
-        embeddings |= {name: self._ones(name, embeddings, settings) for name in absent}
+        embeddings |= {name: self._mask_of_ones(name, embeddings, settings) for name in absent}
         for name, value in embeddings.items():
             self._check_dtype(name, value.dtype, settings)
         outputs = dict(embeddings)
@@ -166,15 +173,19 @@ class _Stages(UpstreamPipeline):
             outputs |= self._before(parts, settings, embeddings, image=self._image(settings))
         return outputs
 
-    def _ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
-        """Returns a mask of ones, which `encode_prompt` left out as it masks nothing; refuses None in another place."""
-        shapes, is_negative = self.card.shapes, name.startswith("negative_")
-        counts = [
+    def _mask_of_ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
+        """Returns a mask of ones in place of None: `encode_prompt` leaves out a mask that masks nothing.
+
+        Refuses None for an embedding that is no mask. A mask has as many tokens as the prompt's other embeddings.
+        """
+        shapes = self.card.shapes
+        is_negative = name.startswith("negative_")
+        token_counts = [
             value.shape[list(shapes[other] or ()).index(TOKENS)]
             for other, value in embeddings.items()
             if value is not None and TOKENS in (shapes[other] or ()) and other.startswith("negative_") == is_negative
         ]
-        sizes = [counts[0] if size == TOKENS and counts else size for size in shapes[name] or ()]
+        sizes = [token_counts[0] if size == TOKENS and token_counts else size for size in shapes[name] or ()]
         numbers = [size for size in sizes if isinstance(size, int)]
         if "mask" not in name or len(numbers) < len(sizes):
             fact = f"'{self.name}.encode_prompt' returns None as '{name}', and the card says that it has a shape"
@@ -184,7 +195,7 @@ class _Stages(UpstreamPipeline):
     def _encoded_in_call(
         self, parts: Mapping[str, Any], encoders: Mapping[str, Any], settings: Settings
     ) -> list[tuple[Any, ...]]:
-        """Returns what each call of `encode_prompt` returns to the pipeline's own call, before its first step."""
+        """Returns the values of each call of `encode_prompt` that the pipeline's call makes before its first step."""
         encoded: list[tuple[Any, ...]] = []
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
@@ -195,8 +206,9 @@ class _Stages(UpstreamPipeline):
             raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
         wanted = self._embedding_names(settings)
         for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
-            is_unlike = name in wanted if value is None else self.card.embeddings[name] is None
-            if is_unlike:
+            # None where the card has a shape, or a value where the card has null.
+            is_wrong = name in wanted if value is None else self.card.embeddings[name] is None
+            if is_wrong:
                 fact = f"'{self.name}.encode_prompt' returns a {type(value).__name__} as '{name}'"
                 raise BadValueError(self.place, fact, "Write its shape in 'embeddings', or null for None", name=name)
         return encoded
@@ -208,7 +220,10 @@ class _Stages(UpstreamPipeline):
         embeddings: Mapping[str, torch.Tensor],
         image: Mapping[str, Any],
     ) -> dict[str, torch.Tensor]:
-        """Returns what the card's `before` return, as tensors of an artefact; on meta zeros. See `_moments`."""
+        """Returns what the components in the card's `before` return, as named tensors; zeros if those are on meta.
+
+        See `_moments` for the arguments.
+        """
         others = self.others(parts, settings)
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         encoders = {name: parts[name] for name in self.card.encoders if name in parts}
@@ -219,17 +234,17 @@ class _Stages(UpstreamPipeline):
     def encode_image(
         self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps
     ) -> dict[str, torch.Tensor]:
-        """Returns what the VAE's `encode` returns of the image, by `image.MOMENTS`.
+        """Returns the moments that the VAE encodes the image as, `image_moments_0` and so on.
 
         Args:
             parts: The scheduler, and networks and VAE for their configurations.
-            call: The VAE, called as `image_encoded`.
+            call: The VAE as a compiled network, through `image_encoded`.
         """
-        embeddings = self.embeddings_like(parts, settings)  # no image depends on them
+        embeddings = self.embeddings_like(parts, settings)  # zeros suffice: no image depends on embeddings
         return self._moments(parts, settings, embeddings, self._image(settings), call)
 
     def image_encoded(self, vae: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
-        """Returns the moments of what the VAE encodes: `call` of the stage."""
+        """Returns the moments that the VAE encodes an image as: `Stage.call` of `encode_image`."""
         return moments_of(vae, self.place, **inputs)
 
     def _moments(
@@ -240,12 +255,12 @@ class _Stages(UpstreamPipeline):
         image: Mapping[str, Any],
         call: Call | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Returns what the VAE's `encode` returns to upstream's code before its first step, by `image.MOMENTS`.
+        """Returns the moments that the pipeline gets from its VAE before its first step, `image_moments_0` and so on.
 
         Args:
-            embeddings: Of the prompts, or like them.
-            image: The pipeline's argument with the image; where it is not here, nothing: the pipeline gets a blank one.
-            call: The VAE as a network; None: it encodes on the host.
+            embeddings: Of the prompts, or zeros of their shapes.
+            image: The pipeline's argument with the image; empty in a rehearsal, where the pipeline gets a blank image.
+            call: The VAE as a compiled network; None: the VAE encodes on the host.
         """
         dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
         if settings.vae_tiling:
@@ -259,19 +274,23 @@ class _Stages(UpstreamPipeline):
         return vae.moments
 
     def _image(self, settings: Settings) -> dict[str, Any]:
-        """Returns the argument of the pipeline that takes the image, if there is one here."""
+        """Returns the image under the name of the pipeline's argument for it; an empty dict where no image is given.
+
+        Refuses an image of another shape than the job's, where the pipeline takes no size.
+        """
         name, file = self.card.image, settings.image
         if name is None or file is None:
             return {}
         image = picture.read(file, settings.frames if self.card.edits else None)
-        takes_any = self.takes_size or self.card.edits
-        if not takes_any and abs(image.width * settings.height / (image.height * settings.width) - 1) > 0.01:
+        takes_any_shape = self.takes_size or self.card.edits
+        if not takes_any_shape and abs(image.width * settings.height / (image.height * settings.width) - 1) > 0.01:
             fact = f"It is {image.width} x {image.height}, and '{self.name}' makes a video of its shape"
             remedy = f"Crop it to the shape of the job's {settings.width} x {settings.height}, or set height and width"
             raise BadValueError(f"--image {file}", fact, remedy)
         return {name: image}
 
     def _embedding_names(self, settings: Settings) -> list[str]:
+        """Returns the names of the embeddings that a run passes; without guidance none begins with `negative_`."""
         is_guided = self.is_guided(settings)
         taken = [name for name, shape in self.card.shapes.items() if shape is not None]
         return [name for name in taken if is_guided or not name.startswith("negative_")]
@@ -292,7 +311,7 @@ class _Stages(UpstreamPipeline):
         return result
 
     def _dtype(self, name: str, settings: Settings) -> torch.dtype:
-        """Returns the dtype of one of the embeddings, by the card: the network's where that says nothing."""
+        """Returns the dtype of an embedding: the card's, or the network's where the card names none."""
         by_card = self.card.dtypes.get(name, self.card.dtypes.get(name.removeprefix("negative_"), ""))
         dtype: torch.dtype = getattr(torch, by_card, settings.dtypes[self.network])
         return dtype
@@ -314,7 +333,7 @@ class _Stages(UpstreamPipeline):
         return math.prod(numbers)
 
     def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
-        """Refuses whole numbers where the card names floating-point ones, and the other way round."""
+        """Refuses an embedding of whole numbers where the card has floating-point numbers, and the other way round."""
         by_card = self._dtype(name, settings)
         if dtype == by_card or (dtype.is_floating_point and by_card.is_floating_point):
             return
@@ -327,17 +346,16 @@ class _Stages(UpstreamPipeline):
     def denoise(
         self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Returns the latents that upstream's loop ends with, around `call`.
+        """Returns the latents that upstream's loop ends with; the loop calls `call` as its network.
 
         Args:
             parts: The scheduler, and network and VAE for their configurations.
             steps: Progress, saving and resuming.
-            **inputs: What `encode` returned; and `noise`, where it is not to be drawn, in the pipeline's own layout.
+            **inputs: What `encode` returned; and `noise` in the pipeline's own layout, which is drawn if absent.
 
         Returns:
             `latents`, in the layout and dtype of the pipeline's loop, and `sound_latents` of a pipeline that makes
-            sound; `generator`, the state of the seed's generator after them; and what it drew of
-            the image.
+            sound; `generator`, the state of the seed's generator after the last step; and the image's latents.
         """
         replay = Replay(parts["scheduler"], settings, steps, self.name, self.latents)
         return self._denoised(parts, {self.card.networks[-1]: call}, settings, replay, **inputs)
@@ -345,7 +363,7 @@ class _Stages(UpstreamPipeline):
     def denoise_first(
         self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Returns what the second network's stage goes on from; see `denoise` for what comes in.
+        """Returns the loop's state where the second network takes over; see `denoise` for the arguments.
 
         Returns:
             The state after the last step of the first network, and `done`, how many steps there were.
@@ -370,7 +388,7 @@ class _Stages(UpstreamPipeline):
         noise: torch.Tensor | None = None,
         **inputs: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Returns the latents that upstream's loop ends with; see `denoise`. It draws noise where none is given."""
+        """Returns the latents that upstream's loop ends with; see `denoise`. Without `noise` the pipeline draws it."""
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
         before = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(f"{KEPT}.")}
         # They may have been encoded for another dtype of the network's. Masks stay what they are.
@@ -382,17 +400,17 @@ class _Stages(UpstreamPipeline):
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
         arguments: dict[str, Any] = {}
         if noise is not None:
-            [drawn, *_], _ = self._drawn(parts, settings, embeddings, moments, self.image_stage)
-            check_noise(noise, tuple(drawn.shape[1:]))
-            arguments = {"latents": noise.to(drawn.dtype)}
+            [expected, *_], _ = self._starting_latents(parts, settings, embeddings, moments, self.image_stage)
+            check_noise(noise, tuple(expected.shape[1:]))
+            arguments = {"latents": noise.to(expected.dtype)}
         vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, self.image_stage)
         others = self.others(parts, settings, before)
         self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, **arguments)
-        # Not what it returns: the pipeline may change them after its loop, and does so again when they are decoded.
+        # The loop's latents, not the call's: the pipeline may change them after its loop, and `decode` runs that code.
         latents = dict(zip(("latents", SOUND_LATENTS), all_latents(replay.state), strict=False))
         return {**latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
 
-    def _drawn(
+    def _starting_latents(
         self,
         parts: Mapping[str, Any],
         settings: Settings,
@@ -400,10 +418,10 @@ class _Stages(UpstreamPipeline):
         image: Mapping[str, torch.Tensor],
         stage: str,
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`.
+        """Returns the latents that upstream's loop begins with, and the image's latents, `image_latents_0` and so on.
 
         Args:
-            image: What `stage` kept of the image.
+            image: The image's moments or latents, which `stage` kept.
         """
         vae = EncodedVae(parts["vae"], settings.dtypes["vae"], image, stage)
         latents = self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings))
@@ -418,7 +436,7 @@ class _Stages(UpstreamPipeline):
         others: Mapping[str, Any],
         **arguments: Any,
     ) -> list[torch.Tensor]:
-        """Returns the latents in upstream's loop at its first step, where it is left."""
+        """Returns the latents at the first step of upstream's loop: the pipeline runs up to there, and is left."""
         loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         try:
             self.called(parts, settings, embeddings, loop, {}, vae, others, is_latent=True, **arguments)
@@ -430,21 +448,21 @@ class _Stages(UpstreamPipeline):
         """Returns tensors of the shapes and dtypes that `denoise` returns."""
         embeddings, moments = self.embeddings_like(parts, settings), {}
         if self.card.encodes_video:
-            with torch.device("meta"):  # `decode` has no encoder
+            with torch.device("meta"):  # the VAE in `parts` has no encoder: `decode` removes it
                 whole = type(parts["vae"]).from_config(parts["vae"].config).to(settings.dtypes["vae"])
             moments = self._moments({**parts, "vae": whole}, settings, embeddings, image={})
-        drawn, image = self._drawn(parts, settings, embeddings, moments, self.image_stage)
-        latents = dict(zip(("latents", SOUND_LATENTS), drawn, strict=False))
-        return {**latents, GENERATOR: torch.Generator().get_state(), **image}
+        first, image_latents = self._starting_latents(parts, settings, embeddings, moments, self.image_stage)
+        latents = dict(zip(("latents", SOUND_LATENTS), first, strict=False))
+        return {**latents, GENERATOR: torch.Generator().get_state(), **image_latents}
 
     def decode(
         self, parts: Mapping[str, Any], call: Call | None, settings: Settings, steps: Steps, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Returns the frames that upstream makes of latents after its loop, which is replayed to its end.
+        """Returns the frames that upstream makes of finished latents: its loop is replayed without a network's call.
 
         Args:
             parts: The VAE, the scheduler, and the network for its configuration.
-            call: The VAE, called as `decoded`; None: it runs on the host, in upstream's own code.
+            call: The VAE as a compiled network, through `decoded`; None: upstream's code calls the VAE on the host.
             steps: Progress.
             **inputs: `latents` and what else `denoise` returned; or `latents_BCTHW` of a hand-written port.
 
@@ -454,11 +472,11 @@ class _Stages(UpstreamPipeline):
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
         embeddings = self.embeddings_like(parts, settings)
-        image = {name: value for name, value in inputs.items() if name.startswith(LATENTS)}
+        image_latents = {name: value for name, value in inputs.items() if name.startswith(LATENTS)}
         latents = inputs.get("latents")
         if latents is None:
-            [drawn, *_], _ = self._drawn(parts, settings, embeddings, image, "denoise")
-            latents = self._of_hand_written(inputs["latents_BCTHW"], drawn.shape).to(drawn.dtype)
+            [expected, *_], _ = self._starting_latents(parts, settings, embeddings, image_latents, "denoise")
+            latents = self._from_hand_written(inputs["latents_BCTHW"], expected.shape).to(expected.dtype)
         finished = {"latents": latents}
         if self.card.sound is not None:
             if SOUND_LATENTS not in inputs:
@@ -467,26 +485,26 @@ class _Stages(UpstreamPipeline):
             finished[SOUND_LATENTS] = inputs[SOUND_LATENTS]
         replay = Finished(parts["scheduler"], finished, inputs.get(GENERATOR))
         others = self.others(parts, settings)
-        for name in self.sound_parts:  # where they have no values, as in a plan, there is silence
+        for name in self.sound_parts:  # in a plan they have no values, and their stand-ins return silence
             if not any(weight.is_meta for weight in parts[name].parameters()):
                 others[name] = parts[name]
         dtype = settings.dtypes["vae"]
-        progress = iter(steps.track(range(1), done=0, total=1))
-        if call is None:
+        progress = iter(steps.track(range(1), done=0, total=1))  # the first `next` shows a bar, the second fills it
+        if call is None:  # upstream's code decodes on the host
             next(progress, None)
-            vae = EncodedVae(parts["vae"], dtype, image, "denoise")
+            vae = EncodedVae(parts["vae"], dtype, image_latents, "denoise")
             video, *sound = self.called(parts, settings, embeddings, replay, {}, vae, others, is_latent=False)
             pixels = frames.pixels(self.checked_frames(video, settings))
-        else:
-            noted = PostponedVae(parts["vae"], dtype, image, self.name, self.place)
-            result, *sound = self.called(parts, settings, embeddings, replay, {}, noted, others, is_latent=False)
+        else:  # upstream's code passes the latents to a VAE that only notes them; then the program decodes
+            postponed = PostponedVae(parts["vae"], dtype, image_latents, self.name, self.place)
+            result, *sound = self.called(parts, settings, embeddings, replay, {}, postponed, others, is_latent=False)
             next(progress, None)
-            pixels = call(**noted.inputs_of(result))
+            pixels = call(**postponed.inputs_of(result))
         next(progress, None)
         return {"frames": frames.checked(*pixels), **self._sound(parts, sound)}
 
     def _sound(self, parts: Mapping[str, Any], sounds: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the sound that a pipeline made, and its rate by the card; nothing of a pipeline that makes none."""
+        """Returns the sound that a pipeline made, with its rate, by name; an empty dict if the pipeline makes none."""
         if self.card.sound is None:
             return {}
         [sound], (name, _, key) = sounds, self.card.sound.rate.partition(".")
@@ -501,29 +519,35 @@ class _Stages(UpstreamPipeline):
         return {SOUND: sound[0].float().clamp(-1, 1), RATE: torch.tensor(rate)}
 
     def stacked(self, network: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
-        """Returns the outputs of a network for lists, which it may return as a list, as one tensor: `call`."""
+        """Returns a network's outputs as one tensor, where the network may return a list of them: `Stage.call`."""
         outputs = network(**inputs)[0]
         return outputs if isinstance(outputs, torch.Tensor) else torch.stack(outputs)
 
     def decoded(
         self, vae: torch.nn.Module, settings: Settings, picked: str = "", **inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what `frames.pixels` makes of the video that upstream's VAE decodes: `call` of the stage."""
+        """Returns the decoded and post-processed video as `frames.pixels` does, in bytes: `Stage.call` of `decode`."""
         video = part_of(vae.decode(**inputs, return_dict=False)[0], picked)  # type: ignore[operator]
         processor = processor_of(self.built({"vae": vae}))
         postprocess = processor.postprocess_video if video.ndim == 5 else processor.postprocess
         return frames.pixels(self.checked_frames(postprocess(video, output_type="pt"), settings))
 
-    def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns the latents of a hand-written port as the pipeline has them."""
-        rule = self.card.hand_written
-        if rule is None:
+    def _from_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Returns latents from the stage file of a port without torchport, in the pipeline's layout.
+
+        Args:
+            latents_BCTHW: [B, C, T, H, W].
+            shape: Of the pipeline's latents, which may have more frames at the beginning; those become zeros.
+        """
+        layout = self.card.hand_written
+        if layout is None:
             fact = f"Its latents are [B, C, T, H, W], and the card does not say how '{self.name}' has them"
             remedy = f"Run --stage denoise with this model, or add 'hand_written' at {self.place}"
             raise ArtefactForeignError("stage2_latents.safetensors", fact, remedy)
-        latents, time = latents_BCTHW.permute(["BCTHW".index(dim) for dim in rule.order]), rule.order.index("T")
-        missing = shape[time] - latents.shape[time] if len(shape) == len(rule.order) else 0
-        if 0 < missing <= rule.leading:  # upstream removes these frames unseen
+        latents = latents_BCTHW.permute(["BCTHW".index(dim) for dim in layout.order])
+        time = layout.order.index("T")
+        missing = shape[time] - latents.shape[time] if len(shape) == len(layout.order) else 0
+        if 0 < missing <= layout.leading:  # any values do: upstream drops these frames before it decodes
             first = latents.narrow(time, 0, 1)
             latents = torch.cat([*[torch.zeros_like(first)] * missing, latents], dim=time)
         return latents

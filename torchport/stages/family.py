@@ -25,7 +25,7 @@ class Call(Protocol):
     """Whether masked tokens are left out before the call; the original keeps them."""
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns inputs that will be passed many times, where the network wants them."""
+        """Returns inputs that many calls will get, moved to where the network wants them: onto the devices."""
 
     def __call__(self, **inputs: Any) -> Any:
         """Calls the network.
@@ -117,14 +117,15 @@ def fit_text(
             `PIECE`; None: it is not.
     """
     fitted = [list(value) for value in values]
-    for n in range(0, len(fitted) if bucket else 0, 2):
+    for n in range(0, len(fitted) if bucket else 0, 2):  # tokens at n, their masks at n + 1
+        # The length of each prompt, and the longest of them rounded up to a multiple of the bucket.
         ends = [int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1]]
         length = -(-max(ends) // (bucket or 1)) * (bucket or 1)
         fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
     if others is not None:
-        more = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
-        fitted[0] = [torch.nn.functional.pad(tokens, (0, 0, 0, more)) for tokens in fitted[0]]
-        fitted[1] = [torch.nn.functional.pad(mask, (0, more)) for mask in fitted[1]]
+        padding = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
+        fitted[0] = [torch.nn.functional.pad(tokens, (0, 0, 0, padding)) for tokens in fitted[0]]
+        fitted[1] = [torch.nn.functional.pad(mask, (0, padding)) for mask in fitted[1]]
     return fitted
 
 
@@ -199,6 +200,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         """Refuses a name in `keeps` that no output has."""
+        # A text in place of a tuple is refused as one name, not letter by letter.
         for name in (self.keeps,) if isinstance(self.keeps, str) else self.keeps:
             if name not in self.outputs:
                 fact = f"'{name}' in `keeps` is no name in `outputs`"
@@ -233,14 +235,15 @@ def check_outputs(stage: Stage, outputs: Any) -> None:
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
     """Refuses inputs, which earlier stages returned, of other shapes than these settings have."""
-    for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
+    for name, example in stage.like(parts, settings).items() if stage.like is not None else ():
         if name not in inputs:
             continue
+        # Dims are open for an input, or for all inputs whose names begin with the same word: `before.0`.
         open_dims = stage.open_dims.get(name, stage.open_dims.get(name.partition(".")[0], ()))
-        sizes = enumerate(zip(inputs[name].shape, like.shape, strict=False))
+        sizes = enumerate(zip(inputs[name].shape, example.shape, strict=False))
         differing = {dim for dim, (size, expected) in sizes if size != expected}
-        if inputs[name].ndim != like.ndim or differing - set(open_dims):
-            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this run takes {list(like.shape)}"
+        if inputs[name].ndim != example.ndim or differing - set(open_dims):
+            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this run takes {list(example.shape)}"
             remedy = f"Run --stage {stage.needs[0]} with this model, checkpoint and size"
             raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)
 
@@ -280,8 +283,8 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def note_tiles(latents: torch.Tensor, count: int) -> None:
-    """Warns in the log that tiles are decoded by another function than the whole; not for one tile, or for shapes
-    alone.
+    """Warns in the log that decoding in tiles computes another function than decoding the whole video. Logs nothing for
+    one tile, or for tensors without values.
 
     Args:
         latents: What is decoded.

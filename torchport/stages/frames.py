@@ -24,7 +24,7 @@ def pixels(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def levels(video: torch.Tensor) -> torch.Tensor:
-    """Returns what a stage returned as `frames` as bytes; numbers from 0 to 1 are rounded, and have to be finite."""
+    """Returns the `frames` of a stage as bytes: bytes as they are, numbers from 0 to 1 rounded; refuses NaN."""
     return video if video.dtype == torch.uint8 else checked(*pixels(video))
 
 
@@ -34,7 +34,7 @@ def not_finite(video: torch.Tensor) -> torch.Tensor:
 
 
 def checked(frames: torch.Tensor, not_finite: torch.Tensor) -> torch.Tensor:
-    """Returns the frames of `pixels`, or raises if some numbers were not finite; shapes alone are not checked."""
+    """Returns the frames of `pixels`; raises if some numbers were not finite. Tensors without values pass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if not isinstance(not_finite, FakeTensor) and int(not_finite):

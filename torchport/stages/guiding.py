@@ -52,7 +52,7 @@ def instance(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> A
     """Returns an object of a guider's or scheduler's class that a job chooses; refuses wrong arguments.
 
     Args:
-        chosen: The job's entry: arguments of the constructor, and `class` beside them.
+        chosen: The mapping in the job: arguments of the constructor, and `class` beside them.
         given: Further arguments, which a job cannot choose.
     """
     name, arguments = cls.__name__, {key: value for key, value in chosen.items() if key != "class"}
@@ -83,7 +83,7 @@ def _reason(cls: Any, base: Any) -> str | None:
 
 
 def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
-    """Returns the numbers of conditions that a guider asks for in its steps, by running it on a tiny video.
+    """Returns how many conditions a guider asks for in its steps, `{1, 2}`, by running it on a tiny random video.
 
     Raises:
         BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.
@@ -115,6 +115,6 @@ def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Ten
         saved: What `state` returned.
     """
     guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
-    guider.prepare_inputs(dict(inputs))  # at the first step it makes its buffer
+    guider.prepare_inputs(dict(inputs))  # at its first step a guider makes its buffer
     if MOMENTUM in saved:
         guider.momentum_buffer.running_average = saved[MOMENTUM]

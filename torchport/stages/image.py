@@ -32,7 +32,7 @@ class VaeStandIn(ComponentStandIn):
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the VAE: ones in place of a buffer without values, also in its modules."""
+        """Returns an attribute of the VAE; in place of a buffer on meta, also in the VAE's modules, ones."""
         return self._readable(super().__getattr__(name), name)
 
     def _readable(self, value: Any, name: str) -> Any:
@@ -46,7 +46,7 @@ class VaeStandIn(ComponentStandIn):
         return torch.ones(value.shape, dtype=value.dtype)
 
     def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Returns a weight without values as it is. `PostponedVae` refuses it instead."""
+        """Returns a weight on meta as it is. `PostponedVae` refuses it instead."""
         return weight
 
 
@@ -92,7 +92,9 @@ class EncodingVae(VaeStandIn):
 
 
 def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
-    """Returns mean and log of the variance of the latent distribution that a VAE encodes an image as; it may be traced.
+    """Returns mean and log of the variance of the latents that a VAE encodes an image as: [1, 2C, T, H, W].
+
+    It may be traced. Refuses a VAE that returns another distribution.
 
     Args:
         place: Where the card names the pipeline's call, for errors.
@@ -127,20 +129,21 @@ class EncodedVae(VaeStandIn):
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns a latent distribution, as a VAE does, from the mean and variance that the stage kept; after the loop,
-        one whose samples are the latents that the loop drew.
+        """Returns a latent distribution, as a VAE does, with the mean and variance that the stage kept. With what
+        `denoise` kept, for code after the loop, its samples are the latents that the loop drew.
         """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        real: Any = None
+        by_moments: Any = None
         if self.stage != "denoise":
-            real = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
+            by_moments = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
             self.number += 1
 
         def drawn(method: str, *arguments: Any) -> torch.Tensor:
+            """Returns latents drawn from the distribution, or those that the loop drew; keeps them by number."""
             name = f"{LATENTS}{len(self.drawn)}"
-            self.drawn[name] = self._kept(name) if real is None else getattr(real, method)(*arguments)
+            self.drawn[name] = self._kept(name) if by_moments is None else getattr(by_moments, method)(*arguments)
             return self.drawn[name]
 
         distribution = SimpleNamespace(
@@ -149,7 +152,7 @@ class EncodedVae(VaeStandIn):
         return AutoencoderKLOutput(latent_dist=distribution)
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the VAE's `decode` returns for these latents, cast to the VAE's dtype."""
+        """Returns what the VAE's `decode` returns for latents that are first cast to the VAE's dtype."""
         return self.component.decode(latents.to(self.dtype), *args, **kwargs)
 
     def _kept(self, name: str) -> torch.Tensor:

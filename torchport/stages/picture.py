@@ -44,6 +44,7 @@ def read(file: Path | None, frames: int | None = None) -> Any:
     if frames is not None:
         return _frames(file, frames)
     place = f"--image {file}"
+    # Whatever else Pillow raises means a broken picture.
     with Explained(lambda _: BadValueError(place, "It is no picture that can be read", "Name a picture")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of damaged metadata, and reads the picture
@@ -87,7 +88,7 @@ def _frames(file: Path, count: int) -> list[Any]:
 
 
 def _formats(start: bytes) -> Iterator[str]:
-    """Yields names of formats that a file may have, by its first bytes: Pillow's, then some that it cannot read."""
+    """Yields names of formats that fit a file's first bytes: Pillow's, then some that Pillow cannot read."""
     from PIL import Image
 
     Image.init()
@@ -108,7 +109,7 @@ def _in_rgb(picture: Any, place: str) -> Any:
     if mode in _GREY_16 and "transparency" not in picture.info:
         import numpy
 
-        levels = numpy.asarray(picture).astype(numpy.uint32)
+        levels = numpy.asarray(picture).astype(numpy.uint32)  # 65535 levels to 255, rounded: 65535 is 257 * 255
         return Image.fromarray(((levels + 128) // 257).astype(numpy.uint8)).convert("RGB")
     if mode in _WITH_ALPHA or (mode in _PLAIN and "transparency" in picture.info):
         picture = picture.convert("RGBA")

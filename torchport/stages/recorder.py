@@ -39,7 +39,7 @@ class NetworkCall:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the inputs, by path: that of a cache's first tensor is `cache.0`."""
+        """The tensors of the inputs by path, such as `cache.0` for a cache's first tensor."""
         return outputs.leaves(self.inputs)
 
 
@@ -50,7 +50,8 @@ class Recorder:
 
     Args:
         module: The network; it is moved to meta.
-        stage: What it returns: see `Stage.outputs` and `Stage.keeps`.
+        how: Calls the network: `how(module, **inputs)` returns its output.
+        stage: Says what the network returns: see `Stage.outputs` and `Stage.keeps`.
         count: Whether arithmetic and borders are counted, which takes as long as all else.
     """
 
@@ -65,7 +66,8 @@ class Recorder:
         self.stage = stage
         self.count = count
         self.calls: dict[Any, NetworkCall] = {}
-        # Real tensors are among them, as the first latents. We never enter the mode: masks would lose their values.
+        # Makes what a call returns. The verb runs outside of the mode, where its masks keep their values. So real
+        # tensors meet fake ones.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
@@ -85,15 +87,16 @@ class Recorder:
             return _like(self.calls[key].output, "cpu")
 
     def _new_call(self, trees: dict[str, Any], static: Static) -> NetworkCall:
-        """Calls the network on meta, and returns shapes, arithmetic and bytes of this call."""
+        """Calls the network on meta, and returns the call's shapes, arithmetic and bytes."""
         from torch.utils.flop_counter import FlopCounterMode
 
         names, network = self.stage.outputs, str(self.stage.network)
         inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
         counter = FlopCounterMode(display=False)
-        tensors: dict[int, torch.Tensor] = {}  # by id; a tensor that is kept keeps its id for itself
+        tensors: dict[int, torch.Tensor] = {}  # by id, which no other tensor can get while this one is kept
 
         def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            """Keeps the tensors that a module gets and returns: a hook of its `forward`."""
             leaves = pytree.tree_leaves((args, kwargs, output))
             tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
@@ -142,6 +145,7 @@ def network_calls(
     Args:
         stage: It has a network, and says what its inputs are like (`Stage.like`).
         module: What is compiled of the network; it is moved to meta.
+        how: Calls the network: `how(module, **inputs)` returns its output.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.
     """
@@ -157,7 +161,7 @@ def network_calls(
         raise BadValueError(f"--stage {stage.name}", fact, "Its calls must follow from shapes alone") from error
     if not recorder.calls:
         raise BadValueError(f"--stage {stage.name}", "It never calls its network", "Report this: its verb is at fault")
-    if stage.name in DENOISING:  # a loop that never says so takes them all
+    if stage.name in DENOISING:  # a loop that reports no steps takes all of the settings'
         taken = len(numbers) or settings.steps
         return [dataclasses.replace(call, steps=taken) for call in recorder.calls.values()]
     return list(recorder.calls.values())

@@ -23,7 +23,7 @@ SOUND = "sound"
 OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
-class _Step:
+class _StepMethod:
     """A scheduler's `step` as upstream's loop finds it: it calls `Loop.stepped`.
 
     A pipeline that makes sound steps its second latents with a deep copy of the scheduler. The copy's `step` must know
@@ -39,8 +39,8 @@ class _Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.loop.stepped(self, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Step:
-        return _Step(self.loop, memo[id(self.scheduler)])
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StepMethod:
+        return _StepMethod(self.loop, memo[id(self.scheduler)])  # the copy of the scheduler, which is made before
 
 
 class Loop:
@@ -60,13 +60,14 @@ class Loop:
         self.done = done
         self.number = 0  #: The steps that are over.
         self.count = latents
-        self.tracks: list[_Step] = []  #: Of each latents, in the order of a step's calls.
+        #: The `step` of the scheduler and of its copy: video and sound, in the order of their calls.
+        self.tracks: list[_StepMethod] = []
         self.shapes: list[torch.Size] = []  #: Of each latents, where results of steps are known.
         self.real = type(scheduler).step.__get__(scheduler)
-        scheduler.step = _Step(self, scheduler)
+        scheduler.step = _StepMethod(self, scheduler)
 
-    def stepped(self, step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Counts a step of the loop, and returns what `returned` does, in the form that upstream asks for."""
+    def stepped(self, step: _StepMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Counts a step of the loop, and returns the result of `returned` as a tuple, or in the object of diffusers."""
         if step not in self.tracks:
             if len(self.tracks) == self.count:
                 fact = f"The pipeline steps with {self.count + 1} copies of its scheduler"
@@ -100,7 +101,7 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        """Whether the result of the step that has begun is known."""
+        """Whether the step under way has a known result, so that its network need not be called."""
         return self.number < self.done
 
     def before_network(self) -> None:
@@ -113,7 +114,7 @@ class Loop:
         """Is called after the loop."""
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what `step` returns, for the latents with the number `track`."""
+        """Returns the results of a call of `step`, as a tuple: for the video (`track` 0) or the sound (1)."""
         raise NotImplementedError
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -131,7 +132,7 @@ def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def all_latents(state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the latents of a state by `latents_of`, and those of the sound after them if it has any."""
+    """Returns the latents in a loop's state: those of the video, and after them those of the sound, if there are."""
     known = (latents_of(state), state.get(f"{SOUND}.{RETURNED}.0"))
     return [each for each in known if each is not None]
 
@@ -148,7 +149,7 @@ class First(Loop):
         self.samples: list[torch.Tensor] = []
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Leaves the loop, once the last of its latents are there."""
+        """Keeps the latents that `step` is called with, and leaves the loop when all are there, with sound two."""
         self.samples.append(self.argument("sample", args, kwargs))
         if len(self.samples) == self.count:
             raise LoopLeft
@@ -182,8 +183,8 @@ class Replay(Loop):
         self.progress = iter(steps.track(range(done, self.total), done=done, total=self.total))
         self.advanced = done  #: The steps that the progress bar has shown.
         self.fields: list[dict[str, Any]] = []  #: Of each latents' scheduler before the first step.
-        self.results: list[dict[str, Any]] = []  #: Of a step, for each latents.
-        self.is_others = False
+        self.results: list[dict[str, Any]] = []  #: What is saved after the step that runs, for each latents.
+        self.is_others = False  #: Whether the step that runs belongs to another stage's network.
 
     def before_network(self) -> None:
         """Advances the progress bar, once a step: guidance may call the network twice."""
@@ -192,7 +193,10 @@ class Replay(Loop):
             self.advanced = self.number + 1
 
     def before_other_network(self) -> None:
-        """Leaves the loop, or notes that the next step is taken with zeros and not saved; raises if it came before."""
+        """Leaves the loop, or notes that the next step is another stage's, which is taken with zeros and not saved.
+
+        Raises if this stage has taken a step before: the loop would go back to the other network.
+        """
         if self.leaves:
             raise LoopLeft
         if self.advanced:
@@ -213,7 +217,7 @@ class Replay(Loop):
             self.fields.append(dict(vars(step.scheduler)))
         if self.number <= self.done:
             saved = self.saved[SOUND] if track else self.saved
-            if self.number == self.done:
+            if self.number == self.done:  # the next step is taken, from the state after this one
                 vars(step.scheduler).update(saved["scheduler"])
             if self.number == self.done and is_last:
                 self.generator.set_state(self.saved[GENERATOR])
@@ -239,6 +243,7 @@ class Replay(Loop):
             raise BadValueError(name, fact, OTHER_LOOP)
         fields = vars(self.tracks[track].scheduler)
         state = {key: value for key, value in fields.items() if tree.is_packable(value)}
+        # A value that cannot be saved may be there, if no step changes it.
         for key, value in fields.items():
             if key not in state and self.fields[track].get(key) is not value:
                 fact = f"It keeps '{key}', of the type {type(value).__name__}, from step to step of '{self.pipeline}'"
@@ -265,7 +270,7 @@ class Finished(Loop):
         self.rest: list[tuple[Any, ...]] = []  #: What else `step` returns, for each latents.
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the latents, and what else `step` returns: that is called once, for its other results."""
+        """Returns the finished latents, and the other results of upstream's `step`, which is called once for them."""
         (name, latents), shape = self.latents[track], self.argument("sample", args, kwargs).shape
         if shape != latents.shape:
             fact = f"'{name}' has shape {list(latents.shape)}, and this job takes {list(shape)}"

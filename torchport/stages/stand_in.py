@@ -1,4 +1,4 @@
-"""What stands in a pipeline of upstream where a component stood: it answers for it, and computes elsewhere or not."""
+"""Stand-ins in a pipeline of upstream: each answers for its component, and computes elsewhere, or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ComponentStandIn(torch.nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The component's class: upstream asks whether its VAE is one of a kind."""
+        """The component's class: upstream asks `isinstance` of its VAE."""
         return type(self.__dict__.get("component", self))
 
     def __getattr__(self, name: str) -> Any:
@@ -47,11 +47,11 @@ class ComponentStandIn(torch.nn.Module):
             return getattr(vars(self)["component"], name)
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """Yields one without elements: upstream asks the first for its dtype and device."""
+        """Yields one parameter without elements: upstream reads the dtype and device of a component's first one."""
         yield torch.nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """Is called in place of the component's `forward`."""
+        """Raises, in place of the component's `forward`. A subclass computes here."""
         raise AssertionError(f"A {type(self.component).__name__} is called that is here for its configuration")
 
 
@@ -61,7 +61,7 @@ class NetworkStandIn(ComponentStandIn):
     Args:
         loop: Says which steps are done: for these the network returns zeros, and is not called.
         call: Computes what the network does; None if all steps are done, or if another stage has the network.
-        conditions: Makes one batch of two calls; None: each is computed by itself. So does a call that takes no batch.
+        conditions: Computes two calls of a step as one batch; None, or a `call` that takes no batch: one by one.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class NetworkStandIn(ComponentStandIn):
         self.placed_inputs = PlacedInputs(call)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a tuple of the network's output, or of its outputs for video and sound; or an object with `sample`,
-        unless upstream asks its network for a tuple. An output is a list if the network's first input is.
+        """Returns the network's output, or its outputs for video and sound, as a tuple; zeros for a step that is done.
+
+        Upstream may ask for an object with `sample` instead. An output is a list if the network's first input is.
         """
         signature = inspect.signature(self.component.forward)
         inputs = {name: static(value) for name, value in (signature.bind_partial(*args).arguments | kwargs).items()}
@@ -105,7 +106,7 @@ class NetworkStandIn(ComponentStandIn):
         return Transformer2DModelOutput(sample=results[0])
 
     def _computed(self, inputs: Mapping[str, Any]) -> Any:
-        """Returns what the call returns, of inputs that are placed."""
+        """Returns the output of `call` for these inputs, of which recurring ones are placed once."""
         assert self.call is not None
         return self.call(**{name: self.placed_inputs.placed(name, value) for name, value in inputs.items()})
 
@@ -116,7 +117,7 @@ class NetworkStandIn(ComponentStandIn):
         config = getattr(self.component, "config", {})
         taken, returned = config.get("in_channels"), config.get("out_channels")
         if taken and returned is None and config.get("learn_sigma"):
-            returned = 2 * taken
+            returned = 2 * taken  # the network predicts a variance, too
         samples = [value for value in inputs.values() if isinstance(value, torch.Tensor)][: self.loop.count]
         zeros = []
         for number, sample in enumerate(samples):
@@ -143,7 +144,7 @@ class StaticList(list[Any]):
 
 
 def static(value: Any) -> Any:
-    """Returns an input of a network; a dict or list without tensors so that it can choose a program."""
+    """Returns an input of a network; a dict or list without tensors gets a hash, as its value chooses a program."""
     if not isinstance(value, dict | list) or outputs.has_tensor(value):
         return value
     return StaticOptions(value) if isinstance(value, dict) else StaticList(value)
@@ -161,15 +162,15 @@ class PlacedInputs:
         self.recent: dict[str, list[tuple[Any, list[int], Any]]] = {}
 
     def placed(self, name: str, value: Any) -> Any:
-        """Returns an input, where the network wants it if it was among the recent ones."""
+        """Returns an input as it is the first time; when it comes again, placed where the network wants it."""
         if self.call is None or not outputs.has_tensor(value):
             return value
         versions = [leaf._version for leaf in outputs.leaves({name: value}).values()]  # it may have been written to
-        entries = self.recent.get(name, [])
-        results = [result for known, at, result in entries if known is value and at == versions]
+        recent = self.recent.get(name, [])
+        results = [result for known, at, result in recent if known is value and at == versions]
         result = None
-        if results:
+        if results:  # a second call passes it: a third is likely
             result = results[0] if results[0] is not None else self.call.place(**{name: value})[name]
-        others = [entry for entry in entries if entry[0] is not value]
+        others = [row for row in recent if row[0] is not value]
         self.recent[name] = [*others, (value, versions, result)][-self.RECENT :]
         return value if result is None else result

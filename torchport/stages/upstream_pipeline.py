@@ -42,15 +42,15 @@ class UpstreamPipeline:
         self.name = class_path.partition(":")[2]
         #: The network whose configuration and dtype the pipeline reads: the first.
         self.network = card.networks[0]
-        #: Whether encoding asks for configurations. The blocks of a modular pipeline may; it is known by its name, as
-        #: upstream may not be imported yet.
+        #: Whether encoding reads configurations of networks and VAE. A modular pipeline may. Its class is recognised by
+        #: the name, as upstream may not be imported yet.
         self.asks = card.asks or class_path.endswith("ModularPipeline")
         #: The setting of the frames a second, if the pipeline takes them.
         self.frame_rate = ("frame_rate",) if "frame_rate" in card.settings.values() else ()
         #: The latents that go through its loop: two, if it makes sound.
         self.latents = 1 if card.sound is None else 2
         self.sound_parts = [] if card.sound is None else card.sound.parts
-        #: The components that are called before the loop, without the VAE, which has stand-ins of its own.
+        #: The components that are called before the loop; the VAE is replaced apart from them.
         self.called_before = [name for name in card.before if name != "vae"]
         #: The components without weights that stand in the pipeline in all stages.
         self.processors = [*card.processors, *(["guider"] if card.guider else [])]
@@ -60,14 +60,14 @@ class UpstreamPipeline:
         self.image_stage: StageName = "encode" if "vae" in card.host else "encode_image"
 
     def is_guided(self, settings: Settings) -> bool:
-        """Returns whether there are negative embeddings. Sound may be guided where the video is not."""
+        """Returns whether there are negative embeddings. At a scale of 1.0, the sound may still be guided."""
         return settings.guidance_scale != 1.0 or (self.card.sound is not None and self.card.takes_negative)
 
     def encoded(self, encoders: Mapping[str, Any], settings: Settings) -> tuple[Any, ...]:
-        """Returns what `encode_prompt` returns.
+        """Returns the values of upstream's `encode_prompt`, as a tuple.
 
-        It gets the arguments of torchport's among these that it takes: `prompt`, `negative_prompt`,
-        `do_classifier_free_guidance`, `device` and `dtype`; and all of the card's.
+        Of `prompt`, `negative_prompt`, `do_classifier_free_guidance`, `device` and `dtype`, upstream gets those that
+        its function takes; and all of the card's `encode`.
         """
         pipe = self.built(encoders)
         self._check_call(pipe, settings)
@@ -81,7 +81,8 @@ class UpstreamPipeline:
         takes = inspect.signature(pipe.encode_prompt).parameters
         arguments = {name: value for name, value in arguments.items() if name in takes or name == "prompt"}
         required = [x.name for x in takes.values() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-        arguments = {**dict.fromkeys(required), **arguments, **self.card.encode}  # prompts of further encoders
+        # Further required arguments are prompts of further encoders: None, and upstream takes `prompt`.
+        arguments = {**dict.fromkeys(required), **arguments, **self.card.encode}
         self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
         with torch.no_grad(), tokenizing(self.name):
             values = pipe.encode_prompt(**arguments)
@@ -101,18 +102,18 @@ class UpstreamPipeline:
         encoded: list[tuple[Any, ...]] | None = None,
         **arguments: Any,
     ) -> list[torch.Tensor]:
-        """Returns what upstream's `__call__` returns first; and the sound after it, of a pipeline that makes sound.
+        """Runs upstream's pipeline, and returns its latents or frames; and after them its sound, if it makes any.
 
         Args:
             parts: The networks, for their configurations.
             replay: The scheduler's steps, and the seed's generator.
             calls: The stage's network, by its name; none where every step is done.
-            vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.
+            vae: In the place of the VAE. A `PostponedVae` also replaces the pipeline's post-processing.
             others: Further components, by name.
-            is_latent: Whether it returns latents, or frames.
-            encoded: Gets what each call of `encode_prompt` returns, for a card with `answers`; None: `embeddings` has
-                these values, and is what `encode_prompt` returns.
-            **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
+            is_latent: Whether the pipeline returns latents, or frames.
+            encoded: For a card with `answers`, a list that gets the values of each call of `encode_prompt`. None: these
+                calls return the values in `embeddings`, and upstream's function is not called.
+            **arguments: Of the pipeline. Without an image the pipeline gets a blank image: `vae` has the encoded image.
         """
         networks = {
             name: NetworkStandIn(
@@ -128,7 +129,7 @@ class UpstreamPipeline:
         pipe.set_progress_bar_config(disable=True)
         if isinstance(vae, PostponedVae):
             vae.take_over(pipe)
-        if self.card.answers:
+        if self.card.answers:  # the pipeline calls `encode_prompt` itself, and takes no embeddings
             prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
             returned = [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
             known = returned if encoded is None else None
@@ -137,8 +138,9 @@ class UpstreamPipeline:
             arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
             embeddings = {}
         arguments = self._arguments(pipe, settings, embeddings, is_latent, arguments)
-        made = pipe(**{**arguments, "generator": replay.generator}, return_dict=False)
-        results = list(made.values() if isinstance(made, Mapping) else made)[: self.latents]  # some return an object
+        output = pipe(**{**arguments, "generator": replay.generator}, return_dict=False)
+        # Some pipelines return an object all the same.
+        results = list(output.values() if isinstance(output, Mapping) else output)[: self.latents]
         self._check_loop(replay, settings)
         if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._wrong_result("latent", results[0], "a tensor")
@@ -153,8 +155,9 @@ class UpstreamPipeline:
         is_latent: bool,
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Returns the arguments of a pipeline's call but the generator: the job's, the card's, the embeddings, and then
-        `arguments`, which replace them. A prompt is None, as embeddings are passed, unless `arguments` have it.
+        """Returns the arguments of a pipeline's call, without the generator. The later ones replace the earlier: the
+        job's fields, the card's constants, the job's `call`, the embeddings, `arguments`. A prompt is None unless
+        `arguments` has it.
         """
         self._check_call(pipe, settings)
         prompts, takes = ("prompt", "negative_prompt"), inspect.signature(pipe.__call__).parameters
@@ -186,7 +189,7 @@ class UpstreamPipeline:
     def others(
         self, parts: Mapping[str, Any], settings: Settings, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Any]:
-        """Returns what stands in the pipeline beside network, VAE and scheduler, with no sound.
+        """Returns the pipeline's components beside network, VAE and scheduler, by name; those of sound are silent.
 
         Args:
             tensors: What `encode` kept; None: the components of `before` are called, and keep what they return.
@@ -198,12 +201,12 @@ class UpstreamPipeline:
                 if tensors is None
                 else ReplayedComponent(parts[name], dtypes[name], name, self.place, tensors)
             )
-        if self.card.answers:  # it asks them for their dtype
+        if self.card.answers:  # the pipeline's call reads the dtypes of text encoders
             others |= {name: ComponentStandIn(parts[name], dtypes[name]) for name in self.text_encoders}
         return others | {name: SilentComponent(parts[name], dtypes[name]) for name in self.sound_parts}
 
     def without_weights(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-        """Returns those of `processors` that are among the parts: as they are, but the guider with the job's scale."""
+        """Returns the components in `processors` that `parts` has, by name; the guider is built for the job's scale."""
         processors = {name: parts[name] for name in self.processors if name in parts}
         if "guider" in processors:
             processors["guider"] = guiding.guider(parts["guider"], settings)
@@ -212,7 +215,7 @@ class UpstreamPipeline:
     def _conditions(
         self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
     ) -> Conditions | None:
-        """Returns what makes one batch of a network's two calls; None where it is called once."""
+        """Returns what computes a network's two calls of a step as one batch; None for a network with one call."""
         if not self.card.conditions or not embeddings or not self.is_guided(settings):
             return None
         names = self.card.conditions.items()
@@ -220,7 +223,7 @@ class UpstreamPipeline:
         return Conditions(pairs, network, self.place)
 
     def checked_frames(self, frames: Any, settings: Settings) -> torch.Tensor:
-        """Returns a post-processed video."""
+        """Returns a post-processed video [1, F, 3, height, width]; refuses another. A picture becomes one frame."""
         size = [1, settings.frames, 3, settings.height, settings.width]
         if isinstance(frames, torch.Tensor) and frames.ndim == 4 and settings.frames == 1:
             frames = frames[:, None]
@@ -240,7 +243,7 @@ class UpstreamPipeline:
         return BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
 
     def built(self, parts: Mapping[str, Any]) -> Any:
-        """Returns upstream's pipeline object around some parts; components that are not among them are None."""
+        """Returns upstream's pipeline object around some parts; a component that `parts` lacks is None."""
         cls = class_of(self.class_path)
         self._check_takes("__init__", cls.__init__, self.card.init)
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without `self`
@@ -248,9 +251,9 @@ class UpstreamPipeline:
         return cls(**{name: parts.get(name) for name in names} | self.card.init)
 
     def _check_call(self, pipe: Any, settings: Settings) -> None:
-        """Refuses a field of the config's `call` that is no argument of the pipeline's, or of another type.
+        """Refuses a field of the config's `call` that is no argument of the pipeline, or of another type.
 
-        The type is that of the card's constant, or of upstream's default: a text would count as true.
+        The type must be that of the card's constant, or of upstream's default: a text would count as true.
         """
         for name, value in settings.call.items():
             place, parameters = f"call.{name}", inspect.signature(pipe.__call__).parameters
@@ -265,7 +268,7 @@ class UpstreamPipeline:
     def _check_takes(
         self, method: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
     ) -> None:
-        """Refuses names that are no arguments of a method of the pipeline's, unless it takes any."""
+        """Refuses names that are no arguments of a pipeline's method, unless the method takes any keyword."""
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
@@ -276,11 +279,11 @@ class UpstreamPipeline:
 
 
 def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
-    """Returns how many steps a pipeline's loop takes of those that its call asks for. One that adds noise to an image
-    leaves out the first steps, as its argument for the strength says: `get_timesteps` counts the rest.
+    """Returns how many steps a pipeline's loop takes if its call asks for `asked` steps. A pipeline that adds noise to
+    an image leaves out the first steps, by its argument for the strength: upstream's `get_timesteps` counts the rest.
 
     Args:
-        arguments: Of its call; what is not among them has its default.
+        arguments: Of the call; any other has its default.
     """
     takes = inspect.signature(cls.__call__).parameters
     strength = next((name for name in ("denoise_strength", "strength") if name in takes), None)
@@ -288,16 +291,18 @@ def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
         return asked
     values = {"num_inference_steps": asked, "strength": arguments.get(strength, takes[strength].default)}
     values |= {"device": None, "timesteps": [], "sigmas": []}
-    known = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
-    pipe = types.SimpleNamespace(scheduler=types.SimpleNamespace(timesteps=[], order=1))  # all that it reads of one
-    return int(cls.get_timesteps(pipe, **known)[-1])
+    keywords = {name: values[name] for name in inspect.signature(cls.get_timesteps).parameters if name in values}
+    # All of a pipeline that `get_timesteps` reads.
+    pipe = types.SimpleNamespace(scheduler=types.SimpleNamespace(timesteps=[], order=1))
+    return int(cls.get_timesteps(pipe, **keywords)[-1])
 
 
 def asked_steps(cls: Any, taken: int, arguments: Mapping[str, Any]) -> int:
-    """Returns the steps that a pipeline's call asks for where its loop takes `taken`: upstream's default if that gives
-    as many, or else the fewest. See `taken_steps`.
+    """Returns the steps to ask a pipeline's call for, so that its loop takes `taken` steps: upstream's default if its
+    loop then takes as many, or else the smallest number. See `taken_steps`.
     """
-    usual = getattr(inspect.signature(cls.__call__).parameters.get("num_inference_steps"), "default", None)
-    usuals = [usual] if isinstance(usual, int) else []
-    counts = (*usuals, *range(taken, 100 * taken))  # of a strength of 0 no number is right, and upstream refuses it
+    default = getattr(inspect.signature(cls.__call__).parameters.get("num_inference_steps"), "default", None)
+    defaults = [default] if isinstance(default, int) else []
+    # At a strength of 0 no number is right: `taken` is returned, and upstream refuses it.
+    counts = (*defaults, *range(taken, 100 * taken))
     return next((asked for asked in counts if taken_steps(cls, asked, arguments) == taken), taken)
