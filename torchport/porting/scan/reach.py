@@ -377,12 +377,19 @@ def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]
 
 def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
     """Returns where an entry begins: the methods of its class that are called, and the classes of its objects."""
-    methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
+    methods = []
+    for name in _NETWORK:
+        unit = codebase.method(kind, name)
+        if unit is not None:
+            methods.append(unit)
     mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:
         methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
     makers = [unit for unit in mine if "classmethod" in unit.decorators]
-    methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
+    for unit in makers:
+        chains = {call.chain for call in unit.facts.calls}
+        if (unit.first,) in chains:
+            methods.append(unit)
     classes = [kind]
     init = codebase.method(kind, "__init__")
     known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]
