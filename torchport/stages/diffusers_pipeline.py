@@ -89,11 +89,18 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
     card, on_host = pipeline.card, "vae" in pipeline.card.host
     image, before = card.encodes_video and on_host, bool(pipeline.called_before) or card.answers
     image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
+    parts = [*card.encoders]
+    names = [*ENCODE_USES]
     # Of a loop that runs up to its first step.
-    parts = (*pipeline.called_before, "scheduler") if before or image else ()
-    uses = (*(BEFORE_USES if before else ()), *(image_uses if image or (before and card.image is not None) else ()))
-    parts, uses = (*card.encoders, *parts, *(["vae"] if image else [])), tuple(dict.fromkeys((*ENCODE_USES, *uses)))
-    encode = Stage("encode", pipeline.encode, uses, parts=parts)
+    if before or image:
+        parts += [*pipeline.called_before, "scheduler"]
+    if image:
+        parts.append("vae")
+    if before:
+        names += BEFORE_USES
+    if image or (before and card.image is not None):
+        names += image_uses
+    encode = Stage("encode", pipeline.encode, tuple(dict.fromkeys(names)), parts=tuple(parts))
     encode = _in_pipeline(encode, pipeline) if before or image or pipeline.asks or card.guider else encode
     if not card.encodes_video or on_host:
         return [encode]
@@ -169,11 +176,13 @@ class _Stages(UpstreamPipeline):
     def _ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
         """Returns a mask of ones, which `encode_prompt` left out as it masks nothing; refuses None in another place."""
         shapes, is_negative = self.card.shapes, name.startswith("negative_")
-        counts = [
-            value.shape[list(shapes[other] or ()).index(TOKENS)]
-            for other, value in embeddings.items()
-            if value is not None and TOKENS in (shapes[other] or ()) and other.startswith("negative_") == is_negative
-        ]
+        counts = []
+        for other, value in embeddings.items():
+            shape = list(shapes[other] or ())
+            if value is None or TOKENS not in shape:
+                continue
+            if other.startswith("negative_") == is_negative:
+                counts.append(value.shape[shape.index(TOKENS)])
         sizes = [counts[0] if size == TOKENS and counts else size for size in shapes[name] or ()]
         numbers = [size for size in sizes if isinstance(size, int)]
         if "mask" not in name or len(numbers) < len(sizes):
