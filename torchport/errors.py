@@ -80,7 +80,8 @@ def combined(mistakes: Sequence[TorchportError]) -> TorchportError:
 
 def printable(text: str) -> str:
     """Returns a text as one line, control characters escaped as `repr` does: a terminal would obey those of a file."""
-    return "".join(c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text)
+    line = text.replace("\n", " ")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

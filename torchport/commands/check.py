@@ -196,21 +196,28 @@ def _processes(
     groups = []
     for upstream, files in by_upstream.items():
         ids = {entry.id for entry in static_check.read(folders, files, Report())}
-        users = [stage for stage in needed if any(name.partition("/")[0] == upstream for name in stage.names)]
+        users = []
+        for stage in needed:
+            upstreams = {name.partition("/")[0] for name in stage.names}
+            if upstream in upstreams:
+                users.append(stage)
         beside = [needed[stage] - ids for stage in users]
-        sets = [others for others in dict.fromkeys(beside) if not any(others < wider for wider in beside)]
+        sets = []
+        for others in dict.fromkeys(beside):
+            if not any(others < wider for wider in beside):
+                sets.append(others)
         groups += [CheckProcess(tuple(files), tuple(sorted(s)), chosen) for s in sets or [frozenset[str]()]]
     return groups
 
 
 def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches that upstream may need to be imported: plumbing, stubs, the original's."""
-    names, original = (
-        [
-            name for name in some if not any(static_check.absent_patches(folders, name, "", stage.home))
-        ]  # a name that does not exist is reported as the card's mistake
-        for some in (stage.names, stage.original)
-    )
+    absent = set()  # a name that does not exist is reported as the card's mistake
+    for name in (*stage.names, *stage.original):
+        if any(static_check.absent_patches(folders, name, "", stage.home)):
+            absent.add(name)
+    names = [name for name in stage.names if name not in absent]
+    original = [name for name in stage.original if name not in absent]
     reading = Report()
     needed = {entry.id for entry in static_check.read(folders, original, reading, stage.home)}
     entries = static_check.read(folders, names, reading, stage.home)
@@ -300,7 +307,8 @@ def try_groups(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str
                 report.add(error, "apply", culprit)
                 if culprit not in {entry.id for entry in (*sound, *needed)}:  # it would raise again
                     break
-                sound, needed = ([entry for entry in part if entry.id != culprit] for part in (sound, needed))
+                sound = [entry for entry in sound if entry.id != culprit]
+                needed = [entry for entry in needed if entry.id != culprit]
     return report
 
 

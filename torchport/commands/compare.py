@@ -136,8 +136,10 @@ def lines(comparison: Comparison) -> list[str]:
             f"floor  {comparison.floor.run.folder}: the job of A but for {_words(comparison.floor.differences)}"
         )
     rows = [row for row in comparison.b.differences if row not in other]
-    text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)] if rows else []
-    text += [f"warning: {comparison.b.warning}"] if comparison.b.warning else []
+    if rows:
+        text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)]
+    if comparison.b.warning:
+        text.append(f"warning: {comparison.b.warning}")
     if comparison.is_same:
         text += ["", "identical: every byte of latents and frames"]
     if not comparison.is_same or comparison.floor is not None:
@@ -163,8 +165,10 @@ def _frame_lines(comparison: Comparison) -> list[str]:
         frames = distance.frames
         psnr, worst_psnr = ("equal" if math.isinf(x) else f"{x:.2f}" for x in (frames.psnr, frames.worst_psnr))
         ssim, worst_ssim = ("-" if x is None else f"{x:.5f}" for x in (frames.ssim, frames.worst_ssim))
-        worst_psnr += "" if worst_psnr == "equal" else f" (frame {frames.worst_psnr_frame})"
-        worst_ssim += "" if worst_ssim == "-" else f" (frame {frames.worst_ssim_frame})"
+        if worst_psnr != "equal":
+            worst_psnr += f" (frame {frames.worst_psnr_frame})"
+        if worst_ssim != "-":
+            worst_ssim += f" (frame {frames.worst_ssim_frame})"
         columns.append([name, psnr, worst_psnr, ssim, worst_ssim, f"{frames.greatest} of 255"])
     return table(list(zip(*columns, strict=True)), left=1)
 
@@ -174,8 +178,13 @@ def _latent_lines(comparison: Comparison) -> list[str]:
     head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
     columns: list[dict[str, Latents]] = []  # for B and the floor, the latents by the name of their row
     for distance in comparison.distances:
-        steps = {"last" if latents.step is None else str(latents.step): latents for latents in distance.latents}
-        columns.append(steps | {f"sound: {name}": latents for name, latents in distance.sound.items()})
+        column: dict[str, Latents] = {}
+        for entry in distance.latents:
+            step = entry.step
+            column["last" if step is None else str(step)] = entry
+        for name, entry in distance.sound.items():
+            column[f"sound: {name}"] = entry
+        columns.append(column)
     rows = []
     for name in columns[0]:
         row = [name]

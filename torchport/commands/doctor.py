@@ -131,7 +131,9 @@ def _disk() -> list[Diagnosis]:
     """Returns whether the output and cache folders can be written and have at least a GiB free."""
     findings = []
     for what, folder in (("output folder", Path("outputs")), ("torchport's cache", cache.folder())):
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        existing = folder.absolute()
+        while not existing.exists():
+            existing = existing.parent
         free = shutil.disk_usage(existing).free
         writable = os.access(existing, os.W_OK)
         state: State = "ok" if writable and free > machine.GIB else "bad"

@@ -115,7 +115,8 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
         shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
         text.append(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shares})")
-        text += [f"{'':{width}}           {summary.operators[stage]}"] if stage in summary.operators else []
+        if stage in summary.operators:
+            text.append(f"{'':{width}}           {summary.operators[stage]}")
     if summary.steps:
         running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
         text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")

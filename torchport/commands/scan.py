@@ -84,7 +84,8 @@ def text(report: ScanReport, everything: bool = False) -> str:
     lines = [printable(_line(finding)) for finding in some if not finding.only]
     for only, words in GUARDS.items():
         guarded = [f"  {printable(_line(finding))}" for finding in some if finding.only == only]
-        lines += [f"{words}:", *guarded] if guarded else []
+        if guarded:
+            lines += [f"{words}:", *guarded]
     if len(some) < len(report.findings):
         lines.append(f"{len(report.findings) - len(some)} that the entry does not lead to: add --all")
     lines += [

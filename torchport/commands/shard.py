@@ -120,8 +120,9 @@ def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tu
     """
     from torchport import shard
 
+    rule_of = {key: next(rule for rule in rules if shard.matches(rule, key)) for key in fitted}
     for rule in rules:
-        found = {key: fit for key, fit in fitted.items() if next(r for r in rules if shard.matches(r, key)) is rule}
+        found = {key: fit for key, fit in fitted.items() if rule_of[key] is rule}
         if found or not rule.is_shared or not fitted:
             yield rule, found
 
@@ -142,7 +143,10 @@ def _spec_words(spec: Spec | None) -> str:
 
     if spec is None or spec == "replicate":
         return spec or "free"
-    dims = ["-" if not axes else axes[0] if len(axes) == 1 else f"({', '.join(axes)})" for axes in dims_of(spec)]
+    dims = []
+    for axes in dims_of(spec):
+        words = ", ".join(axes) or "-"
+        dims.append(f"({words})" if len(axes) > 1 else words)
     return f"[{', '.join(dims)}]"
 
 

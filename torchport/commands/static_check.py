@@ -73,7 +73,11 @@ def check(
 
 def upstreams_with_patches(folders: patch.Folders) -> list[str]:
     """Returns the upstreams that have a file of patches; an upstream's folder may have only a family."""
-    return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in stack_of(folders))]
+    names = []
+    for name in patch.upstreams(folders):
+        if any(_files(root, name) for root in stack_of(folders)):
+            names.append(name)
+    return names
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
@@ -189,7 +193,8 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
         # What is wrong in a card is a mistake of that one alone, and not of those that extend it.
         follows = card.extends in mistaken
         mistakes = [] if follows else list(_mistakes(pack, card, document))
-        mistaken |= {card.model} if mistakes else set()
+        if mistakes:
+            mistaken.add(card.model)
         sound += [] if mistakes or follows else [card]
         for error in mistakes:
             report.add(error, "card")
@@ -252,7 +257,8 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
         fitting = []
         for entry in read(pack.folders, names, Report(), home):  # unreadable files are reported elsewhere
             with contextlib.suppress(UnsupportedError):
-                fitting += [entry] if versions.outcome(entry, probe=False) is None else []
+                if versions.outcome(entry, probe=False) is None:
+                    fitting.append(entry)
         try:
             patch_set.check_claims([], fitting)
         except TorchportError as error:
@@ -387,11 +393,16 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
     reason = next(iter(promise.values())) if isinstance(promise, dict) else ""
     texts = {"why": entry.why, "equivalence": reason, "scope_reason": entry.scope_reason}
     open_ = [key for key, text in texts.items() if str(text).startswith(_WORDS)]
-    name = (entry.reference or "").partition(":")[2]
-    open_ += [f"{name} in {(entry.reference or '').partition(':')[0]}"] if tree and name in _unwritten(tree) else []
-    if open_:
-        fact = f"'{entry.id}' is a draft: {', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not filled in"
-        yield ReplacementError(entry.place, fact, "Fill it in" if len(open_) == 1 else "Fill them in", patch=entry.id)
+    file, _, name = (entry.reference or "").partition(":")
+    if tree and name in _unwritten(tree):
+        open_.append(f"{name} in {file}")
+    if not open_:
+        return
+    verb, remedy = "are", "Fill them in"
+    if len(open_) == 1:
+        verb, remedy = "is", "Fill it in"
+    fact = f"'{entry.id}' is a draft: {', '.join(open_)} {verb} not filled in"
+    yield ReplacementError(entry.place, fact, remedy, patch=entry.id)
 
 
 def _unwritten(tree: ast.Module) -> set[str]:

@@ -80,7 +80,8 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
             made = "" if constant.made == constant.used else f", made at {constant.made}"
             text.append(f"  {size_text(constant.bytes):>9}  {constant.dtype} {constant.shape} at {constant.used}{made}")
         more = len(report.constants) - SHOWN
-        text += [f"  and {more} smaller ones"] if more > 0 else []
+        if more > 0:
+            text.append(f"  and {more} smaller ones")
     text += [f"{stage}: not traced, {reason}" for stage, reason in report.skipped.items()]
     return [*text, _verdict_line(report, patched)]
 

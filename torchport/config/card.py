@@ -320,12 +320,13 @@ class PipelineCall(Frozen):
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
         """The shape of each embedding by name, of an item for lists; with `negative_apart` also as `negative_...`."""
-        shapes: dict[str, Any] = {
-            name: shape[0] if shape is not None and isinstance(shape[0], list) else shape
-            for name, shape in self.embeddings.items()
-        }
-        negative = shapes if self.negative_apart else {}
-        return {**shapes, **{f"negative_{name}": shape for name, shape in negative.items()}}
+        shapes: dict[str, Any] = dict(self.embeddings)
+        for name, shape in self.embeddings.items():
+            if shape is not None and isinstance(shape[0], list):
+                shapes[name] = shape[0]
+        if not self.negative_apart:
+            return shapes
+        return shapes | {f"negative_{name}": shape for name, shape in shapes.items()}
 
     @property
     def takes_negative(self) -> bool:
@@ -546,7 +547,9 @@ class Card(Frozen):
     @pydantic.model_validator(mode="after")
     def _complete_strategies(self) -> Card:
         """Completes each strategy's rules: by the strategy in `like`, and, with `call` or `shared`, by shared rules."""
-        strategies = dict(self.strategies) or dict.fromkeys(shared_strategies() if self.call else (), Strategy())
+        strategies = dict(self.strategies)
+        if not strategies and self.call:
+            strategies = dict.fromkeys(shared_strategies(), Strategy())
         if self.call is not None:
             names = {*self.call.compiled}
         else:

@@ -254,7 +254,11 @@ class _Mistake:
         self.alternatives: dict[Location, str] = {}  #: Their names, by the path of the value.
         location = error["loc"]
         for number, part in enumerate(location, 1):
-            keys = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+            keys: Any = ()
+            if isinstance(data, list):
+                keys = range(len(data))
+            elif isinstance(data, dict):
+                keys = data
             if part in keys:
                 data = data[part]
                 self.path += (part,)
@@ -304,7 +308,8 @@ def _kind_refusal(model: type[Frozen], document: Document, location: Location, v
     """Returns the error for a value that fits no alternative of a union which a key tells apart, such as `kind`."""
     name, place = ".".join(str(part) for part in location), document.place(location)
     literals = [_literals(candidate) for candidate in _models(model, location)]
-    key = next(key for key in literals[0] if all(key in fields for fields in literals))
+    shared_keys = set(literals[0]).intersection(*literals)
+    key = next(key for key in literals[0] if key in shared_keys)
     kinds = [str(values[key][0]) for values in literals]
     all_kinds = f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
     if not isinstance(value, dict):
@@ -345,7 +350,11 @@ def _keys(model: type[Frozen], location: Location, data: Any) -> list[str]:
     """Returns the keys that a model reads at a location; for a union, those of the alternatives that fit the data."""
     candidates = _models(model, location)
     for part in location:
-        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        keys: Any = ()
+        if isinstance(data, list):
+            keys = range(len(data))
+        elif isinstance(data, dict):
+            keys = data
         data = data[part] if part in keys else None
     values = data if isinstance(data, dict) else {}
     fitting = [c for c in candidates if all(values.get(key, v[0]) in v for key, v in _literals(c).items())]

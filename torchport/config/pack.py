@@ -275,7 +275,8 @@ def derived_folder() -> Path:
     Some processors of transformers are there only with torchvision.
     """
     versions = [f"{name}-{importlib.metadata.version(name)}" for name in ("diffusers", "transformers")]
-    versions += ["torchvision"] if importlib.util.find_spec("torchvision") else []
+    if importlib.util.find_spec("torchvision"):
+        versions.append("torchvision")
     return cache.folder() / "derived" / "-".join(versions)
 
 

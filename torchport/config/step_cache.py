@@ -47,10 +47,10 @@ class _Periodic(_Kind):
         """Returns the steps that compute all blocks; refuses fields that are not in the order start < end <= of."""
         if not self.start < self.end <= self.of:
             keys = ("start", "end") if self.start >= self.end else ("of", "end")
-            values = [
-                f"'cache.{key}' is {getattr(self, key)}{'' if key in self.model_fields_set else ' by default'}"
-                for key in ("start", "end", "of")
-            ]
+            values = []
+            for key in ("start", "end", "of"):
+                source = "" if key in self.model_fields_set else " by default"
+                values.append(f"'cache.{key}' is {getattr(self, key)}{source}")
             remedy = "Write all three in this order: start < end <= of"
             raise BadValueError("cache", ", ".join(values), remedy, keys=keys)
         # `start` and `end` are meant for `of` steps, and the job has `steps`.

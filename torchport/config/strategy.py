@@ -50,8 +50,17 @@ def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
 
     The list is empty for `replicate` and for None.
     """
-    dims = [] if spec is None or spec == "replicate" else spec
-    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
+    if spec is None or spec == "replicate":
+        return []
+    dims: list[tuple[Axis, ...]] = []
+    for axes in spec:
+        if axes is None:
+            dims.append(())
+        elif isinstance(axes, str):
+            dims.append((axes,))
+        else:
+            dims.append(tuple(axes))
+    return dims
 
 
 class _ShareableRule(Frozen):

@@ -62,9 +62,10 @@ class FlagSet(Frozen):
         flags = environment.get(self.variable, "").split()
         for text in self.texts:
             key = text.partition("=")[0]
-            conflict = next((flag for flag in flags if flag.partition("=")[0] == key and flag != text), None)
-            if conflict is not None:
-                fact = f"It has {text}, and {self.variable} has {conflict}"
+            for flag in flags:
+                if flag.partition("=")[0] != key or flag == text:
+                    continue
+                fact = f"It has {text}, and {self.variable} has {flag}"
                 raise BadValueError(place, fact, f"Take {key} out of {self.variable}, or leave the set out")
         value = " ".join([*flags, *(text for text in self.texts if text not in flags)])
         fusion = nan_pair({**environment, self.variable: value})

@@ -60,7 +60,12 @@ class Storage:
     def alive(self) -> list[tuple[Any, tuple[View, ...]]]:
         """Returns the tensors of this memory that something still refers to, each with its views."""
         self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
-        return [(tensor, path) for ref, path in self.tensors if (tensor := ref()) is not None]
+        alive = []
+        for ref, path in self.tensors:
+            tensor = ref()
+            if tensor is not None:
+                alive.append((tensor, path))
+        return alive
 
 
 class Section(NamedTuple):

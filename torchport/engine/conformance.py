@@ -332,7 +332,8 @@ class Operators:
                     reason = self.accepted[form.operator]
                     text += f"; accepted: {reason}"
                 others[state].append(text)
-        return {"same": sum(state == "same" for state in states.values()), **{k: v for k, v in others.items() if v}}
+        same = sum(state == "same" for state in states.values())
+        return {"same": same, **{state: texts for state, texts in others.items() if texts}}
 
     def text(self) -> str:
         """Returns one line: `112 operators: 110 same, 2 mended`. Those that differ or are unknown have their names."""

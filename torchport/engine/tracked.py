@@ -390,7 +390,8 @@ class Dispatch:
         """
         dtypes, target = {tensor.dtype for tensor in self._traced((args, kwargs))}, torch.float32
         is_pointwise = isinstance(answer, torch.Tensor) and _is_pointwise(function)
-        if is_pointwise and answer.is_floating_point() and not any(d.is_floating_point or d.is_complex for d in dtypes):
+        is_whole = not any(d.is_floating_point or d.is_complex for d in dtypes)
+        if is_pointwise and is_whole and answer.is_floating_point():
             target = answer.dtype
         else:
             name = _name(function)

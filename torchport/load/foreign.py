@@ -130,6 +130,9 @@ def _is_like(value: Any, default: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and (-1e300 < value < 1e300 or value == default)
     if isinstance(default, list | tuple):
-        is_list = isinstance(value, list)
-        return is_list and all(item is None or not default or _is_like(item, default[0]) for item in value)
+        if not isinstance(value, list):
+            return False
+        if not default:
+            return True
+        return all(item is None or _is_like(item, default[0]) for item in value)
     return not isinstance(default, str) or isinstance(value, str)

@@ -73,7 +73,9 @@ def _closest(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, public, n=3, cutoff=0.6)
     if not close:
         return nearest(name, public) if len(public) <= 10 else f"None of its {len(public)} names is like it"
-    return f"The nearest {'are' if len(close) > 1 else 'is'} {', '.join(map(repr, close))}"
+    words = ", ".join(map(repr, close))
+    verb = "are" if len(close) > 1 else "is"
+    return f"The nearest {verb} {words}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +264,11 @@ def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -
     missing = sorted(set(state) - set(stored))
     foreign = sorted(set(stored) - set(state))
     if missing or foreign:
-        parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
-        parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
+        parts = []
+        if missing:
+            parts.append(f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')")
+        if foreign:
+            parts.append(f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')")
         fact, remedy = f"It {' and '.join(parts)}", "or name a checkpoint of this model"
         if layout == DIFFUSERS and hasattr(module, "from_config"):
             remedy = SAME

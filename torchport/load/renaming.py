@@ -118,7 +118,10 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
 
     def name_in_file(name: str) -> str | None:
         match = re.fullmatch(pattern, name)
-        return match and "".join(piece if isinstance(piece, str) else match[f"g{piece}"] for piece in pieces)
+        if match is None:
+            return None
+        texts = [piece if isinstance(piece, str) else match[f"g{piece}"] for piece in pieces]
+        return "".join(texts)
 
     return name_in_file
 

@@ -53,7 +53,8 @@ def folder_of(card: Card, family: Path) -> Path:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     init = {} if card.call is None else card.call.init
     parts = [card.tiny.model_dump(exclude={"trained"}), card.model_dump()["components"], init, versions]
-    parts += [{name: each.sha256 for name, each in card.tiny.trained.items()}] if card.tiny.trained else []
+    if card.tiny.trained:
+        parts.append({name: each.sha256 for name, each in card.tiny.trained.items()})
     text = json.dumps(parts, sort_keys=True)
     sha = hashlib.sha256(text.encode())
     for file in (Path(__file__), Path(str(renaming.__file__)), *card.python_files(family)):

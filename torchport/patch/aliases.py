@@ -275,7 +275,8 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
 def importer(module: str) -> str | None:
     """Returns `file:line` of a statement that imports a module, the running program's first."""
     parent, _, leaf = module.rpartition(".")
-    absolute = rf"^\s*(?:import {re.escape(module)}\b|from {re.escape(module)} |from {re.escape(parent)} import\b)"
+    dotted, package = re.escape(module), re.escape(parent)
+    absolute = rf"^\s*(?:import {dotted}\b|from {dotted} |from {package} import\b)"
     for name in ("__main__", *reversed(list(sys.modules))):
         if name != module and isinstance(sys.modules.get(name), types.ModuleType):
             near = name.partition(".")[0] == module.partition(".")[0]

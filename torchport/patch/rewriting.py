@@ -320,7 +320,8 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
         if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
     ]
     names = arguments(function) | set().union(*map(binds, before))
-    names |= names_bound([loop]) - names_bound(run.statements) if loop is not None else set()
+    if loop is not None:
+        names |= names_bound([loop]) - names_bound(run.statements)
     local = arguments(function) | names_bound(function.body)
     for name in parameters:
         if name in local and name not in names:

@@ -44,7 +44,8 @@ def lines(job: JobPlan) -> list[str]:
         verdict = "both would fit at once" if size <= limit else "both would not fit at once"
         sizes = f"{_size(size)} of {_size(limit)}"
         text.append(f"two networks take turns, one is on the devices at a time; {verdict}: {sizes}")
-    text += _clip_lines(job.clip) if job.clip is not None else []
+    if job.clip is not None:
+        text += _clip_lines(job.clip)
     if (cost := job.verification) is not None:
         host, values, device = (size_text(size) for size in (cost.host_bytes, cost.values_bytes, cost.device_bytes))
         text.append(
@@ -82,7 +83,8 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
             f"; constants of the program {_size(device.constants_bytes)}"
         )
     text += [f"  DOES NOT FIT: {line}" for line in _finding_lines(stage, Overflow)]
-    text += _block_lines(stage.per_block) if stage.per_block else []
+    if stage.per_block:
+        text += _block_lines(stage.per_block)
     scope = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
         moved, count = (
@@ -250,7 +252,8 @@ def _memory_chart(device: Memory) -> BarChart:
         ]
     sizes.append(("free", "free", max(hbm - peak, 0)))
     parts = [BarPart(kind, label, float(size), size_text(size)) for kind, label, size in sizes]
-    title = f"Memory of each device: {size_text(peak) if peak else 'not known'} of {size_text(hbm)}"
+    usage = size_text(peak) if peak else "not known"
+    title = f"Memory of each device: {usage} of {size_text(hbm)}"
     return BarChart(title, parts, float(max(peak, hbm)))
 
 

@@ -303,9 +303,13 @@ def _average_step(programs: Sequence[ProgramPlan], steps: int) -> tuple[Communic
         for operation in program.largest:
             operations.append(operation.model_copy(update={"ms": operation.ms * program.times / steps}))
     operations.sort(key=lambda operation: -operation.ms)
-    times = [None if program.per_step is None else program.per_step.communication_ms for program in programs]
-    known = [ms * program.times / steps for ms, program in zip(times, programs, strict=True) if ms is not None]
-    communication = Communication(communication_ms=sum(known) if len(known) == len(times) else None, collectives=sent)
+    known = []
+    for program in programs:
+        step = program.per_step
+        if step is not None and step.communication_ms is not None:
+            known.append(step.communication_ms * program.times / steps)
+    sent_ms = sum(known) if len(known) == len(programs) else None
+    communication = Communication(communication_ms=sent_ms, collectives=sent)
     total: dict[str, float | None] = {}
     for name in StepTime.model_fields:
         amounts = [getattr(program.step, name) for program in programs]

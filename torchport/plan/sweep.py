@@ -15,7 +15,7 @@ from torchport.compile.in_force import in_force
 from torchport.config.card import Card
 from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
-from torchport.config.strategy import Axis
+from torchport.config.strategy import Axis, Rule
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.planning import of_task, on_slice, require_tpu
@@ -118,10 +118,12 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy on every mesh that uses all devices of a machine, over the axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        axes = axes_of(
-            [rule for groups in (strategy.weights, strategy.inputs) for group in groups.values() for rule in group],
-            [rule for group in strategy.activations.values() for rule in group],
-        )
+        rules: list[Rule] = []
+        for groups in (strategy.weights, strategy.inputs):
+            for group in groups.values():
+                rules += group
+        kinds = [rule for group in strategy.activations.values() for rule in group]
+        axes = axes_of(rules, kinds)
         used = [axis for axis in AXES if axis in axes]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:

@@ -44,7 +44,11 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     outcome = Outcome()
     with on_path(root):
         packages = {finding.target.partition(":")[0].partition(".")[0] for finding in report.findings} - {""}
-        upstreams = [found for package in sorted(packages) if (found := folder_of(package)) is not None]
+        upstreams = []
+        for package in sorted(packages):
+            found = folder_of(package)
+            if found is not None:
+                upstreams.append(found)
         pack = home.home(out, [path, *upstreams], "--emit")
         for request, findings in list(_wishes(report.unpatched(), outcome)):
             _write(request, findings, pack, outcome)

@@ -155,10 +155,11 @@ def _check_finite(
     A scheduler takes its step on the host, so checking makes no device wait. It takes 0.7 ms at 720p (32 x 31 x 45 x 80
     latents), where a step takes seconds. So every loop is checked in the step itself, not one step later by a program.
     """
-    bad = next(((key, count) for key, tensor in state.items() if (count := not_finite(tensor))), None)
-    if bad is None:
+    counts = {key: not_finite(tensor) for key, tensor in state.items()}
+    keys = [key for key, count in counts.items() if count]
+    if not keys:
         return
-    key, count = bad
+    key, count = keys[0], counts[keys[0]]
     at = "" if timestep is None else f" (timestep {float(timestep):g})"
     network = str(stage.network)
     ways = ["--no-jit, which names the module that computes them first"] if task.request.execution.jit else []
@@ -189,7 +190,11 @@ def _difference(
         for settings, revision in ((earlier, manifest.upstream), (current, upstream.revision)):
             settings[f"commit of {upstream.package}"] = revision.commit
             settings[f"changes to {upstream.package}'s commit"] = revision.dirty
-    return next(((key, earlier.get(key), value) for key, value in current.items() if earlier.get(key) != value), None)
+    for key, value in current.items():
+        before = earlier.get(key)
+        if before != value:
+            return key, before, value
+    return None
 
 
 def unfinished_run(task: Task) -> str | None:

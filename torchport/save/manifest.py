@@ -134,7 +134,8 @@ def leaves(fields: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, 
     paths: dict[str, Any] = {}
     for name, value in fields.items():
         nested = leaves(value) if isinstance(value, dict) and name not in whole else {"": value}
-        paths |= {f"{name}.{path}" if path else name: leaf for path, leaf in nested.items()}
+        for path, leaf in nested.items():
+            paths[f"{name}.{path}" if path else name] = leaf
     return paths
 
 

@@ -83,8 +83,11 @@ def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
     """Returns the spec of each output, None for no constraint; a shared rule has none for outputs of too few dims."""
     if not rule.is_shared:
         return rule.outputs
-    dims = [getattr(output, "ndim", 0) for output in outputs]
-    return [spec if count >= len(dims_of(spec)) else None for spec, count in zip(rule.outputs, dims, strict=False)]
+    specs = []
+    for spec, output in zip(rule.outputs, outputs, strict=False):
+        fits = getattr(output, "ndim", 0) >= len(dims_of(spec))
+        specs.append(spec if fits else None)
+    return specs
 
 
 def _check_output(name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, output: Any) -> None:

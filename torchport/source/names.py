@@ -147,9 +147,13 @@ def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
 
 def _head(node: ast.stmt) -> ast.AST:
     """Returns a statement without the blocks in it: of a loop or an `if` what stands before the colon."""
-    heads = [getattr(node, field) for field in ("test", "iter", "items") if hasattr(node, field)]
-    flat = [node for head in heads for node in (head if isinstance(head, list) else [head])]
-    return ast.Module(flat, []) if hasattr(node, "body") else node
+    if not hasattr(node, "body"):
+        return node
+    flat = []
+    for field in ("test", "iter", "items"):
+        head = getattr(node, field, [])
+        flat += head if isinstance(head, list) else [head]
+    return ast.Module(flat, [])
 
 
 def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:

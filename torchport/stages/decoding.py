@@ -70,7 +70,11 @@ class _Shape:
 def _picked(index: Any) -> str:
     """Returns `dim:position` of an index that picks one position of a dim: `[:, :, 0]` -> `2:0`; "" of any other."""
     *before, last = index if isinstance(index, tuple) else (index,)
-    return f"{len(before)}:{last}" if before and type(last) is int and before == [slice(None)] * len(before) else ""
+    if not before or type(last) is not int:
+        return ""
+    if before != [slice(None)] * len(before):
+        return ""
+    return f"{len(before)}:{last}"
 
 
 def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:

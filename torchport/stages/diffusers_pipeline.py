@@ -94,18 +94,25 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
     calls_others = bool(pipeline.called_before) or card.answers
     reads_image = encodes_image or (calls_others and card.image is not None)
     image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
-    uses = (*ENCODE_USES, *(BEFORE_USES if calls_others else ()), *(image_uses if reads_image else ()))
-    loop_parts = (*pipeline.called_before, "scheduler") if calls_others or encodes_image else ()
-    parts = (*card.encoders, *loop_parts, *(["vae"] if encodes_image else []))
-    encode = Stage("encode", pipeline.encode, tuple(dict.fromkeys(uses)), parts=parts)
+    parts, uses = [*card.encoders], [*ENCODE_USES]
+    if calls_others or encodes_image:
+        parts += [*pipeline.called_before, "scheduler"]
+    if encodes_image:
+        parts.append("vae")
+    if calls_others:
+        uses += BEFORE_USES
+    if reads_image:
+        uses += image_uses
+    encode = Stage("encode", pipeline.encode, tuple(dict.fromkeys(uses)), parts=tuple(parts))
     if calls_others or encodes_image or pipeline.asks or card.guider:
         encode = _in_pipeline(encode, pipeline)
     if not card.encodes_video or on_host:
         return [encode]
     compiled: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
-    uses = (*image_uses, "dtypes")
+    image_uses = (*image_uses, "dtypes")
     like: dict[str, Any] = {"like": lambda parts, settings: {}, "parts": ("scheduler",)}
-    return [encode, _in_pipeline(Stage("encode_image", pipeline.encode_image, uses, **compiled, **like), pipeline)]
+    encode_image = Stage("encode_image", pipeline.encode_image, image_uses, **compiled, **like)
+    return [encode, _in_pipeline(encode_image, pipeline)]
 
 
 def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage]:
@@ -180,11 +187,13 @@ class _Stages(UpstreamPipeline):
         """
         shapes = self.card.shapes
         is_negative = name.startswith("negative_")
-        token_counts = [
-            value.shape[list(shapes[other] or ()).index(TOKENS)]
-            for other, value in embeddings.items()
-            if value is not None and TOKENS in (shapes[other] or ()) and other.startswith("negative_") == is_negative
-        ]
+        token_counts = []
+        for other, value in embeddings.items():
+            shape = list(shapes[other] or ())
+            if value is None or TOKENS not in shape:
+                continue
+            if other.startswith("negative_") == is_negative:
+                token_counts.append(value.shape[shape.index(TOKENS)])
         sizes = [token_counts[0] if size == TOKENS and token_counts else size for size in shapes[name] or ()]
         numbers = [size for size in sizes if isinstance(size, int)]
         if "mask" not in name or len(numbers) < len(sizes):

@@ -239,7 +239,8 @@ class Task:
             words += ["--image", "FILE"]
         flags = {"--checkpoint": request.checkpoint, "--upstream-path": request.upstream_path}
         for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
-            words += [flag, value] if value is not None else []
+            if value is not None:
+                words += [flag, value]
         words += ["--backend", "original"] if self.original else []
         for override in request.overrides:
             words += ["--set", override]
@@ -468,7 +469,11 @@ def _new_folder(request: Request) -> Path:
     moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
     stem = Path("outputs") / f"{request.model}-{config}-{moment}"
-    return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
+    folder, number = stem, 1
+    while folder.exists():
+        number += 1
+        folder = Path(f"{stem}-{number}")
+    return folder
 
 
 def _settings(request: Request, card: Card, job: Job) -> families.Settings:

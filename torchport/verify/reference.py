@@ -128,7 +128,8 @@ def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> 
     data = _loop_data(original, table)
     calls, left_out = _call_data(original.calls, table, limit)
     words = f"{len(original.calls)} call(s) of step {', '.join(map(str, original.steps))}: {size_text(table.size)}"
-    words += f"; left out: {_list_words(left_out)}" if left_out else ""
+    if left_out:
+        words += f"; left out: {_list_words(left_out)}"
     facts = {"schema_version": SCHEMA, **_identity(task), "holds": words, "left_out": left_out}
     facts |= {"recording": {**data, "calls": calls}}
     folder.mkdir(parents=True, exist_ok=True)

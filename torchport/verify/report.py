@@ -218,7 +218,8 @@ class Verification:
     def verdict(self) -> Verdict:
         """The worst verdict of all seams, units and the decoder; at best unclear if no unit was compared."""
         verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
-        verdicts |= {self.decoded.verdict} if self.decoded is not None else set()
+        if self.decoded is not None:
+            verdicts |= {self.decoded.verdict}
         verdicts |= set() if self.units else {Verdict.UNCLEAR}
         return next((verdict for verdict in (Verdict.OTHER, Verdict.UNCLEAR) if verdict in verdicts), Verdict.SAME)
 
@@ -268,7 +269,8 @@ class Verification:
     def _compared_words(self) -> str:
         """Returns how many steps were compared, and whether the decoder was."""
         steps = f"{len(self.steps)} of {self.total} steps compared"
-        steps += f", without {self.left_out} blocks that the capture lacks" if self.left_out else ""
+        if self.left_out:
+            steps += f", without {self.left_out} blocks that the capture lacks"
         if self.decoded is not None:
             return f"{steps}, and the decoder"
         remedy = "add --decode" if self.against == "original" else "capture with --decode"
@@ -333,7 +335,9 @@ def _seam_line(verification: Verification) -> str:
     if not verification.seams:
         return ""
     names = list(dict.fromkeys(seam.name for seam in bad))
-    more = f": {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if bad else ""
+    if len(names) > 4:
+        names[4:] = ["..."]
+    more = f": {', '.join(names)}" if names else ""
     return f"seams: {len(verification.seams)} values of the loop compared by name, {len(bad) or 'none'} differ{more}"
 
 
@@ -357,7 +361,8 @@ def _unit_line(verification: Verification) -> str:
     numbers = Counter(unit.kind for unit in units)
     kinds = ", ".join(f"{numbers[kind]} {name}" for kind, name in KINDS.items() if numbers[kind])
     verdicts = Counter(_unit_group(unit) for unit in units)
-    return f"units: {kinds}: {', '.join(f'{verdicts[words]} {words}' for words in UNIT_VERDICTS if verdicts[words])}"
+    counts = [f"{verdicts[words]} {words}" for words in UNIT_VERDICTS if verdicts[words]]
+    return f"units: {kinds}: {', '.join(counts)}"
 
 
 def _unit_group(unit: Unit) -> str:
@@ -390,9 +395,9 @@ def _cause_line(verification: Verification) -> str:
         return f"cause: {verification.clue}" if verification.clue else ""
     cause = verification.causes[0]
     without = "" if cause.without_it is None else f", {cause.words(cause.without_it)} without it"
-    others = (
-        f"; also possible: {', '.join(c.patch for c in verification.causes[1:])}" if verification.causes[1:] else ""
-    )
+    others = ", ".join(other.patch for other in verification.causes[1:])
+    if others:
+        others = f"; also possible: {others}"
     how = "leaving it out" if cause.how == "absence" else "leaving out the others"
     found = f"found by {how}: {cause.words(cause.with_it)} with it{without}"
     return f"patch: {cause.patch} ({cause.place}), {found}{others}"
@@ -503,7 +508,8 @@ def _chart(units: Sequence[Unit]) -> LineChart:
     for kind, label in CURVES.items():
         last = max(len(units) - 1, 1)
         points = [(n / last, height(value)) for n, value in enumerate(values[kind]) if value is not None and value > 0]
-        curves += [Curve(kind, label, points)] if points else []
+        if points:
+            curves += [Curve(kind, label, points)]
     first = units[0]
     title = f"{first.network}, step {first.step}, call {first.call}: error against depth"
     ticks = [(height(10.0**power), f"1e{power}") for power in range(low, high + 1)]

@@ -179,10 +179,10 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
     first, second = ({**job(run), **_patches(run)} for run in (a, b))
     if a.backend != b.backend:
         common = first.keys() & second.keys()
-        first, second = (
-            {field: value for field, value in run.items() if field in common or not field.startswith("code.")}
-            for run in (first, second)
-        )
+        for run in (first, second):
+            for field in set(run) - common:
+                if field.startswith("code."):
+                    del run[field]
     return first, second
 
 

@@ -556,8 +556,14 @@ def _prompt_and_encoder(name: str) -> tuple[bool, str]:
 
 def _is_same(first: Any, other: Any) -> bool:
     """Returns whether two values are equal, at most one being a tensor; one of a single element counts as a number."""
-    values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (first, other)]
-    return not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
+    values = []
+    for value in (first, other):
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                return False
+            value = value.item()
+        values.append(value)
+    return bool(values[0] == values[1])
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:

@@ -134,7 +134,11 @@ def by_place(tree: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], to
     """Returns the tensors of a tree by their paths of keys and positions; upstream's output classes are mappings."""
     if isinstance(tree, torch.Tensor):
         return {place: tree}
-    inner = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    inner: Any = ()
+    if isinstance(tree, Mapping):
+        inner = tree.items()
+    elif isinstance(tree, list | tuple):
+        inner = enumerate(tree)
     return {path: tensor for key, item in inner for path, tensor in by_place(item, (*place, key)).items()}
 
 

@@ -64,12 +64,16 @@ def norm_bound(
         The bound; infinity where a gain is not finite.
     """
     # numpy's maximum, not Python's, which drops a NaN that does not come first.
-    longest = [
-        float(numpy.max([numpy.max(numpy.abs(gain.astype(numpy.float64))) * math.sqrt(gain.size) for gain in gains]))
-        + float(numpy.max([0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]))
-        for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets))
-    ]
-    bound = longest[0] * longest[1]
+    bound = 1.0
+    for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets)):
+        lengths: list[Any] = []
+        shifts: list[Any] = [0.0]
+        for gain in gains:
+            largest = numpy.max(numpy.abs(gain.astype(numpy.float64)))
+            lengths.append(largest * math.sqrt(gain.size))
+        for offset in offsets:
+            shifts.append(numpy.linalg.norm(offset.astype(numpy.float64)))
+        bound *= float(numpy.max(lengths)) + float(numpy.max(shifts))
     return bound if math.isfinite(bound) else math.inf
 
 
@@ -93,8 +97,10 @@ def of_weights(
                 # LayerNorm's offset lies beside its gain, and lengthens what leaves it.
                 offset = re.sub(r"weight$", "bias", name)
                 block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
-    if not all(hasattr(array, "__array__") for block in blocks.values() for group in block for array in group):
-        return None
+    for block in blocks.values():
+        for group in block:
+            if not all(hasattr(array, "__array__") for array in group):
+                return None
     bounds = []
     for block in blocks.values():
         gains_q, gains_k, offsets_q, offsets_k = ([numpy.asarray(x, numpy.float64) for x in group] for group in block)

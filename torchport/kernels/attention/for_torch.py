@@ -122,7 +122,9 @@ def self_attention(
     output = attention(q, k, v, lengths=all_lengths, bound=bound).transpose(1, 2).flatten(2).to(tokens.q.dtype)
     first = output.shape[1] - valid if lengths is None else 0
     out, rest = output[:, first : first + valid], output[:, :first] if lengths is None else output[:, valid:]
-    return project(functional.pad(out, (0, 0, 0, missing)) if missing else out), None if further is None else rest
+    if missing:
+        out = functional.pad(out, (0, 0, 0, missing))
+    return project(out), None if further is None else rest
 
 
 def _by_kernel(

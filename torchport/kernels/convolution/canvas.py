@@ -91,9 +91,12 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
-    subsets = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
+    splits = []
+    for count in range(len(sizes) + 1):
+        for chosen in itertools.combinations(sizes, count):
+            others = tuple(name for name in sizes if name not in chosen)
+            splits.append((chosen, others))
     # Of two ways that are as good, the one with more axes for columns comes first.
-    splits = [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in subsets]
     rows, columns = min(splits, key=lambda split: _positions(height, width, sizes, *split))
     lead = frames % 2 if paired else -frames % multiple
     return Canvas(

@@ -234,7 +234,9 @@ def padding_replaced(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, 
     """
     size = x.shape[dim]
     count = valid_from_here(size, axes, valid)
-    index = lax.broadcasted_iota(jnp.int32, [size if n == dim else 1 for n in range(x.ndim)], dim)
+    shape = [1] * x.ndim
+    shape[dim] = size
+    index = lax.broadcasted_iota(jnp.int32, shape, dim)
     last = lax.dynamic_slice_in_dim(x, jnp.clip(count - 1, 0, size - 1), 1, dim)
     return jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
 

@@ -135,7 +135,9 @@ class Conv:
     @property
     def products(self) -> list[tuple[int, int]]:
         """Which parts of the input meet which of the weights, the largest last."""
-        pairs = [(a, b) for a in range(self.parts) for b in range(self.weight_parts) if a + b < self.weight_parts]
+        pairs = []
+        for a in range(self.parts):
+            pairs += [(a, b) for b in range(self.weight_parts - a)]
         return sorted(pairs, key=lambda pair: -sum(pair))
 
     @property
@@ -143,8 +145,10 @@ class Conv:
         """The kernel's name in a profile."""
         ways = (self.normal, bool(self.residual), self.carried, self.led)
         flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
-        flags += f"z{self.zoom}" if self.zoom > 1 else ""
-        flags += f"s{self.scaled}" if self.scaled else ""
+        if self.zoom > 1:
+            flags += f"z{self.zoom}"
+        if self.scaled:
+            flags += f"s{self.scaled}"
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
         return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
 
@@ -220,9 +224,9 @@ def convolved(
     Returns:
         [zoom * H, zoom * W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
     """
-    first, lead = operands.first, operands.lead
-    numbers = [jnp.asarray(1 if first is None else first), jnp.asarray(0 if lead is None else lead)]
-    numbers = [number.reshape(1).astype(jnp.int32) for number in numbers]
+    first = 1 if operands.first is None else operands.first
+    lead = 0 if operands.lead is None else operands.lead
+    numbers = [jnp.asarray(number).reshape(1).astype(jnp.int32) for number in (first, lead)]
     arrays: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
     arrays += [_row(operands.gains, conv.channels)] if conv.normal else []
     arrays += [operands.residual] if conv.residual else []
@@ -433,7 +437,8 @@ class _Step:
         for tap in range(0, count, conv.together_taps):
             some = range(tap, min(tap + conv.together_taps, count))
             lhs = [self._positions(start, group, n, count) for n in some]
-            joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in zip(*lhs, strict=True)]
+            by_part = zip(*lhs, strict=True)
+            joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in by_part]
             here = pl.ds((group * count + tap) * conv.depth, len(some) * conv.depth)
             for mine, theirs in conv.products:
                 weight = self.ref[f"weight{theirs}"][0, here]

@@ -95,7 +95,9 @@ def _overriding(stack: Sequence[Path]) -> list[Entry]:
     overriding: list[Entry] = []
     for level in reversed(range(len(stack) - 1)):
         upper = [entry for entry in _all_entries(stack[level]) if entry.overrides]
-        ids = {entry.id for root in stack[level + 1 :] for entry in _all_entries(root)} if upper else set()
+        if not upper:
+            continue
+        ids = {entry.id for root in stack[level + 1 :] for entry in _all_entries(root)}
         for entry in upper:
             if entry.id not in ids:
                 fact = f"'{entry.id}' overrides nothing: no pack under it has a patch with this id"
@@ -111,7 +113,11 @@ def _all_entries(root: Path) -> list[Entry]:
 
 
 def upstreams(folders: Folders) -> list[str]:
-    return sorted({name for root in stack_of(folders) if root.is_dir() for name in _upstreams(root)})
+    names = set()
+    for root in stack_of(folders):
+        if root.is_dir():
+            names.update(_upstreams(root))
+    return sorted(names)
 
 
 def _upstreams(root: Path) -> list[str]:

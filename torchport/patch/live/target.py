@@ -38,8 +38,9 @@ class Slot:
         """Where the holder refers to the object. Raises TypeError if the holder has no namespace to change."""
         if self.is_default:
             return Place("default", self.holder)
-        is_class = isinstance(self.holder, type)
-        return Place("attribute" if is_class else "value", self.holder if is_class else vars(self.holder), self.name)
+        if isinstance(self.holder, type):
+            return Place("attribute", self.holder, self.name)
+        return Place("value", vars(self.holder), self.name)
 
     def restore(self) -> None:
         """Puts the original back, or removes the name again if the holder only inherited it."""
@@ -142,7 +143,8 @@ def layers(raw: Any) -> Iterator[Any]:
         for cell in (current.__closure__ or ()) if isinstance(current, types.FunctionType) else ():
             with contextlib.suppress(ValueError):  # the cell is empty
                 content = function_in(cell.cell_contents)
-                pending += [content] if callable(content) else []
+                if callable(content):
+                    pending.append(content)
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:

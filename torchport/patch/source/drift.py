@@ -238,7 +238,12 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
         after[entry.target] = Locked(target=entry.target, rows=_rows(old, fresh))
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
-            word = "changed" if target in before and target in after else "new" if target in after else "dropped"
+            if target not in after:
+                word = "dropped"
+            elif target in before:
+                word = "changed"
+            else:
+                word = "new"
             changed.append(f"{target}: {word}")
     return after, changed
 

@@ -190,7 +190,10 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
             break
         body = inside.body
     spots = [spot for spot in _spots(tuple(names), inside) if _covers(spot.statement, line)]
-    return next((spot for spot in spots if spot.statement.lineno == line), spots[-1] if spots else None)
+    for spot in spots:
+        if spot.statement.lineno == line:
+            return spot
+    return spots[-1] if spots else None
 
 
 def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
@@ -264,7 +267,8 @@ def _all_fields(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
     fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fields.get("fits") or fits(package)}
     order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "why", *fixed, "equivalence")
     merged = {**fixed, **fields}
-    return {key: merged[key] for key in (*order, *(key for key in merged if key not in order)) if key in merged}
+    usual = {key: merged[key] for key in order if key in merged}
+    return usual | merged
 
 
 def fits(package: str) -> dict[str, str]:

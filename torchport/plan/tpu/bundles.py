@@ -158,7 +158,11 @@ def _read_regions(file: Path) -> Region:
         raise TopologyError(str(file), fact, _FORM)
     jumps = [(at, starts[name]) for at, bundle in enumerate(bundles) for name in bundle.branches]
     after = 1 + _delay_slots(bundles, jumps)
-    loops = {(to, max(at + after for at, other in jumps if other == to), "loop") for at, to in jumps if to <= at}
+    # A loop ends with the last jump to its beginning.
+    last: dict[int, int] = {}
+    for at, to in jumps:
+        last[to] = max(at, last.get(to, at))
+    loops = {(to, last[to] + after, "loop") for at, to in jumps if to <= at}
     skips = {(at + after, to, "predicated") for at, to in jumps if to > at + after}
     # If a loop and a skip begin at one bundle, the loop lies in the skipped region.
     spans = deque(sorted(loops | skips, key=lambda span: (span[0], -span[1], span[2] == "loop")))

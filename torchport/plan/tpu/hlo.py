@@ -370,7 +370,10 @@ class _LoopTrips(dict[str, int]):
             return self._value(
                 inside, inside.root, lambda number: self._value(part, instruction.operands[number], parameters)
             )
-        compute = _COMPUTED.get(instruction.index if instruction.opcode == "compare" else instruction.opcode)
+        name = instruction.opcode
+        if name == "compare":
+            name = instruction.index
+        compute = _COMPUTED.get(name)
         if compute is None:
             return None
         values = [self._value(part, operand, parameters) for operand in instruction.operands]

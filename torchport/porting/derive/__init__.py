@@ -175,7 +175,8 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         fields = {"dtype": "float32", "precision": "high"} if name == "vae" else fields
         card["components"][name] = {"class": part.class_path, **fields}
     stacks = observed.stacks.get(network)
-    card |= {"stacks": {network: stacks}} if stacks else {}
+    if stacks:
+        card |= {"stacks": {network: stacks}}
     step = (observed.frames - 1) // 2  # a trial asks for one frame, and twice the VAE's temporal step
     card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
     tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
@@ -203,7 +204,8 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     call |= {} if sound else _conditions(call["embeddings"], loop_calls, observed)
     call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
     call |= {"answers": True} if trial.answers else {}
-    call |= {"asks": True} if not trial.answers and _asks(trial, observed, encoders) else {}
+    if not trial.answers and _asks(trial, observed, encoders):
+        call |= {"asks": True}
     call |= {"guider": True} if "guider" in parts else {}
     call |= {"host": ["vae"]} if observed.changes_decoded else {}
     call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
@@ -212,7 +214,9 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     call["settings"] |= {} if scale is None else {scale: "guidance_scale"}
     constants = constants_of(takes)
     call |= {"constants": constants} if constants else {}
-    call |= {"init": init} if (init := {**absent_parts(cls), **plain_arguments(cls)}) else {}
+    init = {**absent_parts(cls), **plain_arguments(cls)}
+    if init:
+        call |= {"init": init}
     call |= {} if trial.image is None else {"image": trial.image}
     return call | ({"edits": True} if trial.edits else {})
 
@@ -348,7 +352,8 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
             for dim, size in enumerate(value.shape)
         ]
         embeddings[name] = [shape] if is_list else shape
-        dtypes |= {name: _WHOLE[value.dtype]} if value.dtype in _WHOLE else {}
+        if value.dtype in _WHOLE:
+            dtypes |= {name: _WHOLE[value.dtype]}
     if not any(embeddings.values()):
         fact = f"'{cls.__name__}' takes nothing that its 'encode_prompt' returns ({', '.join(names)})"
         raise BadValueError(trial.place, fact, OTHER_LOOP)
@@ -479,7 +484,8 @@ def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[st
         if any(isinstance(module, torch.nn.LayerNorm) for module in built[name].modules()) and stage == "denoise":
             names.append("torch/normalization")
         files = {inspect.getsourcefile(type(module)) for module in built[name].modules()}
-        if any("autocast(" in Path(file).read_text(encoding="utf-8") for file in files if file and "diffusers" in file):
+        sources = [Path(file) for file in files if file and "diffusers" in file]
+        if any("autocast(" in source.read_text(encoding="utf-8") for source in sources):
             names.append("torch/autocast")
         if names:
             result[stage] = names
@@ -504,7 +510,8 @@ def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
         for kind in [] if isinstance(read, TorchportError) else read[0].implementations.values():
             for implementation, stages in kind.patches.items():
                 names = itertools.chain(*stages.values())
-                optional |= set(names) if implementation != kind.default else set()
+                if implementation != kind.default:
+                    optional.update(names)
     files = [file for folder in pack.folders for file in folder.glob("diffusers/*.yaml")]
     for name in sorted({f"diffusers/{file.stem}" for file in files if file.stem != "lock"} - optional):
         entries = reading.read(pack.folders, [name])

@@ -257,13 +257,15 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
     if known.get("in_channels", 0) is None:  # colours of a VAE; a trial makes others what the latents have
         channels = 3 if "latent_channels" in known else 16
         values |= {name: channels for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
-    values |= {"target_size": _SIDE} if type(known.get("target_size")) is int else {}
+    if type(known.get("target_size")) is int:
+        values |= {"target_size": _SIDE}
     for name, value in known.items():  # lists of the layers that have some part, by number
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
             values[name] = [0, 1]
     values |= _four_levels(known) | _compression_ratios(known)
     for name, number in (("shift_factor", 0.125), ("scaling_factor", 0.5)):  # pipelines compute latents with them
-        values |= {name: number} if known.get(name, 0) is None else {}
+        if known.get(name, 0) is None:
+            values |= {name: number}
     return values
 
 
@@ -288,7 +290,12 @@ def _four_levels(known: Mapping[str, Any]) -> dict[str, Any]:
     lists = {name: value for name, value in known.items() if name.endswith(("_block_types", "_out_channels"))}
     if not lists or any(not isinstance(value, tuple | list) or len(value) != 1 for value in lists.values()):
         return {}
-    return {name: [32] * 4 if name.endswith("channels") else list(value) * 4 for name, value in lists.items()}
+    levels = {}
+    for name, value in lists.items():
+        levels[name] = list(value) * 4
+        if name.endswith("channels"):
+            levels[name] = [32] * 4
+    return levels
 
 
 def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:

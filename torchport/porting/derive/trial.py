@@ -337,7 +337,8 @@ class PipelineTrial:
             parts: dict[str, Any] = {}
             for component in self.configurations.parts:
                 parts[component] = built = self.configurations.built(component)
-                observed.tokenizers |= {component: built} if component in self.configurations.tokenizers else {}
+                if component in self.configurations.tokenizers:
+                    observed.tokenizers |= {component: built}
                 observed.finished += 1
             component = None  # an error from here on is of the pipeline, or of the module that runs
             pipe = self.cls(**parts, **absent_parts(self.cls))
@@ -464,7 +465,8 @@ def _patch_side(configurations: Configurations) -> int:
             known = configurations.all_values(name)
             value = known.get("patch_size", known.get("patch_size_hw"))
             value = value[-1] if isinstance(value, list | tuple) else value
-            sides += [value] if isinstance(value, int) and value > 0 else []
+            if isinstance(value, int) and value > 0:
+                sides.append(value)
     return math.lcm(*sides)
 
 
@@ -627,7 +629,10 @@ class _Chain:
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
-            carries = [next((name for name, value in inputs.items() if value is item), "") for item in returned]
+            carries = []
+            for item in returned:
+                names = [name for name, value in inputs.items() if value is item]
+                carries.append(names[0] if names else "")
             # All other inputs are the same objects. Starred arguments come as a new tuple in every call, some others as
             # a new list: of these the items are compared.
             rest = [(inputs[name], others.get(name)) for name in inputs if name not in carries]
@@ -682,7 +687,8 @@ def embedding_names(cls: Any) -> list[str]:
     targets = [node.targets[0] for node in assigns if "self.encode_prompt(" in ast.unparse(node.value)]
     candidates = []
     for node in (*returns[-1:], *targets):
-        candidates.append([_root(item) for item in (node.elts if isinstance(node, ast.Tuple) else [node])])
+        items = node.elts if isinstance(node, ast.Tuple) else [node]
+        candidates.append([_root(item) for item in items])
     best = max(candidates or [[""]], key=lambda names: sum(name in takes for name in names))
     return ["prompt_embeds"] if len(best) == 1 and best[0] not in takes and "prompt_embeds" in takes else best
 

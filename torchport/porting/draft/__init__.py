@@ -273,7 +273,8 @@ def _draft_stub(request: PatchDraftRequest) -> Draft:
         "equivalence": "bitwise",
     }
     left = ["Nothing in Python: a stub raises when it is called"]
-    left += ["In the entry: why"] if request.why == WHY else []
+    if request.why == WHY:
+        left.append("In the entry: why")
     module = request.importers[0]
     title = f"{module} is imported where {package} is not installed."
     test = _test(request, f"without_{package}", fields["id"], title, module=module, package=package)
@@ -327,7 +328,8 @@ def write_draft(request: PatchDraftRequest, home: Home) -> DraftedPatch:
         pieces.append(Piece(f"patches/{request.package}/{reference.partition(':')[0]}", drafted.python, head))
     pieces.append(drafted.test)
     lock = drift.with_row(entry, drafted_entries(home, request.package))
-    pieces += [Piece(f"patches/{request.package}/{LOCK}", lock, mode="whole")] if lock else []
+    if lock:
+        pieces.append(Piece(f"patches/{request.package}/{LOCK}", lock, mode="whole"))
     lines = home.write(pieces)
     locked = [] if lock or not entry.edits else ["Its target has no row of its own in the lock: it was there"]
     return DraftedPatch(entry.id, request.names, reference, drafted.test.file, lines, [*drafted.left, *locked])
@@ -336,8 +338,11 @@ def write_draft(request: PatchDraftRequest, home: Home) -> DraftedPatch:
 def drafted_entries(home: Home, package: str) -> list[Entry]:
     """Returns the entries of a pack's patches for a package."""
     folder = home.root / "patches" / package
-    files = [file for file in sorted(folder.glob("*.yaml")) if file.name != LOCK] if folder.is_dir() else []
-    return [entry for file in files for entry in read_file(file)]
+    entries = []
+    for file in sorted(folder.glob("*.yaml")):
+        if file.name != LOCK:
+            entries += read_file(file)
+    return entries
 
 
 def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
@@ -355,12 +360,15 @@ def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, 
             raise TakenNameError(other.place, fact, "Change that entry, or delete it first", patch=entry.id)
     entry._place = request.place  # for the text of a conflict: the entry has no line yet
     patch_set.check_claims([], [*read_file(path), entry] if before else [entry])
-    document = parse_document(f"{before.rstrip()}\n\n{text}" if before else text, as_named(path))
+    content, line = text, 1
+    if before:
+        content = f"{before.rstrip()}\n\n{text}"
+        line = before.rstrip().count("\n") + 3
+    document = parse_document(content, as_named(path))
     if not isinstance(document.data, list):
         fact = "It is no list whose items stand on lines of their own"
         raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
-    first_line = before.rstrip().count("\n") + 3 if before else 1  # an empty line stands before it
-    entry._place = f"{as_named(path)}:{first_line}"
+    entry._place = f"{as_named(path)}:{line}"
     entry._folder = path.parent
     if entry.edits:
         checks.check_source(entry, checks.UNKNOWN)

@@ -236,7 +236,8 @@ def _left_to_fill_in(request: ModelDraftRequest, components: Sequence[Part], car
             result.append(f"{field}: the source of {part.target.name} shows no argument that is large")
     if request.checkpoint == UNKNOWN_CHECKPOINT:
         result.append("checkpoint: the published weights, and 'published' where their configuration is not the class's")
-    result += ["checkout.url: where the repository is cloned from"] if UNKNOWN_URL in card_text else []
+    if UNKNOWN_URL in card_text:
+        result.append("checkout.url: where the repository is cloned from")
     return [*result, "frames and size_multiple_of: what the VAE divides time and space by"]
 
 

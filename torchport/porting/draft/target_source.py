@@ -141,7 +141,8 @@ def _imported_error(target: str, source: SourceFile, node: ast.stmt, parts: tupl
             statement = proposal.statement(source, call.lineno, f"It calls {parts[0]}.")
             if statement is not None and "rewrite" in statement.fields:
                 rewrites.append(f"{statement.fields['target']} --kind rewrite --line {call.lineno}")
-    remedy += f": {', '.join(rewrites[:4])}" if rewrites else ""
+    if rewrites:
+        remedy += f": {', '.join(rewrites[:4])}"
     return AliasError(place, f"{fact}, and {package} is not installed", remedy, target=target)
 
 
@@ -159,7 +160,8 @@ def _absent_error(target: str, source: SourceFile, parts: tuple[str, ...], depth
         bases = ", ".join(map(ast.unparse, holder.bases))
         fact = f"{'.'.join(parts[:depth])} ({source.shown}:{holder.lineno}) does not define '{parts[depth]}'"
         remedy = f"If it is inherited from {bases}, name the class that defines it"
-        remedy += f". {nearest(parts[depth], known)}" if known else ""
+        if known:
+            remedy += f". {nearest(parts[depth], known)}"
         return TargetError(place, fact, remedy, target=target)
     fact = f"There is no '{parts[min(depth, len(parts) - 1)]}' in {source.shown} that a patch can name"
     return TargetError(place, fact, nearest(parts[min(depth, len(parts) - 1)], known), target=target)
@@ -170,8 +172,9 @@ def _constant_error(target: str, source: SourceFile, parts: tuple[str, ...], nod
     name, readers = parts[-1], []
     for outer in ast.walk(source.tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
-            read = (node.id if isinstance(node, ast.Name) else getattr(node, "attr", None) for node in ast.walk(outer))
-            readers += [f"{outer.name} (line {outer.lineno})"] if name in read else []
+            names = {getattr(inner, "id", getattr(inner, "attr", None)) for inner in ast.walk(outer)}
+            if name in names:
+                readers.append(f"{outer.name} (line {outer.lineno})")
     fact = f"{target} is a value ({source.shown}:{node.lineno}), and other modules may hold it already"
     several = f"; in this module: {', '.join(readers[:4])}" if readers else ""
     return TargetError(place, fact, f"Replace, wrap or rewrite a function that reads it{several}", target=target)

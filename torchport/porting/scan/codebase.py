@@ -396,8 +396,10 @@ def _fill_module(module: Module, tree: ast.Module) -> None:
     for name, node in classes.items():
         targets: list[ast.expr] = []
         for statement in node.body:
-            targets += statement.targets if isinstance(statement, ast.Assign) else []
-            targets += [statement.target] if isinstance(statement, ast.AnnAssign) else []
+            if isinstance(statement, ast.Assign):
+                targets += statement.targets
+            if isinstance(statement, ast.AnnAssign):
+                targets += [statement.target]
         variables = frozenset(target.id for target in targets if isinstance(target, ast.Name))
         module.classes[name] = Class(module, name, tuple(map(chain_of, node.bases)), variables)
     for body in functions:

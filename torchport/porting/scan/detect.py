@@ -91,7 +91,11 @@ class FunctionContext:
         """The arguments of all calls of autocast and the like, such as the "cuda" of `autocast("cuda")`."""
         calls: list[Any] = [event.node for event in self._body.by_act[Act.CALL]]
         asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in _AUTOCASTS]
-        return {node for call in asking for node in (*call.args, *(keyword.value for keyword in call.keywords))}
+        arguments: set[ast.AST] = set()
+        for call in asking:
+            arguments.update(call.args)
+            arguments.update(keyword.value for keyword in call.keywords)
+        return arguments
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
         """Returns a finding at an event of this function."""
@@ -643,7 +647,9 @@ def _is_collection(annotation: ast.expr) -> bool:
         outer = chain_of(annotation.value)[-1:]
         if outer in (("Optional",), ("Union",)):
             inner = annotation.slice
-            return any(_is_collection(part) for part in (inner.elts if isinstance(inner, ast.Tuple) else [inner]))
+            if isinstance(inner, ast.Tuple):
+                return any(map(_is_collection, inner.elts))
+            return _is_collection(inner)
         return outer != ()
     if isinstance(annotation, ast.BinOp):
         return _is_collection(annotation.left) or _is_collection(annotation.right)

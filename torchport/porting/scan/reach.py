@@ -386,13 +386,19 @@ def roots(codebase: Codebase, cls: Class) -> tuple[list[CodeUnit], list[Class]]:
     """Returns the methods that a run calls if its entry is a class, and the classes of which it makes objects: the
     class, and those that its constructor's annotations name.
     """
-    methods = [unit for name in _NETWORK if (unit := codebase.method(cls, name)) is not None]
+    methods = []
+    for name in _NETWORK:
+        unit = codebase.method(cls, name)
+        if unit is not None:
+            methods.append(unit)
     defined = [unit for unit in cls.module.units.values() if unit.owner is cls]
     if not methods:  # no network: all public methods
         methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
-    makers = [unit for unit in defined if "classmethod" in unit.decorators]
     # A class method that calls `cls(...)` makes an object.
-    methods += [unit for unit in makers if any(call.chain == (unit.first,) for call in unit.facts.calls)]
+    for unit in (unit for unit in defined if "classmethod" in unit.decorators):
+        chains = {call.chain for call in unit.facts.calls}
+        if (unit.first,) in chains:
+            methods.append(unit)
     classes = [cls]
     init = codebase.method(cls, "__init__")
     known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]

@@ -119,7 +119,11 @@ def _report(
         if not starts:  # whatever is not training may run
             reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
-    (training.start if starts else training.admit)(unit for unit in codebase.units if _trains(unit))
+    trainers = [unit for unit in codebase.units if _trains(unit)]
+    if starts:
+        training.start(trainers)
+    else:
+        training.admit(trainers)
     known: list[tuple[Site, Reach]] = []
     for site in _all_sites(codebase, found):
         if unpatched.may_run(site):
@@ -235,8 +239,11 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
     known = {(site.unit, site.kind) for site in found}
     calls = _calls_of_helpers(codebase, helpers)
     found += [site for site in calls if (site.unit, site.kind) not in known or site.kind == "parallel-state"]
-    units = [unit for unit in (*helpers, *(site.unit for site in found)) if unit.owner is None and unit.name != MODULE]
-    return found + list(_aliases(codebase, {unit.dotted: unit for unit in units}))
+    units = {}
+    for unit in (*helpers, *(site.unit for site in found)):
+        if unit.owner is None and unit.name != MODULE:
+            units[unit.dotted] = unit
+    return found + list(_aliases(codebase, units))
 
 
 def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
@@ -271,16 +278,22 @@ def _constructor_leads_to(codebase: Codebase, cls: Class, direct: set[CodeUnit])
     """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
     if _is_autograd(codebase, cls):
         return False
-    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(cls, name))]
+    pending = []
+    for name in ("__init__", "__post_init__"):
+        unit = codebase.method(cls, name)
+        if unit is not None:
+            pending.append(unit)
     seen = set(pending)
     while pending:
         unit = pending.pop()
         if unit in direct:
             return True
         chains = [call.chain for call in unit.facts.calls if len(call.chain) == 2 and call.chain[0] == unit.first]
-        methods = {method for _, name in chains if (method := codebase.method(cls, name)) is not None} - seen
-        seen |= methods
-        pending += methods
+        for _, name in chains:
+            method = codebase.method(cls, name)
+            if method is not None and method not in seen:
+                seen.add(method)
+                pending.append(method)
     return False
 
 

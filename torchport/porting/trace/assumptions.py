@@ -160,8 +160,11 @@ class GoingOn(TorchFunctionMode):
 
 def _off_cuda(value: Any) -> Any:
     """Returns "cpu" for a device of CUDA, such as "cuda:0"; any other value as it is."""
-    is_device = isinstance(value, torch.device) and value.type == "cuda"
-    return "cpu" if is_device or (isinstance(value, str) and re.match(r"cuda(:\d+)?$", value)) else value
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return "cpu"
+    if isinstance(value, str) and re.match(r"cuda(:\d+)?$", value):
+        return "cpu"
+    return value
 
 
 def _first_of_network(args: Any, kwargs: Any) -> torch.Tensor:
