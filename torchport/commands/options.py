@@ -88,10 +88,12 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
 
 
 def prompt(default: str) -> Decorator[Any]:
+    """Returns the flag `--prompt`; `default` says in its help which prompt is used without it."""
     return click.option("--prompt", metavar="TEXT", help=f"What the video shows [{default}].")
 
 
 def report(formats: str, multiple: bool = False) -> Decorator[Any]:
+    """Returns the flag `--report`, with `formats` in its help; the parameter is `file`, or `files` if `multiple`."""
     more = " Repeatable." if multiple else ""
     name = "files" if multiple else "file"
     return click.option(
@@ -100,7 +102,11 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
 
 
 def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the config that `--config` names; raises if it is missing, but a pipeline has a job by default."""
+    """Returns the value of `--config`; without a value, a pipeline's job, and for other models raises.
+
+    Args:
+        published: When the job is that of the published size, as for `config`.
+    """
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         name = f"A pipeline has '{DERIVED}' before its name."
@@ -127,5 +133,5 @@ def call_with(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
 
 
 def with_fields(overrides: tuple[str, ...], **fields: object) -> tuple[str, ...]:
-    """Returns the overrides of `--set`, and after them those of other flags; None for a flag that was not given."""
+    """Returns the overrides of `--set`, and after them those of flags: `mesh=...`; a flag that is None adds none."""
     return (*overrides, *(f"{name}={value}" for name, value in fields.items() if value is not None))

@@ -109,7 +109,7 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     place = str(summary.video or summary.folder)
     if quiet:
         return [place]
-    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
+    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)  # a key is `denoise run`
     width, text = max([8, *map(len, stages)]), [""]
     for stage in stages:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}

@@ -78,7 +78,7 @@ def meanings(model: type) -> dict[str, str]:
 
 
 def _below_fields(kind: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class; from the source, as Python does not keep them."""
+    """Returns the docstring below each field of a class, by field: from the source, as Python does not keep them."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     texts: dict[str, str] = {}

@@ -36,7 +36,9 @@ def show(**given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RuleRow:
-    component: str
+    """A line of `torchport shard show`: a rule, and what it matches in one network."""
+
+    component: str  #: The network.
     kind: str  #: `weights`, `inputs` or `activations`.
     pattern: str
     #: The specs in use: one, or several if some tensors use a fallback of `otherwise`. For inputs whose shapes only a
@@ -111,7 +113,7 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
-    """Yields each rule with the tensors for which it is the first that matches: by name, the rule as it was fitted.
+    """Yields each rule with the tensors for which it is the first that matches: their fitted rules, by name.
 
     A rule that matches nothing is left out if several networks share it: it may be for another network.
 

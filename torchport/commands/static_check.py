@@ -57,8 +57,11 @@ def check(
     versions.installed.cache_clear()
     entries = read(folders, known_names(folders, names), report)
     with on_path(upstream_path):
-        for entry in (each for each in entries if chosen is None or each.folder.parent in chosen):
-            try:  # the Python file that it names is not run
+        for entry in entries:
+            if chosen is not None and entry.folder.parent not in chosen:
+                continue
+            # The Python file that the entry names is parsed and not run.
+            try:
                 loaded = checks.parsed(entry, entry.reference) if entry.reference else None
                 if entry.needed and "probe" in entry.needed:
                     checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
@@ -78,7 +81,7 @@ def upstreams_with_patches(folders: patch.Folders) -> list[str]:
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     """Returns the names, or all upstreams if there are none; raises for a name without patches."""
-    known, having = patch.upstreams(folders), upstreams_with_patches(folders)
+    known, with_patches = patch.upstreams(folders), upstreams_with_patches(folders)
     for name in names:
         upstream, slash, file = name.partition("/")
         if upstream not in known:
@@ -89,9 +92,9 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
             others = sorted(other.partition("/")[2] for other in files)
             fact = f"There is no patches/{upstream}/{file}.yaml"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(file, others))
-        if not slash and name not in having:
+        if not slash and name not in with_patches:
             fact = f"There are no patches in patches/{name}"
-            raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
+            raise UnknownNameError(f"torchport check {name}", fact, nearest(name, with_patches))
     return list(names) or known
 
 
@@ -109,9 +112,10 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
                 readable[name] = None
             except TorchportError as error:
                 report.add(error, "schema")
-    by_id = {entry.id: entry for entry in reversed(entries)}
+    by_id = {entry.id: entry for entry in reversed(entries)}  # of an id, the entry of the highest folder
     if readable and (len(stack) > 1 or len(by_id) < len(entries)):
         try:
+            # Read at once, files are also checked against each other.
             by_id = {entry.id: entry for entry in patch.read(stack, list(readable), home)}
         except TorchportError as error:  # files that contradict each other, or one above that cannot be read
             report.add(error, "schema")
@@ -122,7 +126,7 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
 
 
 def _files(root: Path, name: str) -> list[str]:
-    """Returns the names `upstream/file` of an upstream's patch files in one folder, to be read one by one."""
+    """Returns the patch files of an upstream, or of `upstream/file`, in one folder: `["up/attention", "up/norm"]`."""
     upstream, _, chosen = name.partition("/")
     files = sorted((root / upstream).glob("*.yaml"))
     return [f"{upstream}/{file.stem}" for file in files if file.name != LOCK and (not chosen or file.stem == chosen)]
@@ -186,7 +190,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     mistaken: set[str] = set()
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
-        # What is wrong in a card is a mistake of that one alone, and not of those that extend it.
+        # A mistake of a card is reported for that card alone, and not for the cards that extend it.
         follows = card.extends in mistaken
         mistakes = [] if follows else list(_mistakes(pack, card, document))
         mistaken |= {card.model} if mistakes else set()
@@ -210,9 +214,9 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
 
 
 def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns the named cards that can be read, those that extend another last; the others are added to `report`.
+    """Returns the named cards that can be read, those that extend another card last; adds the others to `report`.
 
-    A card that extends one which cannot be read is left out: what is wrong is said of that one.
+    A card is left out if it extends a card that cannot be read: the latter has the finding.
     """
     cards = []
     unread: set[str | None] = set()
@@ -225,7 +229,8 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
         except UnknownNameError as error:
             if extended[name] is None:
                 raise
-            report.add(error, "schema")  # it extends none that is there
+            # It extends a card that does not exist.
+            report.add(error, "schema")
             continue
         except TorchportError as error:
             report.add(error, "schema")
@@ -295,7 +300,7 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
 
 
 def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, report: Report) -> None:
-    """Checks that a card's demo exists and can be read; and if the card has no mistakes, that they fit together."""
+    """Checks that a card's demo exists and can be read; if the card has no mistakes, also that the demo fits it."""
     try:
         job, job_document = pack.job(pack.demo(card))
     except UnknownNameError as error:
@@ -314,14 +319,15 @@ def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | N
     except UnknownNameError as error:
         yield UnknownNameError(place, error.fact, error.remedy, name=name)
     except BadValueError as error:
-        if error.place == name:  # it has not the form of such a name
+        # The name has another form than `upstream` or `upstream/file`.
+        if error.place == name:
             yield BadValueError(place, error.fact, error.remedy, name=name)
     except TorchportError:
         return
 
 
 def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
-    """Returns the components that a family's stages compile, read from its source; None if that does not show it."""
+    """Returns the components that a family's stages compile, from its source; None if the source does not show them."""
     check_call(card, document)
     if card.call is not None:
         return set(card.call.compiled)
@@ -335,7 +341,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
 
 
 def _networks_of(statement: ast.stmt | None) -> set[str] | None:
-    """Returns the values of `network=` in the calls of a tuple; None if there are none, or the statement differs."""
+    """Returns the networks in `STAGES = (Stage(..., network="vae"), ...)`; None if there are no such constants."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
     calls = value.elts if isinstance(value, ast.Tuple) else []
     networks: set[Any] = set()
@@ -343,6 +349,7 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
         if not isinstance(call, ast.Call) or len(call.args) > 5:  # the sixth argument of `Stage` is `network`
             return None
         for keyword in call.keywords:
+            # `**fields`, whose names the source does not show.
             if keyword.arg is None:
                 return None
             if keyword.arg == "network":
@@ -353,8 +360,9 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
 
 
 def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool, report: Report) -> None:
-    """Checks a config: its fields, its machine, and that it is valid for one card of the pack. The last only if
-    `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
+    """Checks a config: its fields, its machine, and that it is valid for a card of the pack.
+
+    The latter only if `is_whole`: if all cards can be read and have no mistakes. Else it may be for another card.
     """
     try:
         pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack
@@ -365,7 +373,7 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     except TorchportError as error:
         report.add(error, "schema")
         return
-    refusals = [error for card in cards for error in _job_mistake(job, card, document)]
+    refusals = [error for card in cards for error in _job_mistake(job, card, document)]  # one for a card at most
     places = {finding.place for finding in report.findings}  # reported already, as the demo of a card
     if not cards or not is_whole:
         return
@@ -382,21 +390,21 @@ def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigErr
 
 
 def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[ReplacementError]:
-    """Yields an error if an entry is a draft; `tree` is the parsed file of its function, None without one."""
+    """Yields an error if an entry is a draft; `tree` is the parsed file of its function, None without a function."""
     promise = entry.equivalence.written()
     reason = next(iter(promise.values())) if isinstance(promise, dict) else ""
     texts = {"why": entry.why, "equivalence": reason, "scope_reason": entry.scope_reason}
-    open_ = [key for key, text in texts.items() if str(text).startswith(_WORDS)]
-    name = (entry.reference or "").partition(":")[2]
-    open_ += [f"{name} in {(entry.reference or '').partition(':')[0]}"] if tree and name in _unwritten(tree) else []
-    if open_:
-        fact = f"'{entry.id}' is a draft: {', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not filled in"
-        yield ReplacementError(entry.place, fact, "Fill it in" if len(open_) == 1 else "Fill them in", patch=entry.id)
+    gaps = [key for key, text in texts.items() if str(text).startswith(_WORDS)]
+    file, _, name = (entry.reference or "").partition(":")
+    gaps += [f"{name} in {file}"] if tree and name in _unwritten(tree) else []
+    if gaps:
+        fact = f"'{entry.id}' is a draft: {', '.join(gaps)} {'is' if len(gaps) == 1 else 'are'} not filled in"
+        yield ReplacementError(entry.place, fact, "Fill it in" if len(gaps) == 1 else "Fill them in", patch=entry.id)
 
 
 def _unwritten(tree: ast.Module) -> set[str]:
-    """Returns the names of a file's top-level functions and classes that are still drafts: those in which
-    `NotImplementedError("fill in ...")` stands.
+    """Returns the names of a file's top-level functions and classes that are drafts, with a
+    `NotImplementedError("fill in ...")` in them.
     """
     names = set()
     for definition in tree.body:

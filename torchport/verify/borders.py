@@ -98,7 +98,7 @@ class WatchedCall:
             yield
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """The forward pre-hook: records a module's arguments, and returns replaced ones; None to keep them."""
+        """The forward pre-hook: records a module's arguments, and returns replaced arguments; None to keep them."""
         number = self._call_counts[path]
         self._call_counts[path] += 1
         self._open_calls[path].append(number)
@@ -115,7 +115,7 @@ class WatchedCall:
         return bound.args, bound.kwargs
 
     def _leave(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The forward hook: records a module's output, and returns a replaced one; None to keep it."""
+        """The forward hook: records a module's output, and returns a replaced output; None to keep it."""
         border = Border(path, self._open_calls[path].pop(), "out")
         if path in self.skipped:
             return None
@@ -240,7 +240,7 @@ class Original:
 
     @property
     def all_paths(self) -> list[str]:
-        """The paths of all its modules that can be called, its own among them, which is empty."""
+        """The paths of all its modules that can be called, and "" for the network itself."""
         return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
@@ -253,7 +253,7 @@ class Original:
         return output, call.observed
 
     def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
-        """Returns the network's output if `values` replace its own at their borders."""
+        """Returns the network's output if `values` replace its modules' values at their borders."""
         call = WatchedCall(self.eager.module, {border.path for border in values}, values, _cast, Copies())
         with call.watching():
             return self.eager(**inputs)
@@ -288,7 +288,8 @@ class Port:
         self.ledger = ledger
         self.compiled, parts = compiled_network(on_one_device(task), stage, folder)
         self.module = network.module_of(stage, parts)
-        self.compiled.jit = False  # set afterwards: hooks that look for NaN would wait for every operator
+        # Set here, and not when it is made: then it gets hooks that look for NaN, and wait for every operator.
+        self.compiled.jit = False
         self.units = unit_paths(self.module)
 
     def called(
@@ -299,7 +300,7 @@ class Port:
         skipped: Collection[str] = (),
         whole: Container[Border] = (),
     ) -> tuple[Any, WatchedCall]:
-        """Calls the port's network; returns its output, and the call with recorded values: see `WatchedCall`."""
+        """Calls the port's network; returns its output, and the `WatchedCall` with the recorded values."""
         counts = functools.partial(call_counts, self.ledger)
 
         def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:

@@ -43,7 +43,7 @@ _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 
 @dataclasses.dataclass
 class Measurements:
-    """All that the port's process measures."""
+    """All measurements of the port's process."""
 
     networks: list[Unit] = dataclasses.field(default_factory=list)  #: The outputs of whole networks.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
@@ -52,10 +52,13 @@ class Measurements:
     unlike: list[str] = dataclasses.field(default_factory=list)
     drift: list[Drift] = dataclasses.field(default_factory=list)
     decoded: Decoded | None = None
-    #: What differs from the programs that a plan has, a line each.
+    #: Differences of the run's programs from a plan's, a line each.
     programs: list[str] = dataclasses.field(default_factory=list)
+    #: How many operators compute what PyTorch does, in words, by stage.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: The folder of the checkpoint.
     folder: Path = Path()
+    #: The dtype of each network's yardstick, by network.
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     #: The patches that were called where no network ran: in encoders and denoising loops.
     loop_patches: frozenset[str] = frozenset()
@@ -130,6 +133,7 @@ class _StageComparison:
         recorded: Recording,
         results: Measurements,
     ) -> None:
+        """Takes the stage's calls from `recorded`; the ledger counts the calls of patches."""
         self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
         self.recorded, self.results = recorded, results
         self.calls = [call for call in recorded.calls if call.stage == stage.name]
@@ -178,7 +182,7 @@ class _StageComparison:
             last = self.task.settings.steps if is_followed else max(steps)
             loop = self._run_loop(call, parts, recording.start_of(ends, stage), last, ends)
             self._note_drift(loop)
-            loops = {0: loop} if loop.first == 0 else {}  # nothing has drifted before the first step
+            loops = {0: loop} if loop.first == 0 else {}  # no latents have drifted before the first step
         for step in steps:
             if step not in loops:
                 loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
@@ -315,14 +319,14 @@ def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram
 
 
 def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[LoweredProgram]) -> list[str]:
-    """Returns a line for each program of a run that a plan has not; a run that stops early may have fewer programs."""
+    """Returns a line for each program of a run that a plan lacks; a run that stops early may have fewer programs."""
     lines = []
     digests = [program.digest for program in plan]
     for program in run:
         if program.digest not in digests:
             nearest = min(plan, key=lambda other: sum(1 for _ in _differing_fields(program, other)), default=None)
-            what = "a plan has no program" if nearest is None else next(_differing_fields(program, nearest))
-            lines.append(f"{stage.name}: run and plan compile two programs ({program.digest}): {what}")
+            difference = "a plan has no program" if nearest is None else next(_differing_fields(program, nearest))
+            lines.append(f"{stage.name}: run and plan compile two programs ({program.digest}): {difference}")
     return lines
 
 

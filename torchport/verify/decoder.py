@@ -28,7 +28,7 @@ from torchport.verify.report import FAULT, Decoded
 from torchport.verify.yardstick import distance, is_sampled, least_rounding, sampled, shape_of, wide_dtype
 
 _Returned = dict[str, list[torch.Tensor]]
-"""What each module returned in each of its calls, by the module's path; only some rows of large tensors."""
+"""The outputs of each module, one for each of its calls, by the module's path; only some rows of large tensors."""
 
 
 def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def _frames(
         call = WideNetwork(call, wide_dtype(task.settings.dtypes[str(stage.network)]))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
+        """Adds the output of a module to `returned`."""
         if returned is not None:
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
@@ -113,11 +114,11 @@ def _port_returns(
     counts_before: dict[str, dict[str, int]] = {}
 
     def count_patches(path: str, *_: Any) -> None:
-        """Notes how often each patch was called before a module is."""
+        """Notes how often each patch was called before a module is called."""
         counts_before[path] = call_counts(ledger)
 
     def store(path: str, array: Any) -> None:
-        """Keeps what a module has returned."""
+        """Keeps the output of a module."""
         returned[path].append(sampled(shard.to_torch(array)))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
@@ -142,7 +143,7 @@ def _inner_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _joined(port: Sequence[torch.Tensor], original: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns two modules' outputs, all calls of each concatenated along some dim, if this gives both one shape.
+    """Returns a module's outputs in port and original, each joined along some dim, if this gives both one shape.
 
     A port may return all frames in one call, [1, C, 5, H, W], and the original in two, with 2 and 3 frames. None if no
     dim gives one shape.

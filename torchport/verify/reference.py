@@ -112,7 +112,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, decodes: bool, folder: Path, limit: int) -> str:
-    """Runs the original, writes its capture, and returns a text of what it has; runs in a process of its own."""
+    """Runs the original, writes its capture, and returns a summary of it; runs in a process of its own."""
     task = accept(request)
     return write(folder, recording.recording_of(task, steps, decodes), task, limit)
 
@@ -123,7 +123,7 @@ def unpack(folder: Path, file: Path) -> None:
 
 
 def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> str:
-    """Writes a recording as a capture of at most `limit` bytes, and returns a text of what it has and what it lacks."""
+    """Writes a recording as a capture of at most `limit` bytes, and returns a summary: calls, size, blocks left out."""
     table = TensorTable()
     data = _loop_data(original, table)
     calls, left_out = _call_data(original.calls, table, limit)
@@ -143,7 +143,7 @@ def _list_words(names: list[str]) -> str:
 
 
 def _identity(task: Task) -> dict[str, Any]:
-    """Returns the facts in which a capture and a verification must agree; only that of torch may differ."""
+    """Returns the facts in which a capture and a verification must agree; only the version of torch may differ."""
     image = task.settings.image
     settings = {name: getattr(task.settings, name) for name in SETTINGS}
     settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]
@@ -158,19 +158,21 @@ def _identity(task: Task) -> dict[str, Any]:
 
 
 def _digests(task: Task) -> dict[str, str]:
-    """Returns digests of a checkpoint's components; of tiny weights, which each machine makes, that of the recipe."""
+    """Returns the digests of a checkpoint's components; for tiny weights, made on each machine, that of the recipe."""
     if task.is_tiny:
         return {task.checkpoint: hashlib.sha256(task.card.tiny.model_dump_json().encode()).hexdigest()[:16]}
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).digests
 
 
 def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
-    """Returns all of a recording but its calls as JSON data, whose tensors are added to the table."""
+    """Returns a recording without its calls as JSON data, and adds the tensors to the table."""
     loop: LoopRecord = original.seams.loop
     fields = ("encoded", "latents", "states", "ends", "decoded")
+    # A template gives a shape and a dtype alone, for which one row is enough.
+    rows = {name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add({name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}),
+        "likes": table.add(rows),
         "seams": {
             "moments": table.add(original.seams.moments),
             "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},
@@ -181,7 +183,11 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
 
 
 def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as JSON data, and the blocks left out to stay below the limit; raises if that is too low."""
+    """Returns the calls as JSON data, and the names of the blocks that are left out to stay below `limit` bytes.
+
+    Raises:
+        BadValueError: The limit is too low for a capture without any block.
+    """
     rows: list[dict[str, Any]] = []
     for call in calls:
         trees = {name: table.add(getattr(call, name)) for name in TREES}
@@ -200,11 +206,11 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
 
 
 def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
-    """Keeps as many blocks as the limit allows, evenly over the depth; returns the names of those left out."""
+    """Adds as many blocks to the rows as the limit allows, evenly over the depth; returns the names of the others."""
     blocks, left_out = [], []
     for call, row in calls:
         paths = list(dict.fromkeys(border.path for border in call.outer if border.path))  # in the order of the call
-        blocks += [(number, call, row, path) for number, path in enumerate(spread(paths))]
+        blocks += [(turn, call, row, path) for turn, path in enumerate(spread(paths))]
     for borders_of, place in ((_outer_of, ""), (_inner_of, " inside")):  # modules inside only after all blocks
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
             borders = borders_of(call, path)
@@ -230,7 +236,11 @@ def spread(paths: list[str]) -> list[str]:
 
 
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns the values that are kept of a block: its inputs, whole, and some rows of its outputs."""
+    """Returns the values of a block that a capture keeps: whole inputs, and some rows of each output.
+
+    Returns:
+        `{"values": the original's, "outer": the yardstick's}`, as in `RecordedCall`.
+    """
     values = {
         border: value if border.side == "in" else map_tensors(value, sampled)
         for border, value in call.values.items()
@@ -242,9 +252,13 @@ def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
 
 
 def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns the values that are kept of the modules in a block: the inputs and outputs of each, whole."""
+    """Returns the values of the modules in a block that a capture keeps: whole inputs and outputs.
+
+    Returns:
+        `{"values": the original's, "inner": the yardstick's}`, as in `RecordedCall`.
+    """
     inside = [border for border in call.inner if border.path == block or border.path.startswith(f"{block}.")]
-    values = {b: call.values[b] for b in inside if b in call.values and b.path != block}
+    values = {b: call.values[b] for b in inside if b in call.values and b.path != block}  # `_outer_of` has the block's
     return {"values": values, "inner": {border: call.inner[border] for border in inside}}
 
 
@@ -290,10 +304,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def check(folder: Path, task: Task) -> tuple[list[str], int]:
-    """Raises if a capture is not of this task; returns notes for the report, and how many blocks the capture lacks."""
+    """Raises if a capture is of another task; returns notes for the report, and how many blocks the capture lacks."""
     text, _ = _read(folder)
     identity = _identity(task)
-    for name, captured, asked in _differences(text, identity):
+    for name, captured, asked in _differences(text, identity):  # the first difference is enough
         fact = f"It was captured for {name} {captured!r}, and this verification has {asked!r}"
         remedy = f"Verify with what it was captured for, or capture again: {MADE_BY}"
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)

@@ -40,6 +40,8 @@ CURVES = {"rounding": "the original's rounding", "added": "added by the port", "
 
 
 class Verdict(enum.StrEnum):
+    """The verdict on a unit, a seam or a whole verification; the values are those of the JSON report."""
+
     SAME = "same"
     UNCLEAR = "unclear"
     OTHER = "different"
@@ -61,7 +63,7 @@ class Unit:
     network: str
     path: str  #: The module's path in it; empty for the network. Of a forward: its module's.
     depth: int  #: The order in which units begin, from 0.
-    #: Network, block, module, or forward: what a forward computes itself between the modules that it calls.
+    #: Network, block, module, or forward: the code of a `forward` between the modules that it calls.
     kind: Kind
     name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
     rounding: float  #: The distance of the original, in the job's dtypes, from the yardstick.
@@ -124,14 +126,16 @@ class Cause:
     place: str
     promise: str
     unit: str
+    #: The error with the patch.
     with_it: float
-    without_it: float | None  #: Without it; None where the network cannot be called without it.
+    #: The error without the patch; None where the network cannot be called then.
+    without_it: float | None
     #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
     how: How
     rounding: float | None = None  #: The unit's; None for a value of the loop.
     #: Whether the family's `prepare` changes the unit, so that it may be at fault instead of the patch.
     prepared: bool = False
-    #: The module before the unit whose output it gives another shape, with both shapes; empty if there is none.
+    #: The module before the unit whose output has another shape through the patch, with both shapes; or empty.
     reshaped: str = ""
 
     def words(self, error: float) -> str:
@@ -156,9 +160,10 @@ class Decoded:
 
     #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
     rounding: float
-    added: float  #: Of the port's.
+    #: The same difference of the port's frames.
+    added: float
     frame: int  #: The port's worst frame, from 0.
-    #: That frame as PNG, by what it is: the original's, the port's, and their difference.
+    #: That frame as PNG, by caption: the original's, the port's, and their difference.
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
     #: The first module whose output differs from the original's, in words; empty where none was searched or found.
     parting: str = ""
@@ -497,6 +502,7 @@ def _chart(units: Sequence[Unit]) -> LineChart:
     high = max(high, low + 1)
 
     def height(value: float) -> float:
+        """Returns the place of a distance on the logarithmic axis, from 0 to 1."""
         return (math.log10(value) - low) / (high - low) if value < math.inf else 1.0
 
     curves = []
@@ -511,6 +517,7 @@ def _chart(units: Sequence[Unit]) -> LineChart:
 
 
 def _unit_row(unit: Unit) -> list[str]:
+    """Returns the row of a unit in the page's table."""
     optional = ("" if value is None else f"{value:.3g}" for value in (unit.inherited, unit.effect))
     verdict = "harmless" if unit.is_harmless else str(unit.verdict)
     numbers = (f"{unit.rounding:.2e}", f"{unit.added:.2e}", f"{unit.ratio:.3g}", *optional)

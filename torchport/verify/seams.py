@@ -62,12 +62,13 @@ class SchedulerStep:
 
     state: dict[str, Any]  #: The scheduler's fields before the call.
     arguments: dict[str, Any]  #: The arguments of the scheduler's `step`, by its parameter names.
-    latents: torch.Tensor | None  #: What it returns; None if that is too large to keep.
+    #: The latents that it returns; None if they are too large to keep.
+    latents: torch.Tensor | None
     calls: list[ConditionCall]
 
 
 class LoopRecord:
-    """What a denoising loop passes to the scheduler and the networks, recorded step by step."""
+    """The values that a denoising loop passes to the scheduler and the networks, recorded step by step."""
 
     def __init__(self, chosen: Collection[int]) -> None:
         self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
@@ -129,8 +130,8 @@ class LoopRecord:
                 returned = step(scheduler, *args, **kwargs)
             finally:
                 self._depth -= 1
-            first = returned[0] if isinstance(returned, tuple) else getattr(returned, "prev_sample", None)
-            record.latents = self.copy_of(first)
+            latents = returned[0] if isinstance(returned, tuple) else getattr(returned, "prev_sample", None)
+            record.latents = self.copy_of(latents)
             self.steps.append(record)
             self.calls = []
             return returned
@@ -153,7 +154,7 @@ class _MadeUpNetwork:
 
     Args:
         template: An output of the network, [B, ...]: a tensor, or a tuple of tensors.
-        embeddings: Those of both prompts; an input row is of the prompt whose embeddings it is nearest to.
+        embeddings: The embeddings of both prompts; a row of inputs belongs to the prompt with the nearest embeddings.
         is_port: Whether it is called like a compiled program: all conditions in one batch, without masked tokens.
     """
 
@@ -218,6 +219,7 @@ class _UpstreamLoop(Loop):
     """A loop of upstream's that calls the networks in each step; its base class may return saved results instead."""
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of the scheduler's own `step`, recorded by `LoopRecord`."""
         return self.tracks[track].real(*args, **kwargs)
 
 
@@ -234,6 +236,7 @@ def _run_upstream(
     """
     settings = task.settings
     if hasattr(task.family, "upstream_loop"):
+        # A family with `upstream_loop` compiles one network.
         [call] = calls.values()
         task.family.upstream_loop(parts, call, settings, **inputs)
         return
@@ -245,11 +248,11 @@ def _run_upstream(
     upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, place, text_encoders)
     loop = _UpstreamLoop(parts["scheduler"], generator, latents=upstream.latents)
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
-    before = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
-    embeddings = {name: value for name, value in inputs.items() if name not in (*moments, *before, "noise")}
+    kept = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
+    embeddings = {name: value for name, value in inputs.items() if name not in (*moments, *kept, "noise")}
     vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, upstream.image_stage)
     noise = {"latents": inputs["noise"]} if "noise" in inputs else {}
-    others = upstream.others(parts, settings, before)
+    others = upstream.others(parts, settings, kept)
     upstream.called(parts, settings, embeddings, loop, calls, vae, others, is_latent=True, **noise)
 
 
@@ -357,6 +360,7 @@ def record(
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
         for stage in encoding_stages(task):
             if stage.network is not None and reference is not None:
+                # The port takes the original's moments of the image.
                 continue
             if task.encodes_on_devices(stage) and reference is not None:
                 values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
@@ -403,6 +407,7 @@ def _denoise(
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
             _run_upstream(task, parts, calls, start)
         return
+    # The outputs of the denoising stage before.
     done: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
@@ -410,6 +415,7 @@ def _denoise(
             state = {name: value for name, value in done.items() if name != "done"}
             steps = Steps(resume=(int(done["done"]), state) if done else None)
             done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
+            # The first stage alone takes the noise.
             start = dict(inputs)
 
 
@@ -459,7 +465,7 @@ def value_seams(
 
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
-    """Yields comparisons of two loops' values, in their order: step by step, scheduler, networks' inputs, latents."""
+    """Yields the seams of two loops, step by step: the scheduler's state, networks' inputs, arguments, latents."""
     yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
     for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
         if n == 0:
@@ -489,12 +495,12 @@ def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
 
 
 def _text_seam(name: str, step: int | None, original: str, port: str) -> Seam:
-    """Returns the comparison of two texts about the loop: they are equal, or infinitely far from each other."""
+    """Returns the seam of two texts about the loop: their distance is 0 if they are equal, else infinity."""
     return Seam(name, LOOP, step, original, port, 0.0 if original == port else math.inf, allowed=0.0)
 
 
 def _call_seams(original: list[ConditionCall], port: list[ConditionCall], step: int) -> Iterator[Seam]:
-    """Yields comparisons of the networks' inputs in a step; calls of one network and condition belong together."""
+    """Yields the seams of the networks' inputs in a step; calls are paired by network, condition and number."""
     known, calls = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
     names = [", ".join(sorted(map(_call_name, side))) or "none" for side in (known.values(), calls.values())]
     yield _text_seam("calls of networks", step, *names)
@@ -555,7 +561,10 @@ def _prompt_and_encoder(name: str) -> tuple[bool, str]:
 
 
 def _is_same(first: Any, other: Any) -> bool:
-    """Returns whether two values are equal, at most one being a tensor; one of a single element counts as a number."""
+    """Returns whether two values are equal, of which at most one is a tensor.
+
+    A tensor of one element counts as a number; a larger tensor equals nothing.
+    """
     values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (first, other)]
     return not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
 
