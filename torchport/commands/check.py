@@ -208,9 +208,9 @@ def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Repor
     """Returns the ids of a stage's patches that upstream may need to be imported: plumbing, stubs, the original's."""
     names, original = (
         [
-            name for name in some if not any(static_check.absent_patches(folders, name, "", stage.home))
+            name for name in listed if not any(static_check.absent_patches(folders, name, "", stage.home))
         ]  # a name that does not exist is reported as the card's mistake
-        for some in (stage.names, stage.original)
+        for listed in (stage.names, stage.original)
     )
     reading = Report()
     needed = {entry.id for entry in static_check.read(folders, original, reading, stage.home)}
@@ -364,7 +364,7 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         if _namespaces(modules) != patched:
             report.findings.append(entry_finding(entries[0], "A second application changed something.", "apply"))
     after = _namespaces(modules)
-    first = {entry.module: entry for entry in reversed(entries)}
+    first = {entry.module: entry for entry in reversed(entries)}  # the first entry of each module
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")

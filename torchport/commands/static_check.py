@@ -191,17 +191,17 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
         # A mistake of a card is reported for that card alone, and not for the cards that extend it.
-        follows = card.extends in mistaken
-        mistakes = [] if follows else list(_mistakes(pack, card, document))
+        inherits = card.extends in mistaken
+        mistakes = [] if inherits else list(_mistakes(pack, card, document))
         mistaken |= {card.model} if mistakes else set()
-        sound += [] if mistakes or follows else [card]
+        sound += [] if mistakes or inherits else [card]
         for error in mistakes:
             report.add(error, "card")
         for key, why in card.operators.items():
             place = document.place(["operators", key])
             note = f"accepts {key}, which may differ from PyTorch's"
             report.notes.append(f"{place}: {note}: {why}")
-        _check_demo(pack, card, document, has_mistakes=bool(mistakes) or follows, report=report)
+        _check_demo(pack, card, document, has_mistakes=bool(mistakes) or inherits, report=report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
@@ -244,6 +244,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
 def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields an error for each thing that a card names but does not exist, and for each contradiction in it."""
     home = pack.home(card.model).patches
+    # The lists of patches in a card: where each stands, and its names.
     lists: list[tuple[list[str | int], list[str]]] = [(["original"], card.original), (["script"], card.script)]
     lists += [(["patches", stage], names) for stage, names in card.patches.items()]
     for component, kinds in card.implementations.items():

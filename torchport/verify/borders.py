@@ -68,6 +68,7 @@ class WatchedCall:
         counts: Callable[[], Mapping[str, int]] = dict,
         whole: Container[Border] | None = None,
     ) -> None:
+        """Finds the modules; the hooks are on them in `watching` alone."""
         self.modules = {path: module for path, module in network.named_modules() if path in paths}
         self.replacements = replacements
         self.to_network = to_network
@@ -174,6 +175,7 @@ class _OutputHook:
     keep: Callable[[str, torch.Tensor], None]
 
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Passes the first tensor of the output to `keep`."""
         tensors = [leaf for leaf in outputs.leaves({"": output}).values() if isinstance(leaf, torch.Tensor)]
         if tensors:
             self.keep(self.name, tensors[0])

@@ -144,7 +144,7 @@ class _StageComparison:
         planned: list[LoweredProgram] | None,
         outputs_of: Callable[[RecordedCall], Outputs] | None,
     ) -> None:
-        """Compares the stage's programs, then the modules of each call; for what `outputs_of` returns see `Units`."""
+        """Compares the stage's programs, then the modules of each call; `outputs_of` makes the `outputs` of `Units`."""
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
@@ -178,6 +178,7 @@ class _StageComparison:
         steps, states = sorted({call.step for call in self.calls}), self.recorded.states
         loops: dict[int, _WatchedProgram] = {}
         if all(name in ends for name in stage.needs if name in DENOISING):
+            # A second network starts from the last latents of this loop, which then has to end.
             is_followed = any(other.step > max(steps) for other in self.recorded.calls)
             last = self.task.settings.steps if is_followed else max(steps)
             loop = self._run_loop(call, parts, recording.start_of(ends, stage), last, ends)
@@ -229,7 +230,7 @@ class _StageComparison:
                     f"{call.network}: its program returns {shapes}, and the original's {expected}"
                 )
                 continue
-            place = step, call.number, call.network, ""
+            place = step, call.number, call.network, ""  # the network itself has an empty path
             unit = Unit(*place, 0, "network", call.network, call.rounding, added, inherited=added)
             self.results.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
@@ -240,6 +241,7 @@ class _WatchedProgram:
     """A compiled network in a loop that stops after step `last`. Keeps its inputs and outputs of the first step."""
 
     def __init__(self, call: Any, first: int, last: int) -> None:
+        """Wraps the program `call` for a loop from step `first`, from 0, to step `last`, from 1."""
         self.call = call
         self.step = self.first = first  #: The step that the loop begins with, from 0.
         self.last = last  #: The number of the last step, from 1.
@@ -291,7 +293,7 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
     text = lowered.as_text()
     arguments = {**{f"weight {name}": leaf for name, leaf in compiled.weights.items()}, **leaves(arrays)}
     modules = dict(compiled.network.module.named_modules())
-    constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
+    constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)  # `2x4xf32`; a scalar is `f32`
     return LoweredProgram(
         arguments={path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
         static={name: repr(value) for name, value in static},

@@ -90,6 +90,7 @@ def first_fault(task: Task, original: Task, folder: Path, recorded: Mapping[str,
     with stage_in_force(task, stage) as ledger:
         ported, patches = _port_returns(task, folder, recorded["latents"], ledger)
     for path, tensors in ported.items():
+        # Pairs of the port's output with the yardstick's, and with the original's.
         with_exact, with_rounded = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
         if with_exact is None or with_rounded is None:
             continue

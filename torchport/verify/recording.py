@@ -188,6 +188,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
             recording.decoded = decoder.original_frames(task, folder, recording.ends[task.denoising[-1].name])
         outputs = {call.network: call.output for call in reversed(recording.calls)}  # of each network's first call
         names = [str(stage.network) for stage in task.denoising]
+        # A network without a recorded call returns what the first network does.
         recording.templates = {name: outputs.get(name, recording.calls[0].output) for name in names}
         recording.seams = seams.record(task, folder, recording.steps, recording.templates, encoded=recording.encoded)
     return recording
@@ -263,6 +264,7 @@ class _StepWatch:
     """Follows a loop, and finds the steps whose calls differ from the first's, so that another fault may show there."""
 
     def __init__(self, start: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Begins before step `start`, from 0, in the loop's `state` there."""
         self.start = start
         self._state = dict(state)  # before the step that is taken
         # The last step, from 0, and the state before it.

@@ -166,6 +166,7 @@ class _MadeUpNetwork:
         record: LoopRecord,
         is_port: bool,
     ) -> None:
+        """Makes outputs like `template`, and adds the calls to `record`."""
         self.network = network
         self.template = template
         self.embeddings = embeddings
@@ -373,6 +374,7 @@ def record(
             if stage.network is None:
                 side.encoded[stage.name] = values
             else:
+                # The stage with a network is that of the VAE, which encodes the image.
                 side.moments.update(values)
         source = reference or side
         inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
@@ -432,7 +434,7 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
         roundings = original.yardstick.roundings
         allowed = [max(row.allowed, (1 + FAULT) * roundings.get(row.name, 0.0)) for row in rows]  # both may be rounded
         pairs = zip(rows, allowed, strict=True)
-        rows = [*port.modules, *(dataclasses.replace(row, allowed=distance) for row, distance in pairs)]
+        rows = [*port.modules, *(dataclasses.replace(row, allowed=limit) for row, limit in pairs)]
     # If the port's loop stopped, its number of steps comes last: it is a consequence of what differs before.
     return [
         *rows,
@@ -468,6 +470,7 @@ def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields the seams of two loops, step by step: the scheduler's state, networks' inputs, arguments, latents."""
     yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
     for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
+        # The scheduler's first state and the noise belong to no step.
         if n == 0:
             yield from value_seams(LOOP, _state(expected, set()), _state(ported, set()))
             noise, other = ({"noise": step.arguments.get("sample")} for step in (expected, ported))

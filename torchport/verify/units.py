@@ -53,6 +53,7 @@ class Units:
     """The units of one call. Effects are measured with `outputs`; where it is None, in the port's network."""
 
     def __init__(self, port: Port, call: RecordedCall, outputs: Outputs | None = None) -> None:
+        """Keeps the port and the recorded call; no unit is measured yet."""
         self.port = port
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
@@ -312,6 +313,7 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
     for border, called in forced.patches.items():
         if not border.path or (border.path in blocks and border.side == "in"):
             patches[""] = patches.get("", frozenset()) | called
+        # Patches that were called before a block's input belong to the code before the block.
         for path in blocks:
             if _within(border.path, path) and not (border.path == path and border.side == "in"):
                 patches[path] = patches.get(path, frozenset()) | called
@@ -375,6 +377,7 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
     """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
 
     def outputs(changes: Sequence[Values]) -> list[Any]:
+        """Returns the original's output for each of `changes`, computed in one new process."""
         computed: list[Any] = child.call(
             "torchport.verify.units:outputs_of_original",
             *(request, file, (call.network, call.step, call.number), list(changes)),

@@ -56,7 +56,7 @@ class Options:
 def verify(request: Request, options: Options) -> Verification:
     """Returns how far a port differs from the original, with a verdict, and the patch at fault if one is found."""
     task = _accept(request, options.steps)
-    floor = None if options.floor is None else _on_mesh(task, options.floor)
+    floor_request = None if options.floor is None else _on_mesh(task, options.floor)
     original = dataclasses.replace(request, backend="original") if options.reference is None else None
     seconds: dict[str, float] = {}
     with atomic.scratch() as folder:
@@ -71,9 +71,10 @@ def verify(request: Request, options: Options) -> Verification:
         if verification.bad_seams or verification.culprits or is_decoder_bad:
             with _timed("the patch at fault", seconds):
                 verification = _with_causes(verification, results, request, original, file)
-        if floor is not None and verification.drift:
+        if floor_request is not None and verification.drift:
             with _timed("the floor", seconds):
-                verification = _with_floor(verification, floor, f"the same port on {options.floor}", file)
+                words = f"the same port on {options.floor}"
+                verification = _with_floor(verification, floor_request, words, file)
         return dataclasses.replace(verification, seconds=seconds)
 
 
@@ -146,11 +147,7 @@ def _measure_modules(results: Measurements, request: Request, original: Request,
 
 
 def capture_original(request: Request, options: Options, folder: Path, limit: int) -> str:
-    """Writes a capture of the original, for a port on another machine; returns a summary of its contents.
-
-    Args:
-        limit: The most bytes that the capture may have.
-    """
+    """Writes a capture of the original, of at most `limit` bytes, for another machine; returns a summary of it."""
     original = dataclasses.replace(request, backend="original")
     _accept(request, options.steps)  # for its errors alone
     with _timed("the original", {}):
@@ -180,12 +177,7 @@ def _timed(part: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def _with_floor(verification: Verification, request: Request, words: str, file: Path) -> Verification:
-    """Returns a verification whose rows of drift have a floor: the drift of `request`, the port on another mesh.
-
-    Args:
-        words: The name of that port in the report.
-        file: The recording of the original.
-    """
+    """Returns a verification whose drift has a floor: that of `request`, the port on the mesh that `words` name."""
     steps = max(row.step for row in verification.drift)
     floors: list[Drift] = _call("comparing:drift_of_mesh", request, file, steps)
     distances = {row.step: row.distance for row in floors}
@@ -411,7 +403,7 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
         module, called = decoder.first_fault(task, accept(original), folder, recorded)
     name = f"frame {decoded.frame} of {stage.name}"
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
-    entries.sort(key=lambda entry: entry.id not in called)  # those that are called in the module come first
+    entries.sort(key=lambda entry: entry.id not in called)  # patches that are called in the module come first
     for entry in entries:
         reduced = _task_without(task, [entry])
         # It stays None where the decoder cannot be called without the patch.
@@ -469,8 +461,9 @@ def _is_cured(rounding: float, added: float | None) -> bool:
 
 
 def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.Entry]:
-    """Returns the patches that may cause a unit's error: called in it, then in its block (or uncounted), then earlier.
-    Earlier patches count only up to the first module whose output has another shape: the error may follow from it.
+    """Returns the patches that may cause a unit's error, the nearest first: called in the unit, in its block (or with
+    calls that cannot be counted), and earlier. The latter only up to the first module whose output has another shape,
+    from which the error may follow.
     """
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     first = [entry for entry in entries if entry.id in measured.patches]
@@ -521,12 +514,13 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     if measured.border not in observed:
         return None
     value, exact, unit = observed[measured.border], wide[measured.border], measured.unit
+    with_patch = unit.ratio * unit.rounding
     added = distance(value, exact)
     if added is None:
         return None
     added = max(added, unit.rounding * channel_ratio(value, exact, call.values[measured.border]))
-    if added <= FAULT * unit.rounding or unit.effect is None or added >= unit.ratio * unit.rounding:
+    if _is_cured(unit.rounding, added) or unit.effect is None or added >= with_patch:
         return added
     # The error that is left without the patch may be harmless, as errors of a right port are.
-    effect = Units(port, call).effect_of(measured.border, observed[measured.border])
+    effect = Units(port, call).effect_of(measured.border, value)
     return added if effect is None else min(added, effect * unit.rounding)
