@@ -200,12 +200,13 @@ def _processes(
         users = [stage for stage in needed if any(name.partition("/")[0] == upstream for name in stage.names)]
         beside = [needed[stage] - ids for stage in users]
         sets = [others for others in dict.fromkeys(beside) if not any(others < wider for wider in beside)]
-        groups += [CheckProcess(tuple(files), tuple(sorted(s)), chosen) for s in sets or [frozenset[str]()]]
+        # Without such a set, the upstream is tried alone.
+        groups += [CheckProcess(tuple(files), tuple(sorted(others)), chosen) for others in sets or [frozenset[str]()]]
     return groups
 
 
 def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
-    """Returns the ids of a stage's patches that upstream may need to be imported: plumbing, stubs, the original's."""
+    """Returns the ids of a stage's patches that an import of upstream may need: plumbing, stubs, the original's."""
     names, original = (
         [
             name for name in listed if not any(static_check.absent_patches(folders, name, "", stage.home))
@@ -251,7 +252,7 @@ def _in_fresh_process(
     """Tries upstreams' patches in one new process; returns the findings, and whether the process died.
 
     Args:
-        groups: What the process tries, one after the other.
+        groups: The patches that the process tries, one group after the other.
         mode: As for `try_groups`: when the targets are imported.
     """
     ends: list[child.Ended] = []

@@ -102,18 +102,15 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
 
 
 def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the value of `--config`; without a value, a pipeline's job, and for other models raises.
-
-    Args:
-        published: When the job is that of the published size, as for `config`.
-    """
+    """Returns the value of `--config`; without a value, a pipeline's job, and other models raise; see `config`."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         name = f"A pipeline has '{DERIVED}' before its name."
         hint = name if model.endswith("Pipeline") else "'--config demo' is the model's demo."
         raise click.MissingParameter(hint, ctx=context, param=parameter)
-    given = [text.partition("=")[2] for text in context.params.get("overrides", ()) if text.startswith("checkpoint=")]
-    checkpoint = context.params.get("checkpoint") or (given[-1] if given else None)
+    overrides = [text.partition("=") for text in context.params.get("overrides", ())]
+    checkpoints = [value for field, _, value in overrides if field == "checkpoint"]  # of --set
+    checkpoint = context.params.get("checkpoint") or (checkpoints[-1] if checkpoints else None)
     is_demo = published == "never" or (published == "named" if checkpoint is None else is_tiny(checkpoint))
     return value or f"configs/{model}{'_demo' if is_demo else ''}.yaml"
 

@@ -71,7 +71,7 @@ def meanings(model: type) -> dict[str, str]:
     for kind in reversed(model.__mro__):
         if kind.__module__.startswith("torchport.") and kind is not Frozen:
             section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
-            fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
+            fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]  # `    name: text`
             texts |= dict(" ".join(field.split()).split(": ", 1) for field in fields)
             texts |= _below_fields(kind)
     return texts

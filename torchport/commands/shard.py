@@ -61,7 +61,8 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
         pack = find_pack(paths)
         card, _ = pack.card(model)
         config = pack.demo(card)
-        if not model.startswith(DERIVED):  # its published numbers are nowhere without a checkpoint
+        # The published network, but for a derived card: its published sizes are in a checkpoint alone.
+        if not model.startswith(DERIVED):
             overrides = (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     overrides = options.with_fields(overrides, strategy=strategy)
     return Request(model, config, paths=paths, overrides=overrides, **fields)

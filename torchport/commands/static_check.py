@@ -205,6 +205,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
+        # A config may also be for a card of a pack that is not checked.
         others = set(pack.models()) - {card.model for card, _ in cards}
         known = [*sound, *(card for card, _ in read_cards(pack, others, Report()))]
         is_whole = len(known) == len({*pack.models()})
@@ -366,7 +367,7 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     The latter only if `is_whole`: if all cards can be read and have no mistakes. Else it may be for another card.
     """
     try:
-        pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack
+        pack.highest(f"configs/{file.name}")  # raises if the file hides one in a lower pack
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
         parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine
@@ -375,7 +376,7 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
         report.add(error, "schema")
         return
     refusals = [error for card in cards for error in _job_mistake(job, card, document)]  # one for a card at most
-    places = {finding.place for finding in report.findings}  # reported already, as the demo of a card
+    places = {finding.place for finding in report.findings}  # of jobs that are reported already, as a card's demo
     if not cards or not is_whole:
         return
     if len(refusals) == len(cards) and not any(error.place in places for error in refusals):

@@ -172,7 +172,7 @@ def run(command: click.Command) -> int:
 
 
 def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Sends Ctrl-C again if Python dropped its exception in a callback, such as JAX's in the garbage collector."""
+    """Sends Ctrl-C again if Python dropped a KeyboardInterrupt in a callback, as in JAX's of the garbage collector."""
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)
         return

@@ -80,7 +80,7 @@ class WatchedCall:
         #: The patches that were called since the border before, by border.
         self.patches: dict[Border, frozenset[str]] = {}
         self.autocasts = False  #: Whether a region of CUDA autocast was entered around a module.
-        self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}
+        self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}  # numbers of calls not yet left
         self._call_counts = dict.fromkeys(self.modules, 0)
         self._patch_counts: Mapping[str, int] = {}
 
@@ -141,7 +141,7 @@ class WatchedCall:
         """Returns `value` with those tensors of `replacement` that fit, converted for the network.
 
         A tensor fits if both have one shape, and both or neither are floating-point. If the trees differ in structure,
-        the value is unchanged; of a module's arguments, each is such a tree.
+        the value is unchanged; a module's arguments, a dict, are replaced one by one.
         """
         if type(value) is dict and isinstance(replacement, Mapping):
             known = {key: self._replaced(value[key], replacement[key]) for key in value if key in replacement}
@@ -246,11 +246,14 @@ class Original:
         return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
-        """Returns the network's output, and what enters and leaves the modules `paths`."""
+        """Returns the network's output, and the values that enter and leave the modules `paths`.
+
+        If the network autocasts, its yardstick is made in float64.
+        """
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
-        if call.autocasts:  # autocast would also narrow a yardstick in float32
+        if call.autocasts:  # it would also narrow a yardstick in float32
             self.dtype = torch.float64
         return output, call.observed
 
@@ -261,7 +264,7 @@ class Original:
             return self.eager(**inputs)
 
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Calls the copy in a wider dtype; returns its output, and what enters and leaves its modules `paths`.
+        """Calls the copy in a wider dtype; returns its output, and the values at its modules `paths`.
 
         In the copy, a module's arguments and outputs are replaced by those that `values` has for it, so that a
         difference is the module's own.

@@ -117,7 +117,7 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.measure_blocks()  # leaves in `units` what `measure_modules` needs
+        units.measure_blocks()  # keeps the calls that `measure_modules` needs
         return with_effects(units, units.measure_modules(block.path))
 
 
@@ -144,7 +144,9 @@ class _StageComparison:
         planned: list[LoweredProgram] | None,
         outputs_of: Callable[[RecordedCall], Outputs] | None,
     ) -> None:
-        """Compares the stage's programs, then the modules of each call; `outputs_of` makes the `outputs` of `Units`."""
+        """Compares the stage's programs, then the modules of each call; `outputs_of` makes the `outputs` of `Units`.
+        `ends` has the outputs of the stages before, and gets the outputs of this stage.
+        """
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:

@@ -31,10 +31,8 @@ class Yardstick:
 
 
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
-    """Runs the original's encoders in their dtype and in a wider one; the original's patches must be in force.
-
-    Args:
-        original: The outputs of the stage in the encoders' dtype.
+    """Runs the original's encoders, under its patches, in their dtype and in a wider one; `original` has the outputs of
+    the stage in the encoders' dtype.
     """
     names, parts = encoder_names(task.card, stage), network.loaded(task, stage, folder)
     modules: dict[str, torch.nn.Module] = {name: parts[name] for name in names}
@@ -57,7 +55,7 @@ def encoded(
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)
         programs = ported.encoders(task, stage, parts, ledger)
-        parts |= programs
+        parts |= programs  # in place of the encoders
         outputs = stage.run(parts, None, task.settings, Steps())
         if yardstick is None or not yardstick.host:
             return outputs, []
@@ -91,7 +89,7 @@ def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
         words = f"{rounding:.2g} from the yardstick", f"{error:.2g} from it"
         seam, encoder = Seam(path, stage, None, *words, error, allowed), path.partition(".")[0]
         before = worst.setdefault(encoder, seam)
-        is_worse = seam.distance * before.allowed > before.distance * seam.allowed
+        is_worse = seam.distance * before.allowed > before.distance * seam.allowed  # products: `allowed` may be 0
         if before.verdict is Verdict.SAME and is_worse:
             worst[encoder] = seam
     return [*worst.values()]

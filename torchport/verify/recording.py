@@ -181,7 +181,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
             call = None if stage.network is None else network.eager(task, stage, parts, folder)
             recording.encoded[stage.name] = stage.run(parts, call, task.settings, Steps())
         for stage in task.denoising:
-            if not decodes and steps is not None and len(recording.latents) > max(steps):
+            if not decodes and steps is not None and len(recording.latents) > max(steps):  # all chosen steps are over
                 break
             _RecordedLoop(task, stage, folder, recording, steps, decodes).run()
         if decodes:
@@ -214,8 +214,8 @@ class _RecordedLoop:
         self.chosen = [step for step in chosen if step >= self.start]
         #: Finds more steps to record; None where the user chose the steps.
         self.watch = _StepWatch(self.start, self.state) if steps is None else None
-        #: The number of the step after which the loop is left. One above the last lets it end: the decoder needs its
-        #: latents, and without chosen steps its last step has to be known.
+        #: The step after which the loop is left, from 1. A number above the last step lets the loop end: the decoder
+        #: needs its latents, and without chosen steps its last step has to be known.
         self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
 
@@ -271,7 +271,7 @@ class _StepWatch:
         self._last = (start, self._state)
         self._calls: list[Any] = []  # of the network in this step
         self._known: list[Any] = []  # the calls of each kind of step
-        self._steps: dict[int, dict[str, torch.Tensor]] = {}
+        self._steps: dict[int, dict[str, torch.Tensor]] = {}  # the first of each kind, and the state before it
 
     def called(self, inputs: Mapping[str, Any]) -> None:
         """Notes what kind of call this is: the shapes and dtypes of tensors, and the flags and texts."""
@@ -322,7 +322,7 @@ class _RecordedNetwork:
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the network's output; records the call if its step is a chosen one."""
+        """Returns the network's output; records the call if its step is chosen."""
         step = self.loop.step
         if self.loop.watch is not None:
             self.loop.watch.called(inputs)
@@ -376,6 +376,7 @@ def record_modules(request: Request, block: Unit, file: Path) -> None:
     with original_network(accept(request), call) as original:
         paths = inner_paths(original.eager.module, block.path)
         call.values = {**call.values, **original.observed(call.inputs, paths)[1]}
+        # At the blocks, too, the yardstick gets the original's values.
         call.inner = original.yardstick(call.inputs, [*original.units, *paths], call.values)[1]
     write(recording, file)
 

@@ -101,7 +101,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
 
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
-        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled one."""
+        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled tensor."""
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
             setattr(tensor, ROWS, tensors[entry["rows"]])
@@ -150,7 +150,7 @@ def _identity(task: Task) -> dict[str, Any]:
     known = versions()
     return {
         "model": task.card.model,
-        "settings": {**json.loads(json.dumps(settings)), "lora": task.loras},
+        "settings": {**json.loads(json.dumps(settings)), "lora": task.loras},  # tuples as lists, as in the file
         "dtypes": {name: task.dtype(name) for name in task.settings.dtypes},
         "checkpoint": _digests(task),
         "versions": {name: known[name] for name in (*PACKAGES, "torch") if name in known},
@@ -169,10 +169,10 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     loop: LoopRecord = original.seams.loop
     fields = ("encoded", "latents", "states", "ends", "decoded")
     # A template gives a shape and a dtype alone, for which one row is enough.
-    rows = {name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}
+    templates = {name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add(rows),
+        "likes": table.add(templates),
         "seams": {
             "moments": table.add(original.seams.moments),
             "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},
@@ -183,11 +183,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
 
 
 def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as JSON data, and the names of the blocks that are left out to stay below `limit` bytes.
-
-    Raises:
-        BadValueError: The limit is too low for a capture without any block.
-    """
+    """Returns the calls as JSON data, and the blocks left out; raises if `limit` is too low without any block."""
     rows: list[dict[str, Any]] = []
     for call in calls:
         trees = {name: table.add(getattr(call, name)) for name in TREES}
@@ -198,9 +194,9 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
         remedy = f"Give at least {table.size / 2**30:.3g}"
         raise BadValueError(f"--capture-limit {limit / 2**30:.3g}", fact, remedy)
     borders = [{name: getattr(call, name) for name in BORDERS} for call in calls]
-    if table.size + table.cost([list(values.values()) for named in borders for values in named.values()]) <= limit:
-        for row, named in zip(rows, borders, strict=True):
-            _keep(row, named, table)
+    if table.size + table.cost([list(values.values()) for by_name in borders for values in by_name.values()]) <= limit:
+        for row, by_name in zip(rows, borders, strict=True):
+            _keep(row, by_name, table)
         return rows, []
     return rows, _keep_blocks(list(zip(calls, rows, strict=True)), table, limit)
 
@@ -264,8 +260,8 @@ def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
 
 def read(folder: Path) -> Recording:
     """Returns the recording in a folder's capture; the counterpart of `write`."""
-    text, tensors = _read(folder)
-    data = text["recording"]
+    facts, tensors = _read(folder)
+    data = facts["recording"]
     seams = data["seams"]
     parts: dict[str, Any] = {
         name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded")
@@ -276,6 +272,7 @@ def read(folder: Path) -> Recording:
         fields["calls"] = [ConditionCall(**call) for call in fields["calls"]]
         loop.steps.append(SchedulerStep(**fields))
     moments = restored(seams["moments"], tensors)
+    # The stage that encodes an image is in `moments`, and not in `encoded`.
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
     calls = []
@@ -293,37 +290,37 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not file.is_file():
         raise ArtefactMissingError(str(file), "There is no such file", f"Make it with: {MADE_BY}")
     written, tensors = save.read_file(file, MADE_BY)
-    text: dict[str, Any] = json.loads(written)
-    if text.get("schema_version") != SCHEMA:
-        fact = f"Its schema version is {text.get('schema_version')!r}"
+    facts: dict[str, Any] = json.loads(written)
+    if facts.get("schema_version") != SCHEMA:
+        fact = f"Its schema version is {facts.get('schema_version')!r}"
         raise ArtefactForeignError(str(file), fact, f"This torchport reads {SCHEMA}: make it again with: {MADE_BY}")
-    if save.sha256_of(tensors) != text["sha256"]:
+    if save.sha256_of(tensors) != facts["sha256"]:
         fact = "Its tensors are not those that were written"
         raise ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {MADE_BY}")
-    return text, tensors
+    return facts, tensors
 
 
 def check(folder: Path, task: Task) -> tuple[list[str], int]:
     """Raises if a capture is of another task; returns notes for the report, and how many blocks the capture lacks."""
-    text, _ = _read(folder)
+    facts, _ = _read(folder)
     identity = _identity(task)
-    for name, captured, asked in _differences(text, identity):  # the first difference is enough
+    for name, captured, asked in _differences(facts, identity):  # the first difference is enough
         fact = f"It was captured for {name} {captured!r}, and this verification has {asked!r}"
         remedy = f"Verify with what it was captured for, or capture again: {MADE_BY}"
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)
-    notes = [f"the capture lacks {_list_words(text['left_out'])}"] if text["left_out"] else []
-    captured, installed = (facts["versions"].get("torch") for facts in (text, identity))
+    notes = [f"the capture lacks {_list_words(facts['left_out'])}"] if facts["left_out"] else []
+    captured, installed = (side["versions"].get("torch") for side in (facts, identity))
     if captured != installed:
         notes.append(f"the capture is of torch {captured}, and this machine has {installed}")
-    return notes, len(text["left_out"])
+    return notes, len(facts["left_out"])
 
 
-def _differences(text: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each field in which a capture and a verification differ: its name, the capture's value, the other's."""
-    if text["model"] != identity["model"]:
-        yield "model", text["model"], identity["model"]
+def _differences(facts: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields each field in which a capture's `facts` and a verification differ: its name, and both values."""
+    if facts["model"] != identity["model"]:
+        yield "model", facts["model"], identity["model"]
     for kind, prefix in (("settings", ""), ("dtypes", "dtype of "), ("checkpoint", "checkpoint "), ("versions", "")):
-        captured, asked = text[kind], identity[kind]
+        captured, asked = facts[kind], identity[kind]
         for name in {**captured, **asked}:
             if captured.get(name) != asked.get(name) and name != "torch":
                 yield f"{prefix}{name}", captured.get(name), asked.get(name)

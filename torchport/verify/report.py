@@ -420,7 +420,7 @@ def data(verification: Verification) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns a tree as JSON data: floats that are infinite or NaN become None."""
+    """Returns a tree as JSON data: infinite floats and NaN become None, verdicts their texts, and tuples lists."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

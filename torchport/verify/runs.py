@@ -216,7 +216,7 @@ def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
-    """Returns the promised equivalence of each patch; for a patch that had no effect, its state instead."""
+    """Returns each patch's promise, `{"patches.up.norm": "bitwise"}`; for a patch without effect, its state instead."""
     rows = {}
     for row in manifest.patches:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))

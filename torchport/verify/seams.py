@@ -119,11 +119,12 @@ class LoopRecord:
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
-            if self._depth:  # a call of `super().step`, within a recorded one
+            if self._depth:  # a call of `super().step`, within a recorded call
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
             arguments = dict(inspect.signature(step).bind(scheduler, *args, **kwargs).arguments)
-            arguments = {name: value for name, value in list(arguments.items())[1:] if tree.is_packable(value)}
+            del arguments[next(iter(arguments))]  # the scheduler itself
+            arguments = {name: value for name, value in arguments.items() if tree.is_packable(value)}
             record = SchedulerStep(self.copy_of(state), self.copy_of(arguments), None, self.calls)
             self._depth += 1
             try:
@@ -402,23 +403,23 @@ def _denoise(
     """Takes all denoising steps, with made-up outputs shaped as `templates`; fills `record`."""
     is_port = not task.original
     calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in templates.items()}
-    start = {**inputs, **task.noise(task.denoising[0])}
+    stage_inputs = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
             by_stage = [_loaded(task, stage, folder) for stage in task.denoising]
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
-            _run_upstream(task, parts, calls, start)
+            _run_upstream(task, parts, calls, stage_inputs)
         return
-    # The outputs of the denoising stage before.
-    done: Mapping[str, torch.Tensor] = {}
+    # The outputs of the denoising stage before; `done` is its number of steps.
+    before: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
             parts = _loaded(task, stage, folder)
-            state = {name: value for name, value in done.items() if name != "done"}
-            steps = Steps(resume=(int(done["done"]), state) if done else None)
-            done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
+            state = {name: value for name, value in before.items() if name != "done"}
+            steps = Steps(resume=(int(before["done"]), state) if before else None)
+            before = stage.run(parts, calls[str(stage.network)], task.settings, steps, **stage_inputs)
             # The first stage alone takes the noise.
-            start = dict(inputs)
+            stage_inputs = dict(inputs)
 
 
 def _loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _measure_both(
 
     Args:
         original: The request of the original; None: the capture `options.reference` has what the original computes.
-        file: Where the original's process leaves its recording for the port's.
+        file: The file for the recording, which the original's process writes and the port's reads.
         seconds: Gets the time of each part.
     """
     port_failed, original_failed = threading.Event(), threading.Event()
@@ -247,7 +247,7 @@ def _with_causes(
     elif verification.culprits:
         unit = verification.culprits[0]
         measured = next((item for item in results.measured if item.unit == unit), None)
-        # The output of a whole network is wrong, and each of its units is right.
+        # None: the output of the whole network is wrong, though each of its units is right.
         if measured is None:
             inputs = results.network_inputs[unit.network, unit.step]
             search = _call("verification:causes_of_network", request, file, results.folder, unit, inputs)
@@ -479,12 +479,12 @@ def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.E
 def _error_without(
     task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, error: Callable[[Port], float | None]
 ) -> float | None:
-    """Returns the `error` of a port without one patch, or with all if `entry` is None; None if it cannot be called."""
+    """Returns the `error` of a port without the patch `entry` (None: with all), or None if it cannot be called then."""
     entries = [entry] if entry else []
     with _refusals_logged(entries), in_force(_task_without(task, entries), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
-    return None  # the error was logged
+    return None  # the network raised, and `_refusals_logged` suppressed the error
 
 
 @contextlib.contextmanager
