@@ -338,7 +338,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     tree = tree_of(file)
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
-    family_module.check_complete(as_named(file), names, place, variants=False)
+    family_module.check_complete(as_named(file), names, place, variants=False)  # raises if a name is missing
     return _networks_of(bindings["STAGES"].node)
 
 
@@ -367,7 +367,8 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     The latter only if `is_whole`: if all cards can be read and have no mistakes. Else it may be for another card.
     """
     try:
-        pack.highest(f"configs/{file.name}")  # raises if the file hides one in a lower pack
+        # Raises if the file hides one in a lower pack.
+        pack.highest(f"configs/{file.name}")
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
         parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine

@@ -253,7 +253,8 @@ class Original:
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
-        if call.autocasts:  # it would also narrow a yardstick in float32
+        # It would also narrow a yardstick in float32.
+        if call.autocasts:
             self.dtype = torch.float64
         return output, call.observed
 

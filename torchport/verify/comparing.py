@@ -117,7 +117,8 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.measure_blocks()  # keeps the calls that `measure_modules` needs
+        # Keeps the calls that `measure_modules` needs.
+        units.measure_blocks()
         return with_effects(units, units.measure_modules(block.path))
 
 

@@ -259,9 +259,9 @@ class Verification:
         unclear = [unit for unit in self.units if unit.verdict is Verdict.UNCLEAR]
         if self.verdict is Verdict.UNCLEAR and unclear:
             unit = max(unclear, key=lambda unit: unit.ratio)
-            seen = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
+            effect = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
             between = f"up to {ROUNDING:g} is rounding, above {FAULT:g} a fault"
-            words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{seen}"
+            words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{effect}"
             return f"{self.verdict_words} ({self._compared_words()}): {words}; {between}{self._harmless_words()}"
         units = [unit for unit in self.units if not unit.is_harmless] or list(self.units)
         if not units:
@@ -290,7 +290,7 @@ class Verification:
         return f"; harmless: {most.name} {figures}{more}"
 
     def _blame(self) -> str:
-        """Returns the patch at fault in words, or else the clue; an empty text without both."""
+        """Returns the end of the first line: the patch at fault, or else the clue; empty without both."""
         if self.causes:
             cause = self.causes[0]
             prepared = "; or the family's `prepare`, which changes this module" if cause.prepared else ""
@@ -301,6 +301,7 @@ class Verification:
 def lines(verification: Verification) -> list[str]:
     """Returns a verification in twelve lines at most, the verdict first."""
     mesh = ",".join(f"{axis}={size}" for axis, size in verification.mesh.items()) or "one device"
+    # Each network's dtype, and its yardstick's: `bfloat16 beside float32`.
     dtypes = {f"{dtype} beside {verification.yardstick[name]}" for name, dtype in verification.dtypes.items()}
     steps = ", ".join(map(str, verification.steps)) or "none"
     text = [
@@ -408,6 +409,7 @@ def data(verification: Verification) -> dict[str, Any]:
     rows = dataclasses.asdict(verification)
     if verification.decoded is not None:
         rows["decoded"] |= {"verdict": verification.decoded.verdict}
+        # Bytes of PNG files.
         rows["decoded"].pop("pictures", None)
     rows["units"] = [
         {**dataclasses.asdict(unit), "ratio": unit.ratio, "verdict": unit.verdict, "harmless": unit.is_harmless}

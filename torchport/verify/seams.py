@@ -77,10 +77,10 @@ class LoopRecord:
         self._depth = 0
 
     def copy_of(self, value: Any) -> Any:
-        """Returns a copy of a tree, in which None replaces large tensors if this step is not one of the chosen."""
+        """Returns a copy of a tree; unless this step is chosen, None replaces large tensors."""
 
         def copied(_: str, leaf: Any) -> Any:
-            """Returns a copy of a leaf if it is a tensor that is kept."""
+            """Returns a copy of a tensor, or None if the tensor is not kept; and any other leaf as it is."""
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.numel() > LARGE and len(self.steps) not in self.chosen:
@@ -103,7 +103,7 @@ class LoopRecord:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patches `step` of all scheduler classes of diffusers for the length of a `with`, to record its calls."""
+        """Patches `step` of all scheduler classes of diffusers for the length of a `with`, to record the calls."""
         changed = [(cls, vars(cls)["step"]) for cls in _schedulers() if "step" in vars(cls)]
         for cls, step in changed:
             cls.step = self._recorder(step)
@@ -119,7 +119,8 @@ class LoopRecord:
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
-            if self._depth:  # a call of `super().step`, within a recorded call
+            # A call of `super().step`, within a recorded call.
+            if self._depth:
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
             arguments = dict(inspect.signature(step).bind(scheduler, *args, **kwargs).arguments)
@@ -182,7 +183,7 @@ class _MadeUpNetwork:
         """Returns random outputs [B, ...], a row for each condition; equal in port and original."""
         tensors = {name: leaf for name, leaf in outputs.leaves(inputs).items() if isinstance(leaf, torch.Tensor)}
         values = {name: value for name, value in inputs.items() if type(value) in (bool, int, float, str)}
-        batch = next(tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 2)
+        batch = next(x.shape[0] for x in tensors.values() if x.ndim > 2)  # of latents or embeddings
         seeds = []  # of each row: they depend on the step, the condition and its number of calls alone
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
@@ -317,7 +318,7 @@ def compare(
     """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`.
 
     Args:
-        templates: An output of each network, whose shape and dtype the made-up ones have.
+        templates: An output of each network; its made-up outputs have this shape and dtype.
 
     Returns:
         The seams, and notes on what was not compared, a line each.
@@ -353,7 +354,7 @@ def record(
 
     Args:
         chosen: Steps, from 0, whose large tensors are compared.
-        templates: An output of each network, whose shape and dtype the made-up ones have.
+        templates: An output of each network; its made-up outputs have this shape and dtype.
         reference: The original's record, if `task` is a port: the port's loop gets the original's embeddings, so that
             an error of an encoder is reported once.
         encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
@@ -446,7 +447,7 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
 def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
-    """Yields a seam, a comparison, for each value in two trees of tensors and numbers, and each differing dtype."""
+    """Yields a seam for each value in two trees of tensors and numbers, and a seam for each dtype that differs."""
     originals, ported = outputs.leaves(original), outputs.leaves(port)
     for name in {**originals, **ported}:
         expected, other = originals.get(name), ported.get(name)
@@ -457,7 +458,8 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
-        whole = expected, other  # either may be the longer one
+        # Either may have more tokens.
+        whole = expected, other
         expected = _without_padding(expected, whole[1], _masks(name, expected, originals), stage)
         other = _without_padding(other, whole[0], _masks(name, other, ported), stage)
         index = _worst_index(expected, other)
@@ -477,18 +479,18 @@ def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
             noise, other = ({"noise": step.arguments.get("sample")} for step in (expected, ported))
             yield from value_seams(LOOP, noise, other)
         else:
-            constant = _unchanged_fields(original.steps[0], expected) & _unchanged_fields(port.steps[0], ported)
-            states = _state(expected, constant), _state(ported, constant)
+            unchanged = _unchanged_fields(original.steps[0], expected) & _unchanged_fields(port.steps[0], ported)
+            states = _state(expected, unchanged), _state(ported, unchanged)
             yield from value_seams(LOOP, *states, n, " of the scheduler")
         yield from _call_seams(expected.calls, ported.calls, n)
         yield from value_seams(LOOP, _step_values(expected), _step_values(ported), n)
 
 
-def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:
-    """Returns a scheduler's state before a step, timesteps and sigmas first, without the fields in `constant`."""
+def _state(step: SchedulerStep, left_out: set[str]) -> dict[str, Any]:
+    """Returns a scheduler's state before a step, timesteps and sigmas first, without the fields in `left_out`."""
     state = {name.lstrip("_"): value for name, value in step.state.items()}
     ordered = {name: state[name] for name in FIRST if name in state} | state
-    return {name: value for name, value in ordered.items() if name not in constant}
+    return {name: value for name, value in ordered.items() if name not in left_out}
 
 
 def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
@@ -505,13 +507,13 @@ def _text_seam(name: str, step: int | None, original: str, port: str) -> Seam:
 
 def _call_seams(original: list[ConditionCall], port: list[ConditionCall], step: int) -> Iterator[Seam]:
     """Yields the seams of the networks' inputs in a step; calls are paired by network, condition and number."""
-    known, calls = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
-    names = [", ".join(sorted(map(_call_name, side))) or "none" for side in (known.values(), calls.values())]
+    originals, ported = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
+    names = [", ".join(sorted(map(_call_name, side.values()))) or "none" for side in (originals, ported)]
     yield _text_seam("calls of networks", step, *names)
-    for key, call in known.items():
-        if key in calls:
-            both = sorted(call.values.keys() & calls[key].values.keys())
-            inputs, other = ({**c.tensors, **{name: c.values[name] for name in both}} for c in (call, calls[key]))
+    for key, call in originals.items():
+        if key in ported:
+            both = sorted(call.values.keys() & ported[key].values.keys())
+            inputs, other = ({**c.tensors, **{name: c.values[name] for name in both}} for c in (call, ported[key]))
             suffix = " of the negative prompt" if call.condition == NEGATIVE else ""
             yield from value_seams(LOOP, inputs, other, step, suffix)
 
@@ -574,7 +576,7 @@ def _is_same(first: Any, other: Any) -> bool:
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns max|other - first| / max|first|; infinity if shapes differ, or if only one of two elements is finite."""
+    """Returns max|other - first| / max|first|; infinity if shapes, integers or the places of NaN differ."""
     if first.numel() == other.numel() == 0:
         return 0.0
     if first.shape != other.shape:

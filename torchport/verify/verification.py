@@ -484,7 +484,8 @@ def _error_without(
     with _refusals_logged(entries), in_force(_task_without(task, entries), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
-    return None  # the network raised, and `_refusals_logged` suppressed the error
+    # The network raised, and `_refusals_logged` suppressed the error.
+    return None
 
 
 @contextlib.contextmanager
