@@ -367,8 +367,7 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     The latter only if `is_whole`: if all cards can be read and have no mistakes. Else it may be for another card.
     """
     try:
-        # Raises if the file hides one in a lower pack.
-        pack.highest(f"configs/{file.name}")
+        pack.highest(f"configs/{file.name}")  # raises if the file hides one in a lower pack
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
         parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine

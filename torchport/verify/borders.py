@@ -253,8 +253,7 @@ class Original:
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
-        # It would also narrow a yardstick in float32.
-        if call.autocasts:
+        if call.autocasts:  # it would also narrow a yardstick in float32
             self.dtype = torch.float64
         return output, call.observed
 

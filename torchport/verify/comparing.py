@@ -117,8 +117,7 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        # Keeps the calls that `measure_modules` needs.
-        units.measure_blocks()
+        units.measure_blocks()  # keeps the calls that `measure_modules` needs
         return with_effects(units, units.measure_modules(block.path))
 
 

@@ -55,8 +55,7 @@ def encoded(
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)
         programs = ported.encoders(task, stage, parts, ledger)
-        # In place of the encoders.
-        parts |= programs
+        parts |= programs  # in place of the encoders
         outputs = stage.run(parts, None, task.settings, Steps())
         if yardstick is None or not yardstick.host:
             return outputs, []

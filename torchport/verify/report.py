@@ -409,8 +409,7 @@ def data(verification: Verification) -> dict[str, Any]:
     rows = dataclasses.asdict(verification)
     if verification.decoded is not None:
         rows["decoded"] |= {"verdict": verification.decoded.verdict}
-        # Bytes of PNG files.
-        rows["decoded"].pop("pictures", None)
+        rows["decoded"].pop("pictures", None)  # bytes of PNG files
     rows["units"] = [
         {**dataclasses.asdict(unit), "ratio": unit.ratio, "verdict": unit.verdict, "harmless": unit.is_harmless}
         for unit in verification.units

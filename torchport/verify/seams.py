@@ -119,8 +119,7 @@ class LoopRecord:
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
-            # A call of `super().step`, within a recorded call.
-            if self._depth:
+            if self._depth:  # a call of `super().step`, within a recorded call
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
             arguments = dict(inspect.signature(step).bind(scheduler, *args, **kwargs).arguments)
@@ -458,8 +457,7 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
-        # Either may have more tokens.
-        whole = expected, other
+        whole = expected, other  # either may have more tokens
         expected = _without_padding(expected, whole[1], _masks(name, expected, originals), stage)
         other = _without_padding(other, whole[0], _masks(name, other, ported), stage)
         index = _worst_index(expected, other)

@@ -484,8 +484,7 @@ def _error_without(
     with _refusals_logged(entries), in_force(_task_without(task, entries), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
-    # The network raised, and `_refusals_logged` suppressed the error.
-    return None
+    return None  # the network raised, and `_refusals_logged` suppressed the error
 
 
 @contextlib.contextmanager
