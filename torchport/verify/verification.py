@@ -288,7 +288,7 @@ class Search:
 
 
 def causes_of_unit(request: Request, file: Path, folder: Path, measured: MeasuredUnit) -> Search:
-    """Returns the patch that causes a unit's error; runs in a process of its own."""
+    """Returns the patch that causes a unit's error, or else a clue; runs in a process of its own."""
     task, unit = accept(request), measured.unit
     call = read(file).call_of(unit.network, unit.step, unit.call)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
@@ -365,8 +365,8 @@ def _leave_out(
     """Leaves out one patch at a time, until a unit's `error` is gone.
 
     Returns:
-        That patch as the cause; no cause if the error stays. And by the id of each patch that was tried, the error
-        without it; None where the network cannot be called without it.
+        The patch without which the error is gone, as the cause; no cause if the error stays. And by the id of each
+        patch that was tried, the error without it; None where the network cannot be called without it.
     """
     tried: dict[str, float | None] = {}
     with_it = unit.ratio * unit.rounding
@@ -375,9 +375,9 @@ def _leave_out(
         log.info("without %s: %s adds %s", entry.id, unit.name, without)
         if _is_cured(unit.rounding, without):
             return [_cause(entry, unit.name, with_it, without, rounding=unit.rounding)], tried
-    untried = [entry for entry in entries if tried[entry.id] is None]
-    if len(untried) == 1:  # the error stayed without each of the others
-        cause = _cause(untried[0], unit.name, with_it, None, rounding=unit.rounding)
+    unmeasured = [entry for entry in entries if tried[entry.id] is None]
+    if len(unmeasured) == 1:  # the error stayed without each of the others
+        cause = _cause(unmeasured[0], unit.name, with_it, None, rounding=unit.rounding)
         return [dataclasses.replace(cause, how="elimination")], tried
     return [], tried
 
@@ -386,9 +386,9 @@ def _cause(
     entry: patch.Entry, place: str, with_it: float, without: float | None, rounding: float | None = None
 ) -> Cause:
     """Returns a patch as the cause of the error `with_it` at a place, such as `transformer.blocks.2` or `sigmas`."""
-    written = entry.equivalence.written()
-    bounds = [f"{key}: {value}" for key, value in written.items()] if isinstance(written, dict) else [written]
-    return Cause(entry.id, entry.place, "; ".join(bounds), place, with_it, without, "absence", rounding)
+    written = entry.equivalence.written()  # `bitwise`, or a dict such as {"lossy": "int8"}
+    promises = [f"{key}: {value}" for key, value in written.items()] if isinstance(written, dict) else [written]
+    return Cause(entry.id, entry.place, "; ".join(promises), place, with_it, without, "absence", rounding)
 
 
 def causes_of_decoder(request: Request, original: Request | None, file: Path, folder: Path, decoded: Decoded) -> Search:
@@ -415,8 +415,8 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
         if without is not None and without.verdict is Verdict.SAME:
             return Search((_cause(entry, name, decoded.added / LEVELS, added),), "", module)
     if called:
-        inner = sorted(task.patches([stage]), key=lambda entry: entry.kind == "op")  # mostly exact
-        places = ", ".join(f"{entry.id} ({entry.place})" for entry in inner if entry.id in called)
+        ordered = sorted(task.patches([stage]), key=lambda entry: entry.kind == "op")  # operators last: most are exact
+        places = ", ".join(f"{entry.id} ({entry.place})" for entry in ordered if entry.id in called)
         return Search((), f"leaving out one patch does not cure it; called in that module: {places}", module)
     if not entries:
         return Search((), "it has no patch: look at the card's dtypes and rules", module)
