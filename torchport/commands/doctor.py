@@ -160,18 +160,18 @@ def _jax_cache() -> list[Diagnosis]:
 
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:
-    """Returns for each model card whether its checkpoint is in Hugging Face's cache, and its tiny one on disk."""
+    """Returns for each model card whether its checkpoint is in Hugging Face's cache, and tiny weights on disk."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from torchport.load import tiny
     from torchport.stages import file_of
 
     findings = []
-    for name, read in pack.cards():
-        if isinstance(read, TorchportError):
-            findings.append(Diagnosis("bad", f"model card {name}", str(read)))
+    for name, result in pack.cards():
+        if isinstance(result, TorchportError):
+            findings.append(Diagnosis("bad", f"model card {name}", str(result)))
             continue
-        model, document = read
+        model, document = result
         repo = model.checkpoint.partition("@")[0]
         folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
         in_cache = folder.is_dir() and any(folder.iterdir())
@@ -212,7 +212,8 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    cards = [read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError)]
+    results = [result for _, result in find_pack(paths).cards()]
+    cards = [result[0] for result in results if not isinstance(result, TorchportError)]
     demos = [(card.model, card.demo) for card in cards]
     # The demo of README comes first, else the first card's.
     model, demo = min(demos, key=lambda row: row[1] != CONFIG, default=("NAME", CONFIG))

@@ -113,7 +113,7 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     width, text = max([8, *map(len, stages)]), [""]
     for stage in stages:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
-        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
+        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)  # else 0.0
         text.append(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shares})")
         text += [f"{'':{width}}           {summary.operators[stage]}"] if stage in summary.operators else []
     if summary.steps:

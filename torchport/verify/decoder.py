@@ -66,7 +66,7 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
             call, parts = compiled_network(task, stage, folder)
         ported = frames.levels(stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"])
     yardstick = recorded["yardstick"].float()
-    by_frame = (ported.float() - yardstick).abs().flatten(2).amax(2)[0]
+    by_frame = (ported.float() - yardstick).abs().flatten(2).amax(2)[0]  # [frames], in levels of 255
     original = (recorded["original"].float() - yardstick).abs()
     worst = int(by_frame.argmax())
     pictures = frame_pictures(recorded["original"][0, worst], ported[0, worst])
