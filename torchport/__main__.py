@@ -38,14 +38,14 @@ COMMANDS = {
 
 
 class Commands(terminal.Group):
-    """The commands. Help, completion and the nearest name need their lines alone."""
+    """The commands. Help, completion and the nearest name need the texts of `COMMANDS` alone, and import no command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the command that a command line names, out of its module, and the rest of the line."""
-        name, line, rest = super().resolve_command(ctx, args)
-        return name, line and importlib.import_module(f"torchport.commands.{name}").command, rest
+        """Imports the command that a command line names; returns its name, the command, and the rest of the line."""
+        name, known, rest = super().resolve_command(ctx, args)
+        return name, known and importlib.import_module(f"torchport.commands.{name}").command, rest
 
 
 @click.group(

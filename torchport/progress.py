@@ -20,8 +20,8 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
     The bar goes to a terminal alone. In a file, a log line says that the work began, unless `--quiet` is set.
 
     Args:
-        what: What is being done, in the words of the path: `denoise`, `load transformer`.
-        unit: What one item is: `step`, `tensor`, `frame`.
+        what: The work, in the words of the path: `denoise`, `load transformer`.
+        unit: The noun for an item: `step`, `tensor`, `frame`.
         total: How many items there are, where `len` does not say.
         done: How many were finished earlier, in a run that is being resumed.
     """
@@ -43,14 +43,14 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
 
 
 def note(text: str) -> None:
-    """Logs a text that a bar would show, where standard error is no terminal and there are no bars."""
+    """Logs a text if standard error is no terminal, where no bar can show it."""
     if not sys.stderr.isatty():
         log.info("%s", text)
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds of a task of unknown length. An outer bar pauses meanwhile: a notebook has one line."""
+    """Shows the seconds of a task of unknown length, for the length of a `with`; an outer bar of this kind pauses."""
     from tqdm import tqdm
 
     if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
@@ -62,7 +62,9 @@ def waiting(what: str) -> Iterator[None]:
         _waits.append(bar)
 
         def tick() -> None:
+            """Redraws the bar twice a second, until the work is over, unless an inner bar has the line."""
             while not over.wait(0.5):
+                # A notebook has one line for all bars.
                 if _waits[-1] is bar:
                     bar.refresh()
 

@@ -233,4 +233,4 @@ def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
     assert check.not_called([{**row, "calls": 2}], entries, "denoise").findings == []
     assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == Report()
     assert "not in the ledger" in check.not_called([], entries, "denoise").findings[0].text
-    assert check.check(world.patches, ["up"], world.site, called=lambda: report).findings[-1] == finding
+    assert check.check(world.patches, ["up"], world.site, count_calls=lambda: report).findings[-1] == finding

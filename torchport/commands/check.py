@@ -55,7 +55,7 @@ class StagePatches:
 
 @dataclasses.dataclass(frozen=True)
 class CheckProcess:
-    """What a fresh process of a check tries."""
+    """The patches that a fresh process of a check tries."""
 
     names: tuple[str, ...]  #: `upstream` or `upstream/file`, all of one upstream.
     #: The ids of other upstreams' patches, without which a stage could not import this upstream.
@@ -131,10 +131,10 @@ def report_of(
     if static:
         report.extend(static_check.check(pack.folders, names, checkout, chosen))
         return report
-    called = None
+    count_calls = None
     if model is not None:
-        called = functools.partial(_not_called_by, pack, model, upstream_path)
-    report.extend(check(pack.folders, names, checkout, called, stage_patches(pack, cards), chosen))
+        count_calls = functools.partial(_not_called_by, pack, model, upstream_path)
+    report.extend(check(pack.folders, names, checkout, count_calls, stage_patches(pack, cards), chosen))
     return report
 
 
@@ -151,7 +151,7 @@ def check(
     folders: patch.Folders,
     names: Sequence[str] = (),
     upstream_path: Path | None = None,
-    called: Callable[[], Report] | None = None,
+    count_calls: Callable[[], Report] | None = None,
     stages: Sequence[StagePatches] = (),
     chosen: tuple[Path, ...] | None = None,
 ) -> Report:
@@ -159,22 +159,23 @@ def check(
 
     Args:
         upstream_path: A checkout of an upstream that is not installed.
-        called: Runs a model with tiny weights, and returns findings for patches that were not called.
+        count_calls: Runs a model with tiny weights, and returns findings for patches that were not called.
         stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
         chosen: The folders whose patches are tried; None: all.
     """
     report = Report()
     groups = _processes(folders, static_check.known_names(folders, names), stages, chosen, report)
-    alive = []  # upstreams that did not end their process: others would end the process that all share below, too
+    # The upstreams that do not end their process: below, all of these share a process.
+    alive = []
     for number, group in enumerate(progress.track(groups, "check", "upstream"), 1):
         progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
-        result, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
-        report.extend(result)
-        alive += [] if ended else [group]
+        found, died = _in_fresh_process(folders, [group], "armed", upstream_path)  # as in a run: see `try_groups`
+        report.extend(found)
+        alive += [] if died else [group]
     with progress.waiting("check patches after their modules"):
         report.extend(_check_late(folders, alive, upstream_path))
-    if called is not None:
-        report.extend(called())
+    if count_calls is not None:
+        report.extend(count_calls())
     return report
 
 
@@ -185,7 +186,7 @@ def _processes(
     chosen: tuple[Path, ...] | None,
     report: Report,
 ) -> list[CheckProcess]:
-    """Returns what each process tries: an upstream, once with each set of other upstreams' patches that a stage needs.
+    """Returns a process for each upstream, and each set of other upstreams' patches that a stage needs beside it.
 
     A set that another one includes is left out. Patch files that cannot be read are added to `report`.
     """
@@ -206,12 +207,13 @@ def _processes(
         for others in dict.fromkeys(beside):
             if not any(others < wider for wider in beside):
                 sets.append(others)
-        groups += [CheckProcess(tuple(files), tuple(sorted(s)), chosen) for s in sets or [frozenset[str]()]]
+        # Without such a set, the upstream is tried alone.
+        groups += [CheckProcess(tuple(files), tuple(sorted(others)), chosen) for others in sets or [frozenset[str]()]]
     return groups
 
 
 def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
-    """Returns the ids of a stage's patches that upstream may need to be imported: plumbing, stubs, the original's."""
+    """Returns the ids of a stage's patches that an import of upstream may need: plumbing, stubs, the original's."""
     absent = set()  # a name that does not exist is reported as the card's mistake
     for name in (*stage.names, *stage.original):
         if any(static_check.absent_patches(folders, name, "", stage.home)):
@@ -227,12 +229,12 @@ def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Repor
 
 def _check_late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
     """Returns the findings for patches that are applied after their modules are imported. All groups share a process;
-    if it dies, each is tried again in a process of its own, to find the upstream that ends it.
+    if the process dies, each is tried again in a process of its own, to find the upstream that ends it.
     """
     if not groups:
         return Report()
-    report, ended = _in_fresh_process(folders, groups, "late", upstream_path)
-    if not ended or len(groups) == 1:
+    report, died = _in_fresh_process(folders, groups, "late", upstream_path)
+    if not died or len(groups) == 1:
         return report
     report = Report()
     for group in groups:
@@ -257,13 +259,13 @@ def _in_fresh_process(
     """Tries upstreams' patches in one new process; returns the findings, and whether the process died.
 
     Args:
-        groups: What the process tries, one after the other.
+        groups: The patches that the process tries, one group after the other.
         mode: As for `try_groups`: when the targets are imported.
     """
     ends: list[child.Ended] = []
 
     def refusal(end: child.Ended) -> PatchError:
-        """Notes that the process died, and returns the error for it."""
+        """Notes that the process died, and returns the error that is raised for it."""
         ends.append(end)
         names = ", ".join(name for group in groups for name in group.names)
         fact = f"The process that checks '{names}' {end}"
@@ -317,8 +319,8 @@ def _applied_first(
 ) -> list[patch.Entry]:
     """Returns the entries without which the targets' packages could not be imported.
 
-    These are the ones that stages need with them, and all that are in force while such a package is imported. Entries
-    of packages that are not installed are left out.
+    These are the patches that stages need beside the entries, and those that are in force while such a package is
+    imported. Entries of packages that are not installed are left out.
     """
     packages = {entry.module.partition(".")[0] for entry in entries}
     chosen = {entry.id for entry in entries}
@@ -345,11 +347,12 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)
         return False
+    # The source is checked first, even where the versions do not fit: it shows what changed.
     return static_check.check_source(entry, loaded, entries, report) and fits
 
 
 def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
-    """Applies patches, applies them a second time, undoes them, and reports namespaces that are not as before."""
+    """Applies patches once and once more, undoes both, and adds findings: patches not applied, namespaces changed."""
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}
@@ -359,9 +362,9 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         report.try_entry(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
-        waiting = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
+        pending = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
         for row in ledger.rows():
-            if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:
+            if row["state"] not in ("applied", "used", "not needed") and row["id"] not in pending:
                 text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
                 report.findings.append(Finding(PatchError.id, row["place"], text, row["id"], "apply"))
         patched = _namespaces(modules)
@@ -370,14 +373,15 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         if _namespaces(modules) != patched:
             report.findings.append(entry_finding(entries[0], "A second application changed something.", "apply"))
     after = _namespaces(modules)
-    first = {entry.module: entry for entry in reversed(entries)}
+    first = {entry.module: entry for entry in reversed(entries)}  # the first entry of each module
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")
     imported = {id(module) for module in list(sys.modules.values())}  # a submodule imported meanwhile is no change
     for key in sorted(before.keys() & after.keys()):
-        known = {name for name, _ in before[key]}
-        if [pair for pair in after[key] if pair[0] in known or pair[1] not in imported] != before[key]:
+        names = {name for name, _ in before[key]}
+        pairs = [(name, value) for name, value in after[key] if name in names or value not in imported]
+        if pairs != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
             report.findings.append(entry_finding(first[key.partition(":")[0]], text, "undo"))
 
@@ -395,13 +399,13 @@ def _not_importable(module: str, error: BaseException) -> TargetError:
     place = f"{shown(frames[-1].filename)}:{frames[-1].lineno}"
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{shown(error.filename)}:{error.lineno}"
-    what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    fact = f"Importing {module} fails: {type(error).__name__}: {what}".rstrip(". ")
+    text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    fact = f"Importing {module} fails: {type(error).__name__}: {text}".rstrip(". ")
     return TargetError(place, fact, "Install what it needs, or patch what fails")
 
 
 def _namespaces(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    """Returns the namespaces of modules and of their classes as pairs of name and `id(value)`, to be compared."""
+    """Returns the names in modules and classes with `id(value)`: `{"up.net": [("Net", 14)], "up.net:Net": []}`."""
     result: dict[str, list[tuple[str, int]]] = {}
     for name in modules:
         module = sys.modules.get(name)
@@ -453,7 +457,7 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
 
 def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:
-    """Returns a finding for each patch that a stage must call, but did not by the rows of the run's manifest."""
+    """Returns a finding for each patch that a stage must call and did not, by `rows`, the ledger in its manifest."""
     calls = {row["id"]: row for row in rows}
     report = Report()
     for entry in entries:

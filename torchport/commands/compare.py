@@ -42,7 +42,7 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `torchport compare` finds."""
+    """The result of `torchport compare`."""
 
     a: FinishedRun
     b: Distance  #: How far B is from A.
@@ -52,11 +52,11 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether every byte of the latents and frames of A and B is the same."""
-        return self.b.same_frames and all(each.same for each in (*self.b.latents, *self.b.sound.values()))
+        return self.b.same_frames and all(row.same for row in (*self.b.latents, *self.b.sound.values()))
 
     @property
     def other_video(self) -> list[Difference]:
-        """The differences in the settings that say what a video shows, such as the prompt."""
+        """The differences in settings that decide the content of a video, such as the prompt."""
         from torchport.verify import runs
 
         return [row for row in self.b.differences if row.key in runs.VIDEO_FIELDS]
@@ -68,18 +68,18 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
-    """Returns how far two runs are from each other, by their folders; raises if one of the folders is A's again."""
+    """Returns how far two runs are from each other, by their folders; raises if B or the floor is the folder of A."""
     from torchport.verify import runs
 
-    for other, place in ((b, str(b)), (floor, f"--floor {floor}")):
-        if other is not None and other.resolve() == a.resolve():
+    for folder, place in ((b, str(b)), (floor, f"--floor {floor}")):
+        if folder is not None and folder.resolve() == a.resolve():
             raise BadValueError(place, "It is the folder of the first run", "Name another run")
     first = runs.read(a)
-    floored = None if floor is None else runs.read(floor)
-    if floored is not None:
-        _check_floor(first, floored)
+    floor_run = None if floor is None else runs.read(floor)
+    if floor_run is not None:
+        _check_floor(first, floor_run)
     second = runs.distance(first, runs.read(b))
-    return Comparison(first, second, floor=None if floored is None else runs.distance(first, floored))
+    return Comparison(first, second, floor=None if floor_run is None else runs.distance(first, floor_run))
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
@@ -122,12 +122,12 @@ def _distance_data(distance: Distance) -> dict[str, Any]:
         "frames": {**finite(dataclasses.asdict(distance.frames)), "same": distance.same_frames},
         "latents": [finite(dataclasses.asdict(latents)) for latents in distance.latents],
         "unkept": distance.unkept or None,
-        "sound": {name: finite(dataclasses.asdict(each)) for name, each in distance.sound.items()},
+        "sound": {name: finite(dataclasses.asdict(sound)) for name, sound in distance.sound.items()},
     }
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """Returns what `torchport compare` prints: both folders, what differs, and the tables of frames and latents."""
+    """Returns the output of `torchport compare`: both folders, the differences, and tables of frames and latents."""
     other = comparison.other_video
     text = [f"A and B are two different videos: {_words(other)}"] if other else []
     text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
@@ -144,7 +144,7 @@ def lines(comparison: Comparison) -> list[str]:
         text += ["", "identical: every byte of latents and frames"]
     if not comparison.is_same or comparison.floor is not None:
         text += ["", *_frame_lines(comparison), "", *_latent_lines(comparison)]
-    return [*text, *dict.fromkeys(f"{each.unkept}." for each in comparison.distances if each.unkept)]
+    return [*text, *dict.fromkeys(f"{row.unkept}." for row in comparison.distances if row.unkept)]
 
 
 def _words(rows: Sequence[Difference]) -> str:
@@ -155,6 +155,7 @@ def _words(rows: Sequence[Difference]) -> str:
 def _frame_lines(comparison: Comparison) -> list[str]:
     """Returns a table of how far B's frames are from A's, and those of the floor, A's job on another mesh."""
     count, _, height, width = comparison.a.frames.shape
+    # The first has the heads of the rows.
     columns = [
         [
             f"{count} frames of {height} x {width}, bytes before the codec",

@@ -28,10 +28,11 @@ def command(prompt: str, out: Path | None) -> None:
     from torchport.run.path import run
     from torchport.task import Request
 
-    cards = [read for _, read in find_pack().cards()]
-    card = next((read[0] for read in cards if isinstance(read, tuple) and read[0].demo == CONFIG), None)
+    results = [result for _, result in find_pack().cards()]  # a card with its document, or the error of reading it
+    cards = [result[0] for result in results if isinstance(result, tuple)]
+    card = next((card for card in cards if card.demo == CONFIG), None)
     if card is None:
-        unreadable = [read for read in cards if isinstance(read, TorchportError)]
+        unreadable = [result for result in results if isinstance(result, TorchportError)]
         raise unreadable[0] if unreadable else UnknownNameError("torchport demo", f"No card has {CONFIG}", "Add one")
     words = f"--model {card.model} --config {CONFIG} --prompt {shlex.quote(prompt)}"
     for line in (

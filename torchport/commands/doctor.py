@@ -40,7 +40,10 @@ def command(paths: tuple[str, ...], as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
+    """The state of one part of this machine: a version, a device, a folder, a checkpoint, or a setting."""
+
     state: State  #: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
+    #: The part of the machine: `python`, `tpu devices`.
     what: str
     fact: str  #: Its state, and for `bad` the remedy.
 
@@ -64,7 +67,7 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
 
 
 def _versions() -> list[Diagnosis]:
-    """Returns whether the installed packages have the versions that torchport requires."""
+    """Returns a diagnosis for each required package: whether its version is allowed, and tested with torchport."""
     from packaging.requirements import Requirement
 
     from torchport.save import manifest
@@ -94,7 +97,7 @@ def _versions() -> list[Diagnosis]:
 
 
 def _operators() -> Diagnosis:
-    """Returns for which versions of packages the table of operators was made, and which differ here."""
+    """Returns the versions of packages that the table of operators was made for, and those that differ here."""
     from torchport import engine
     from torchport.save import manifest
 
@@ -131,6 +134,7 @@ def _disk() -> list[Diagnosis]:
     """Returns whether the output and cache folders can be written and have at least a GiB free."""
     findings = []
     for what, folder in (("output folder", Path("outputs")), ("torchport's cache", cache.folder())):
+        # A folder that is yet to be made lies on the disk of its first parent that exists.
         existing = folder.absolute()
         while not existing.exists():
             existing = existing.parent
@@ -158,18 +162,18 @@ def _jax_cache() -> list[Diagnosis]:
 
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:
-    """Returns for each model card whether its checkpoint is in Hugging Face's cache, and its tiny one on disk."""
+    """Returns for each model card whether its checkpoint is in Hugging Face's cache, and tiny weights on disk."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from torchport.load import tiny
     from torchport.stages import file_of
 
     findings = []
-    for name, read in pack.cards():
-        if isinstance(read, TorchportError):
-            findings.append(Diagnosis("bad", f"model card {name}", str(read)))
+    for name, result in pack.cards():
+        if isinstance(result, TorchportError):
+            findings.append(Diagnosis("bad", f"model card {name}", str(result)))
             continue
-        model, document = read
+        model, document = result
         repo = model.checkpoint.partition("@")[0]
         folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
         in_cache = folder.is_dir() and any(folder.iterdir())
@@ -183,17 +187,17 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
 
 
 def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
-    """Returns the settings that are known to fail together or to compute wrong numbers; if none is, one "ok"."""
+    """Returns the settings that are known to fail or to compute wrong numbers; without any, one diagnosis "ok"."""
     findings = []
     flags = environment.get("LIBTPU_INIT_ARGS", "") + " " + environment.get("XLA_FLAGS", "")
     fusion = xla_flags.nan_pair(environment)
     if fusion is not None:
-        here = any("v6" in kind for kind in tpu_kinds)
+        has_v6e = any("v6" in kind for kind in tpu_kinds)
         fact = (
             f"{fusion} together with {xla_flags.OVERLAP} turns sharded attention into NaN on v6e (jax issue 38741): "
             "drop one of the two"
         )
-        findings.append(Diagnosis("bad" if here else "note", "LIBTPU_INIT_ARGS", fact))
+        findings.append(Diagnosis("bad" if has_v6e else "note", "LIBTPU_INIT_ARGS", fact))
     if "\\" in flags:
         findings.append(
             Diagnosis("bad", "LIBTPU_INIT_ARGS", "libtpu stops reading at a backslash: write the flags on one line")
@@ -210,7 +214,9 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    cards = [read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError)]
+    results = [result for _, result in find_pack(paths).cards()]
+    cards = [result[0] for result in results if not isinstance(result, TorchportError)]
     demos = [(card.model, card.demo) for card in cards]
-    model, demo = min(demos, key=lambda row: row[1] != CONFIG, default=("NAME", CONFIG))  # README's comes first
+    # The demo of README comes first, else the first card's.
+    model, demo = min(demos, key=lambda row: row[1] != CONFIG, default=("NAME", CONFIG))
     return f'Ready: torchport run --model {model} --config {demo} --prompt "..."'

@@ -86,7 +86,7 @@ def page() -> str:
 
 
 def section(key: str) -> str:
-    """Returns the Markdown for an error or a finding of scan: meaning, examples, cure; of a group, its errors, too."""
+    """Returns the Markdown for an error or a finding of scan, by its id: meaning, examples, cure, a group's errors."""
     if key.upper() in RULES:
         return scan_section(key.upper())
     kind = errors.KINDS.get(key.upper())
@@ -112,7 +112,7 @@ def scan_section(id: str) -> str:
 def _group(kind: type[errors.TorchportError]) -> list[str]:
     """Returns a paragraph that lists the errors of a group, or that names the group of an error.
 
-    The list is empty for an error that is neither a group nor in one.
+    The list is empty for an error outside of groups.
     """
     inner = kind.__subclasses__()
     if inner:

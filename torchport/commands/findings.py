@@ -28,6 +28,8 @@ _CODES = {"TP207": DRIFT_EXIT_CODE, "TP203": 4, "TP204": 4, "TP206": 5}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
+    """A mistake that a check found, or a fault of a verification, with its place."""
+
     id: str  #: The diagnostic id, as TP207.
     place: str  #: `file:line`.
     text: str
@@ -83,14 +85,14 @@ def entry_finding(entry: Entry, text: str, step: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Returns 0 without findings, else the lowest of 3 (drift), 4 (late or aliased), 5 (not called); else 1."""
+    """Returns the lowest of 3 (drift), 4 (late or aliased) and 5 (not called) that occurs; else 1, or 0 without any."""
     codes = {_CODES.get(finding.id, 1) for finding in findings}
     return min(codes - {1}, default=1) if codes else 0
 
 
 AnyReport = TypeVar("AnyReport")
 _LEVELS = {"covered": "note", "unknown": "warning"}
-"""The level of a scan's finding, by what is to be done about it; everything else is an error."""
+"""The SARIF level of a scan's finding, by its verdict; all other findings are errors."""
 
 
 def as_text(report: Report) -> str:
@@ -101,6 +103,7 @@ def as_text(report: Report) -> str:
 
 
 def as_json(report: Report) -> str:
+    """Returns the findings as a JSON list of objects with the fields of `Finding`."""
     return json.dumps([dataclasses.asdict(finding) for finding in report.findings], indent=2)
 
 
@@ -138,8 +141,9 @@ def as_sarif(report: Report) -> str:
     for finding in report.findings:
         file, line = _file_and_line(finding.place)
         # A finding's fingerprint stays the same when its lines move.
-        what = re.sub(r"(:|\bline )\d+", "", finding.text)
-        same = (finding.id, _uri(file, root), finding.patch, finding.step, what)
+        text = re.sub(r"(:|\bline )\d+", "", finding.text)
+        facts = (finding.id, _uri(file, root), finding.patch, finding.step, text)
+        digest = hashlib.sha256(os.fsencode("\0".join(facts))).hexdigest()[:32]
         location = {"artifactLocation": {"uri": _uri(file, root)}, "region": {"startLine": max(line, 1)}}
         results.append(
             {
@@ -148,7 +152,7 @@ def as_sarif(report: Report) -> str:
                 "level": _LEVELS.get(finding.step, "error"),
                 "message": {"text": printable(finding.text)},
                 "locations": [{"physicalLocation": location}],
-                "partialFingerprints": {"torchport/v1": hashlib.sha256(os.fsencode("\0".join(same))).hexdigest()[:32]},
+                "partialFingerprints": {"torchport/v1": digest},
             }
         )
     driver = {"name": "torchport", "version": __version__, "rules": [_rule(id) for id in ids]}
@@ -176,15 +180,16 @@ def _rule(id: str) -> dict[str, Any]:
 
 
 def _uri(file: str, root: Path) -> str:
-    """Returns a file as a URI: relative to the repository's root if it lies in it, else absolute."""
+    """Returns a file as a URI: relative to the repository's root if the file lies below, else absolute."""
     path = Path(os.path.normpath(Path.cwd() / file))
     # A name that is not UTF-8 is quoted by its bytes, as `as_uri` does.
     return urllib.parse.quote(os.fsencode(path.relative_to(root))) if path.is_relative_to(root) else path.as_uri()
 
 
 def as_junit(report: Report) -> str:
-    """Returns JUnit XML: a suite for each file, with a test case for each patch and step. It has only elements and
-    attributes that the schemas of Jenkins and Surefire share: no file, no line.
+    """Returns JUnit XML: a suite for each file, with a test case for each patch and step.
+
+    Only elements and attributes occur that the schemas of Jenkins and Surefire share: no file, no line.
     """
     suites: dict[str, dict[tuple[str, str], list[Case | Finding]]] = {}
     everything: list[Case | Finding] = [*report.cases, *report.findings]
@@ -235,7 +240,7 @@ ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
 
 
 def check_report_file(file: Path, formats: Collection[str]) -> None:
-    """Raises if no report can be written to a file, before a check takes minutes."""
+    """Raises if a file has no ending of `formats`, or cannot be written; called before a check takes minutes."""
     endings = {ending: form for ending, form in ENDINGS.items() if form in formats}
     if file.suffix not in endings:
         known = ", ".join(f"{ending} ({form})" for ending, form in endings.items())

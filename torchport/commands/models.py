@@ -15,12 +15,12 @@ def command(paths: tuple[str, ...]) -> None:
     from torchport.config.pack import find_pack
 
     pack, code = find_pack(paths), 0
-    for name, read in pack.cards():
-        if isinstance(read, TorchportError):
-            terminal.complain(read.report())
+    for name, result in pack.cards():
+        if isinstance(result, TorchportError):
+            terminal.complain(result.report())
             code = 1
             continue
-        card, document = read
+        card, document = result
         terminal.say(f"{name:12} {card.title}")
         terminal.say(f"{'':12} checkpoint {card.checkpoint}; strategies {', '.join(card.strategies)}")
         terminal.say(f"{'':12} demo {card.demo}")

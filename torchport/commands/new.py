@@ -47,8 +47,8 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
     checkout = None if upstream_path is None else checkout_folder(upstream_path)
     with on_path(checkout):
         drafted = draft.write_draft(request, home.home(out, draft.upstreams(request, checkout)))
-    listed = f"List {request.names} under 'patches' of the card, for the stages that need it"
-    left = [f"fill in     {step}." for step in (*drafted.left, listed)]
+    listing = f"List {request.names} under 'patches' of the card, for the stages that need it"
+    left = [f"fill in     {step}." for step in (*drafted.left, listing)]
     last = f"then        {home.check_command(out, upstream_path, request.package)}"
     terminal.say([*drafted.lines, *left, last])
 

@@ -88,10 +88,12 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
 
 
 def prompt(default: str) -> Decorator[Any]:
+    """Returns the flag `--prompt`; `default` says in its help which prompt is used without it."""
     return click.option("--prompt", metavar="TEXT", help=f"What the video shows [{default}].")
 
 
 def report(formats: str, multiple: bool = False) -> Decorator[Any]:
+    """Returns the flag `--report`, with `formats` in its help; the parameter is `file`, or `files` if `multiple`."""
     more = " Repeatable." if multiple else ""
     name = "files" if multiple else "file"
     return click.option(
@@ -100,14 +102,15 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
 
 
 def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the config that `--config` names; raises if it is missing, but a pipeline has a job by default."""
+    """Returns the value of `--config`; without a value, a pipeline's job, and other models raise; see `config`."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
         name = f"A pipeline has '{DERIVED}' before its name."
         hint = name if model.endswith("Pipeline") else "'--config demo' is the model's demo."
         raise click.MissingParameter(hint, ctx=context, param=parameter)
-    given = [text.partition("=")[2] for text in context.params.get("overrides", ()) if text.startswith("checkpoint=")]
-    checkpoint = context.params.get("checkpoint") or (given[-1] if given else None)
+    overrides = [text.partition("=") for text in context.params.get("overrides", ())]
+    checkpoints = [value for field, _, value in overrides if field == "checkpoint"]  # of --set
+    checkpoint = context.params.get("checkpoint") or (checkpoints[-1] if checkpoints else None)
     is_demo = published == "never" or (published == "named" if checkpoint is None else is_tiny(checkpoint))
     return value or f"configs/{model}{'_demo' if is_demo else ''}.yaml"
 
@@ -127,5 +130,5 @@ def call_with(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
 
 
 def with_fields(overrides: tuple[str, ...], **fields: object) -> tuple[str, ...]:
-    """Returns the overrides of `--set`, and after them those of other flags; None for a flag that was not given."""
+    """Returns the overrides of `--set`, and after them those of flags: `mesh=...`; a flag that is None adds none."""
     return (*overrides, *(f"{name}={value}" for name, value in fields.items() if value is not None))

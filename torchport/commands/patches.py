@@ -124,12 +124,13 @@ def lock(
     check_apply: Callable[[Sequence[str]], None] | None = None,
     chosen: Sequence[Path] | None = None,
 ) -> list[str]:
-    """Locks the targets of whole upstreams as reviewed; returns a line for each target that is new, changed or dropped.
+    """Writes the locks of whole upstreams; returns a line for each target that is new, changed or dropped.
 
     Args:
         names: Upstreams, or files of them: their whole upstreams are locked. All upstreams if empty.
         check: Whether nothing is written.
         check_apply: Called with upstreams before a lock is written; raises if their patches cannot be applied.
+        chosen: The folders whose patches are locked; None: all of `folders`.
     """
     from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
 

@@ -109,11 +109,11 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     place = str(summary.video or summary.folder)
     if quiet:
         return [place]
-    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
+    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)  # a key is `denoise run`
     width, text = max([8, *map(len, stages)]), [""]
     for stage in stages:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
-        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
+        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)  # else 0.0
         text.append(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shares})")
         if stage in summary.operators:
             text.append(f"{'':{width}}           {summary.operators[stage]}")

@@ -72,7 +72,7 @@ def _form(as_json: bool, as_sarif: bool, emit: Path | None) -> str:
 
 
 def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
-    """Returns the findings to show: those in code that the entry leads to, and unreadable files; or all."""
+    """Returns the findings in code that the entry leads to, and those of whole files; or `everything`."""
     if everything:
         return list(report.findings)
     return [finding for finding in report.findings if finding.reach == report.wanted or not finding.meaning.in_code]
@@ -80,14 +80,15 @@ def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
 
 def text(report: ScanReport, everything: bool = False) -> str:
     """Returns a line for each finding to show, and a last line with their counts."""
-    some = shown(report, everything)
-    lines = [printable(_line(finding)) for finding in some if not finding.only]
+    chosen = shown(report, everything)
+    lines = [printable(_line(finding)) for finding in chosen if not finding.only]
+    # Findings in code that runs only on CUDA, or under a process group.
     for only, words in GUARDS.items():
-        guarded = [f"  {printable(_line(finding))}" for finding in some if finding.only == only]
+        guarded = [f"  {printable(_line(finding))}" for finding in chosen if finding.only == only]
         if guarded:
             lines += [f"{words}:", *guarded]
-    if len(some) < len(report.findings):
-        lines.append(f"{len(report.findings) - len(some)} that the entry does not lead to: add --all")
+    if len(chosen) < len(report.findings):
+        lines.append(f"{len(report.findings) - len(chosen)} that the entry does not lead to: add --all")
     lines += [
         f"{absent.package} is not installed here ({absent.file}:{absent.line}): {_ABSENT}" for absent in report.absent
     ]
@@ -112,7 +113,7 @@ def _line(finding: ScanFinding) -> str:
 
 
 def json_text(report: ScanReport, everything: bool = False) -> str:
-    """Returns JSON: numbers of files and lines that were read, and the findings, each with all its fields in a line."""
+    """Returns JSON: the numbers of files and lines, the packages that are absent, and the findings, each on a line."""
     rows = []
     for finding in shown(report, everything):
         row, rule = dataclasses.asdict(finding), finding.meaning
@@ -128,10 +129,10 @@ def json_text(report: ScanReport, everything: bool = False) -> str:
 
 def sarif(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings as SARIF 2.1.0: covered ones as notes, unknown ones as warnings, the others as errors."""
-    result = findings.Report()
+    check_report = findings.Report()
     for finding in shown(report, everything):
         covered = f" Covered by {', '.join(finding.covered_by)}." if finding.covered_by else ""
         text = f"{finding.text}. {finding.meaning.do}{covered if finding.meaning.in_code else ''}"
         place = f"{finding.file}:{finding.line}" if finding.line else finding.file
-        result.findings.append(findings.Finding(finding.rule, place, text, finding.target, finding.verdict))
-    return findings.as_sarif(result)
+        check_report.findings.append(findings.Finding(finding.rule, place, text, finding.target, finding.verdict))
+    return findings.as_sarif(check_report)

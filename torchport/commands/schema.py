@@ -71,14 +71,14 @@ def meanings(model: type) -> dict[str, str]:
     for kind in reversed(model.__mro__):
         if kind.__module__.startswith("torchport.") and kind is not Frozen:
             section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
-            fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
+            fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]  # `    name: text`
             texts |= dict(" ".join(field.split()).split(": ", 1) for field in fields)
             texts |= _below_fields(kind)
     return texts
 
 
 def _below_fields(kind: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class; from the source, as Python does not keep them."""
+    """Returns the docstring below each field of a class, by field: from the source, as Python does not keep them."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     texts: dict[str, str] = {}

@@ -36,7 +36,9 @@ def show(**given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RuleRow:
-    component: str
+    """A line of `torchport shard show`: a rule, and what it matches in one network."""
+
+    component: str  #: The network.
     kind: str  #: `weights`, `inputs` or `activations`.
     pattern: str
     #: The specs in use: one, or several if some tensors use a fallback of `otherwise`. For inputs whose shapes only a
@@ -59,7 +61,8 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
         pack = find_pack(paths)
         card, _ = pack.card(model)
         config = pack.demo(card)
-        if not model.startswith(DERIVED):  # its published numbers are nowhere without a checkpoint
+        # The published network, but for a derived card: its published sizes are in a checkpoint alone.
+        if not model.startswith(DERIVED):
             overrides = (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     overrides = options.with_fields(overrides, strategy=strategy)
     return Request(model, config, paths=paths, overrides=overrides, **fields)
@@ -94,24 +97,25 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
             {key: shapes[key] for key in weight_rules}, weight_rules, task.job.mesh, task.dtype(name)
         )
         yield _row(name, "weights", rule, weight_rules, size, ("gathered where they are used",) if rule.gather else ())
-    for entry, inputs in _by_rule(rules.inputs, rehearsal.inputs):
+    for input_rule, inputs in _by_rule(rules.inputs, rehearsal.inputs):
         if rehearsal.calls:
-            yield _row(name, "inputs", entry, inputs, None, ())
-        else:
-            order = tuple(map(_spec_words, (entry.spec, *entry.otherwise)))
-            more = ("the first that divides",) if entry.otherwise else ()
-            yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
+            yield _row(name, "inputs", input_rule, inputs, None, ())
+        else:  # the shapes of inputs are not known before a run
+            order = tuple(map(_spec_words, (input_rule.spec, *input_rule.otherwise)))
+            more = ("the first that divides",) if input_rule.otherwise else ()
+            yield RuleRow(name, "inputs", input_rule.match, order, 0, None, more)
     by_module = activations.rule_by_module(rehearsal.module, rules.as_written.activations, rules.place("activations"))
-    for kind in rules.as_written.activations:
-        notes = ("may be padded",) if kind.uneven else ()
-        count = sum(rule is kind for rule in by_module.values())
-        if kind.is_shared and not count:
-            continue
-        yield RuleRow(name, "activations", kind.match, tuple(map(_spec_words, kind.outputs)), count, None, notes)
+    for activation in rules.as_written.activations:
+        notes = ("may be padded",) if activation.uneven else ()
+        count = sum(rule is activation for rule in by_module.values())
+        if activation.is_shared and not count:
+            continue  # the rule may be for another network
+        specs = tuple(map(_spec_words, activation.outputs))
+        yield RuleRow(name, "activations", activation.match, specs, count, None, notes)
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
-    """Yields each rule with the tensors for which it is the first that matches: by name, the rule as it was fitted.
+    """Yields each rule with the tensors for which it is the first that matches: their fitted rules, by name.
 
     A rule that matches nothing is left out if several networks share it: it may be for another network.
 

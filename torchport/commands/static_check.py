@@ -57,8 +57,11 @@ def check(
     versions.installed.cache_clear()
     entries = read(folders, known_names(folders, names), report)
     with on_path(upstream_path):
-        for entry in (each for each in entries if chosen is None or each.folder.parent in chosen):
-            try:  # the Python file that it names is not run
+        for entry in entries:
+            if chosen is not None and entry.folder.parent not in chosen:
+                continue
+            # The Python file that the entry names is parsed and not run.
+            try:
                 loaded = checks.parsed(entry, entry.reference) if entry.reference else None
                 if entry.needed and "probe" in entry.needed:
                     checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
@@ -82,7 +85,7 @@ def upstreams_with_patches(folders: patch.Folders) -> list[str]:
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     """Returns the names, or all upstreams if there are none; raises for a name without patches."""
-    known, having = patch.upstreams(folders), upstreams_with_patches(folders)
+    known, with_patches = patch.upstreams(folders), upstreams_with_patches(folders)
     for name in names:
         upstream, slash, file = name.partition("/")
         if upstream not in known:
@@ -93,9 +96,9 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
             others = sorted(other.partition("/")[2] for other in files)
             fact = f"There is no patches/{upstream}/{file}.yaml"
             raise UnknownNameError(f"torchport check {name}", fact, nearest(file, others))
-        if not slash and name not in having:
+        if not slash and name not in with_patches:
             fact = f"There are no patches in patches/{name}"
-            raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
+            raise UnknownNameError(f"torchport check {name}", fact, nearest(name, with_patches))
     return list(names) or known
 
 
@@ -113,9 +116,10 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
                 readable[name] = None
             except TorchportError as error:
                 report.add(error, "schema")
-    by_id = {entry.id: entry for entry in reversed(entries)}
+    by_id = {entry.id: entry for entry in reversed(entries)}  # of an id, the entry of the highest folder
     if readable and (len(stack) > 1 or len(by_id) < len(entries)):
         try:
+            # Read at once, files are also checked against each other.
             by_id = {entry.id: entry for entry in patch.read(stack, list(readable), home)}
         except TorchportError as error:  # files that contradict each other, or one above that cannot be read
             report.add(error, "schema")
@@ -126,7 +130,7 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
 
 
 def _files(root: Path, name: str) -> list[str]:
-    """Returns the names `upstream/file` of an upstream's patch files in one folder, to be read one by one."""
+    """Returns the patch files of an upstream, or of `upstream/file`, in one folder: `["up/attention", "up/norm"]`."""
     upstream, _, chosen = name.partition("/")
     files = sorted((root / upstream).glob("*.yaml"))
     return [f"{upstream}/{file.stem}" for file in files if file.name != LOCK and (not chosen or file.stem == chosen)]
@@ -190,22 +194,23 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     mistaken: set[str] = set()
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
-        # What is wrong in a card is a mistake of that one alone, and not of those that extend it.
-        follows = card.extends in mistaken
-        mistakes = [] if follows else list(_mistakes(pack, card, document))
+        # A mistake of a card is reported for that card alone, and not for the cards that extend it.
+        inherits = card.extends in mistaken
+        mistakes = [] if inherits else list(_mistakes(pack, card, document))
         if mistakes:
             mistaken.add(card.model)
-        sound += [] if mistakes or follows else [card]
+        sound += [] if mistakes or inherits else [card]
         for error in mistakes:
             report.add(error, "card")
         for key, why in card.operators.items():
             place = document.place(["operators", key])
             note = f"accepts {key}, which may differ from PyTorch's"
             report.notes.append(f"{place}: {note}: {why}")
-        _check_demo(pack, card, document, has_mistakes=bool(mistakes) or follows, report=report)
+        _check_demo(pack, card, document, has_mistakes=bool(mistakes) or inherits, report=report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
+        # A config may also be for a card of a pack that is not checked.
         others = set(pack.models()) - {card.model for card, _ in cards}
         known = [*sound, *(card for card, _ in read_cards(pack, others, Report()))]
         is_whole = len(known) == len({*pack.models()})
@@ -215,9 +220,9 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
 
 
 def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns the named cards that can be read, those that extend another last; the others are added to `report`.
+    """Returns the named cards that can be read, those that extend another card last; adds the others to `report`.
 
-    A card that extends one which cannot be read is left out: what is wrong is said of that one.
+    A card is left out if it extends a card that cannot be read: the latter has the finding.
     """
     cards = []
     unread: set[str | None] = set()
@@ -230,7 +235,8 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
         except UnknownNameError as error:
             if extended[name] is None:
                 raise
-            report.add(error, "schema")  # it extends none that is there
+            # It extends a card that does not exist.
+            report.add(error, "schema")
             continue
         except TorchportError as error:
             report.add(error, "schema")
@@ -244,6 +250,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
 def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields an error for each thing that a card names but does not exist, and for each contradiction in it."""
     home = pack.home(card.model).patches
+    # The lists of patches in a card: where each stands, and its names.
     lists: list[tuple[list[str | int], list[str]]] = [(["original"], card.original), (["script"], card.script)]
     lists += [(["patches", stage], names) for stage, names in card.patches.items()]
     for component, kinds in card.implementations.items():
@@ -301,7 +308,7 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
 
 
 def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, report: Report) -> None:
-    """Checks that a card's demo exists and can be read; and if the card has no mistakes, that they fit together."""
+    """Checks that a card's demo exists and can be read; if the card has no mistakes, also that the demo fits it."""
     try:
         job, job_document = pack.job(pack.demo(card))
     except UnknownNameError as error:
@@ -320,14 +327,15 @@ def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | N
     except UnknownNameError as error:
         yield UnknownNameError(place, error.fact, error.remedy, name=name)
     except BadValueError as error:
-        if error.place == name:  # it has not the form of such a name
+        # The name has another form than `upstream` or `upstream/file`.
+        if error.place == name:
             yield BadValueError(place, error.fact, error.remedy, name=name)
     except TorchportError:
         return
 
 
 def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
-    """Returns the components that a family's stages compile, read from its source; None if that does not show it."""
+    """Returns the components that a family's stages compile, from its source; None if the source does not show them."""
     check_call(card, document)
     if card.call is not None:
         return set(card.call.compiled)
@@ -336,12 +344,12 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     tree = tree_of(file)
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
-    family_module.check_complete(as_named(file), names, place, variants=False)
+    family_module.check_complete(as_named(file), names, place, variants=False)  # raises if a name is missing
     return _networks_of(bindings["STAGES"].node)
 
 
 def _networks_of(statement: ast.stmt | None) -> set[str] | None:
-    """Returns the values of `network=` in the calls of a tuple; None if there are none, or the statement differs."""
+    """Returns the networks in `STAGES = (Stage(..., network="vae"), ...)`; None if there are no such constants."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
     calls = value.elts if isinstance(value, ast.Tuple) else []
     networks: set[Any] = set()
@@ -349,6 +357,7 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
         if not isinstance(call, ast.Call) or len(call.args) > 5:  # the sixth argument of `Stage` is `network`
             return None
         for keyword in call.keywords:
+            # `**fields`, whose names the source does not show.
             if keyword.arg is None:
                 return None
             if keyword.arg == "network":
@@ -359,11 +368,12 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
 
 
 def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool, report: Report) -> None:
-    """Checks a config: its fields, its machine, and that it is valid for one card of the pack. The last only if
-    `is_whole`: all cards can be read and have no mistakes. Else the config may be for another card.
+    """Checks a config: its fields, its machine, and that it is valid for a card of the pack.
+
+    The latter only if `is_whole`: if all cards can be read and have no mistakes. Else it may be for another card.
     """
     try:
-        pack.highest(f"configs/{file.name}")  # raises if it hides a config of that name in a lower pack
+        pack.highest(f"configs/{file.name}")  # raises if the file hides one in a lower pack
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
         parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine
@@ -371,8 +381,8 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     except TorchportError as error:
         report.add(error, "schema")
         return
-    refusals = [error for card in cards for error in _job_mistake(job, card, document)]
-    places = {finding.place for finding in report.findings}  # reported already, as the demo of a card
+    refusals = [error for card in cards for error in _job_mistake(job, card, document)]  # one for a card at most
+    places = {finding.place for finding in report.findings}  # of jobs that are reported already, as a card's demo
     if not cards or not is_whole:
         return
     if len(refusals) == len(cards) and not any(error.place in places for error in refusals):
@@ -388,26 +398,26 @@ def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigErr
 
 
 def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[ReplacementError]:
-    """Yields an error if an entry is a draft; `tree` is the parsed file of its function, None without one."""
+    """Yields an error if an entry is a draft; `tree` is the parsed file of its function, None without a function."""
     promise = entry.equivalence.written()
     reason = next(iter(promise.values())) if isinstance(promise, dict) else ""
     texts = {"why": entry.why, "equivalence": reason, "scope_reason": entry.scope_reason}
-    open_ = [key for key, text in texts.items() if str(text).startswith(_WORDS)]
+    gaps = [key for key, text in texts.items() if str(text).startswith(_WORDS)]
     file, _, name = (entry.reference or "").partition(":")
     if tree and name in _unwritten(tree):
-        open_.append(f"{name} in {file}")
-    if not open_:
+        gaps.append(f"{name} in {file}")
+    if not gaps:
         return
     verb, remedy = "are", "Fill them in"
-    if len(open_) == 1:
+    if len(gaps) == 1:
         verb, remedy = "is", "Fill it in"
-    fact = f"'{entry.id}' is a draft: {', '.join(open_)} {verb} not filled in"
+    fact = f"'{entry.id}' is a draft: {', '.join(gaps)} {verb} not filled in"
     yield ReplacementError(entry.place, fact, remedy, patch=entry.id)
 
 
 def _unwritten(tree: ast.Module) -> set[str]:
-    """Returns the names of a file's top-level functions and classes that are still drafts: those in which
-    `NotImplementedError("fill in ...")` stands.
+    """Returns the names of a file's top-level functions and classes that are drafts, with a
+    `NotImplementedError("fill in ...")` in them.
     """
     names = set()
     for definition in tree.body:

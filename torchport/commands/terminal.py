@@ -1,4 +1,4 @@
-"""What all commands share: checks of flag values, safe printing, logging, and exit codes."""
+"""The terminal, for all commands: checks of flag values, safe printing, logging, and exit codes."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class Group(click.Group):
         try:
             return super().invoke(ctx)
         except TorchportError as error:
+            # Only the outermost group prints it.
             trace = error.trace or (error.__cause__ and "".join(traceback.format_exception(error.__cause__)))
             if ctx.parent is None and trace and (ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)):
                 complain(_escaped_lines(trace.rstrip()))
@@ -96,14 +97,16 @@ def _check_value(option: click.Parameter, value: str) -> None:
 
 
 def say(text: str | Iterable[str]) -> None:
-    """Prints to standard output, with control characters escaped so that no text can control the terminal. Of a list,
-    each item is printed as one line: line breaks in it, as from a file name, are escaped, too.
+    """Prints a text, or a list of lines; control characters, which could steer the terminal, are escaped.
+
+    Line breaks in an item of a list, as from a file name, are escaped, too.
     """
     lines = text if isinstance(text, str) else "\n".join(line.replace("\n", r"\n") for line in text)
     click.echo(_escaped_lines(lines))
 
 
 def say_json(data: Any) -> None:
+    """Prints data as JSON to standard output."""
     say(json.dumps(data, indent=2))
 
 
@@ -116,6 +119,7 @@ class Answer:
     exit_code: int = 0
 
     def say(self, as_json: bool) -> None:
+        """Prints the data as JSON, or else the lines."""
         if as_json:
             say_json(self.data)
         else:
@@ -131,12 +135,16 @@ class _Formatter(logging.Formatter):
     """Escapes control characters in log lines, as from file names; adds `seconds` since the command began."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns a record as a log line, and sets its `seconds`."""
         record.seconds = record.relativeCreated / 1000
         return _escaped_lines(super().format(record))
 
 
 def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
-    """Logs errors if `quiet`, torchport's lines by default, and upstream's if `verbose`; adds seconds in a file."""
+    """Sends log lines to standard error: errors if `quiet`, else also torchport's, and if `verbose` also upstream's.
+
+    A line begins with the seconds since the start, unless standard error is a terminal.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter("%(message)s" if sys.stderr.isatty() else "%(seconds)6.1f s  %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO if verbose else logging.ERROR)
@@ -158,14 +166,15 @@ def run(command: click.Command) -> int:
         error.show(usage)
         complain(_escaped_lines(usage.getvalue().rstrip()))
         return error.exit_code
+    # Ctrl-C.
     except (click.Abort, KeyboardInterrupt):
         hosts.end(StoppedError.exit_code, hosts.AT_ONCE)
 
 
-def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Sends Ctrl-C again if Python dropped its exception in a callback, such as JAX's in the garbage collector."""
-    if what.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(what)
+def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Sends Ctrl-C again if Python dropped a KeyboardInterrupt in a callback, as in JAX's of the garbage collector."""
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
         return
     again = threading.Timer(AGAIN, _thread.interrupt_main)
     again.daemon = True
@@ -195,6 +204,7 @@ class _Output:
             return attribute
 
         def checked(*texts: str) -> Any:
+            """Calls the stream's `write` or `flush`."""
             try:
                 return attribute(*texts)
             except OSError as error:

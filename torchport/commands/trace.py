@@ -43,7 +43,7 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
 
 
 def request_of(model: str, config: str | None, strict: bool = False, **fields: Any) -> Request:
-    """Returns the job to trace: without a config, the card's demo."""
+    """Returns the request to trace; without a config, for the card's demo."""
     from torchport.config.pack import find_pack
     from torchport.task import Execution, Request
 
@@ -87,7 +87,7 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
 
 
 def _verdict_line(report: TraceReport, patched: bool) -> str:
-    """Returns whether something stops the stages that were traced: `1 place stops denoise with the card's patches`."""
+    """Returns how many places stop the traced stages: `1 place stops denoise with the card's patches`."""
     traced = f"{', '.join(report.stages) or 'no stage'} {'with' if patched else 'without'} the card's patches"
     count = len(report.stoppers)
     if count == 0:

@@ -86,8 +86,9 @@ def command(**given: Any) -> None:
 
 
 def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verification | None]:
-    """Returns the command's output, and the verification; None in its place if only the original is captured. A port's
-    request without a prompt gets the prompt of the card's tiny weights.
+    """Returns the command's output, and the verification; None for the latter if only the original is captured.
+
+    A request without a prompt gets the prompt of the card's tiny weights.
     """
     _check_combination(flags)
     from torchport.config.pack import find_pack

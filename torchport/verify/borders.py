@@ -68,6 +68,7 @@ class WatchedCall:
         counts: Callable[[], Mapping[str, int]] = dict,
         whole: Container[Border] | None = None,
     ) -> None:
+        """Finds the modules; the hooks are on them in `watching` alone."""
         self.modules = {path: module for path, module in network.named_modules() if path in paths}
         self.replacements = replacements
         self.to_network = to_network
@@ -79,7 +80,7 @@ class WatchedCall:
         #: The patches that were called since the border before, by border.
         self.patches: dict[Border, frozenset[str]] = {}
         self.autocasts = False  #: Whether a region of CUDA autocast was entered around a module.
-        self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}
+        self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}  # numbers of calls not yet left
         self._call_counts = dict.fromkeys(self.modules, 0)
         self._patch_counts: Mapping[str, int] = {}
 
@@ -98,7 +99,7 @@ class WatchedCall:
             yield
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """The forward pre-hook: records a module's arguments, and returns replaced ones; None to keep them."""
+        """The forward pre-hook: records a module's arguments, and returns replaced arguments; None to keep them."""
         number = self._call_counts[path]
         self._call_counts[path] += 1
         self._open_calls[path].append(number)
@@ -115,7 +116,7 @@ class WatchedCall:
         return bound.args, bound.kwargs
 
     def _leave(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The forward hook: records a module's output, and returns a replaced one; None to keep it."""
+        """The forward hook: records a module's output, and returns a replaced output; None to keep it."""
         border = Border(path, self._open_calls[path].pop(), "out")
         if path in self.skipped:
             return None
@@ -140,7 +141,7 @@ class WatchedCall:
         """Returns `value` with those tensors of `replacement` that fit, converted for the network.
 
         A tensor fits if both have one shape, and both or neither are floating-point. If the trees differ in structure,
-        the value is unchanged; of a module's arguments, each is such a tree.
+        the value is unchanged; a module's arguments, a dict, are replaced one by one.
         """
         if type(value) is dict and isinstance(replacement, Mapping):
             known = {key: self._replaced(value[key], replacement[key]) for key in value if key in replacement}
@@ -174,6 +175,7 @@ class _OutputHook:
     keep: Callable[[str, torch.Tensor], None]
 
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Passes the first tensor of the output to `keep`."""
         tensors = [leaf for leaf in outputs.leaves({"": output}).values() if isinstance(leaf, torch.Tensor)]
         if tensors:
             self.keep(self.name, tensors[0])
@@ -240,26 +242,29 @@ class Original:
 
     @property
     def all_paths(self) -> list[str]:
-        """The paths of all its modules that can be called, its own among them, which is empty."""
+        """The paths of all its modules that can be called, and "" for the network itself."""
         return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
 
     def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
-        """Returns the network's output, and what enters and leaves the modules `paths`."""
+        """Returns the network's output, and the values that enter and leave the modules `paths`.
+
+        If the network autocasts, its yardstick is made in float64.
+        """
         call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
         with call.watching():
             output = self.eager(**inputs)
-        if call.autocasts:  # autocast would also narrow a yardstick in float32
+        if call.autocasts:  # it would also narrow a yardstick in float32
             self.dtype = torch.float64
         return output, call.observed
 
     def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
-        """Returns the network's output if `values` replace its own at their borders."""
+        """Returns the network's output if `values` replace its modules' values at their borders."""
         call = WatchedCall(self.eager.module, {border.path for border in values}, values, _cast, Copies())
         with call.watching():
             return self.eager(**inputs)
 
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Calls the copy in a wider dtype; returns its output, and what enters and leaves its modules `paths`.
+        """Calls the copy in a wider dtype; returns its output, and the values at its modules `paths`.
 
         In the copy, a module's arguments and outputs are replaced by those that `values` has for it, so that a
         difference is the module's own.
@@ -288,7 +293,8 @@ class Port:
         self.ledger = ledger
         self.compiled, parts = compiled_network(on_one_device(task), stage, folder)
         self.module = network.module_of(stage, parts)
-        self.compiled.jit = False  # set afterwards: hooks that look for NaN would wait for every operator
+        # Set here, and not when it is made: then it gets hooks that look for NaN, and wait for every operator.
+        self.compiled.jit = False
         self.units = unit_paths(self.module)
 
     def called(
@@ -299,7 +305,7 @@ class Port:
         skipped: Collection[str] = (),
         whole: Container[Border] = (),
     ) -> tuple[Any, WatchedCall]:
-        """Calls the port's network; returns its output, and the call with recorded values: see `WatchedCall`."""
+        """Calls the port's network; returns its output, and the `WatchedCall` with the recorded values."""
         counts = functools.partial(call_counts, self.ledger)
 
         def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:

@@ -43,7 +43,7 @@ _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
 
 @dataclasses.dataclass
 class Measurements:
-    """All that the port's process measures."""
+    """All measurements of the port's process."""
 
     networks: list[Unit] = dataclasses.field(default_factory=list)  #: The outputs of whole networks.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
@@ -52,10 +52,13 @@ class Measurements:
     unlike: list[str] = dataclasses.field(default_factory=list)
     drift: list[Drift] = dataclasses.field(default_factory=list)
     decoded: Decoded | None = None
-    #: What differs from the programs that a plan has, a line each.
+    #: Differences of the run's programs from a plan's, a line each.
     programs: list[str] = dataclasses.field(default_factory=list)
+    #: How many operators compute what PyTorch does, in words, by stage.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: The folder of the checkpoint.
     folder: Path = Path()
+    #: The dtype of each network's yardstick, by network.
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     #: The patches that were called where no network ran: in encoders and denoising loops.
     loop_patches: frozenset[str] = frozenset()
@@ -114,7 +117,7 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
-        units.measure_blocks()  # leaves in `units` what `measure_modules` needs
+        units.measure_blocks()  # keeps the calls that `measure_modules` needs
         return with_effects(units, units.measure_modules(block.path))
 
 
@@ -130,6 +133,7 @@ class _StageComparison:
         recorded: Recording,
         results: Measurements,
     ) -> None:
+        """Takes the stage's calls from `recorded`; the ledger counts the calls of patches."""
         self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
         self.recorded, self.results = recorded, results
         self.calls = [call for call in recorded.calls if call.stage == stage.name]
@@ -140,7 +144,9 @@ class _StageComparison:
         planned: list[LoweredProgram] | None,
         outputs_of: Callable[[RecordedCall], Outputs] | None,
     ) -> None:
-        """Compares the stage's programs, then the modules of each call; for what `outputs_of` returns see `Units`."""
+        """Compares the stage's programs, then the modules of each call; `outputs_of` makes the `outputs` of `Units`.
+        `ends` has the outputs of the stages before, and gets the outputs of this stage.
+        """
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
@@ -174,11 +180,12 @@ class _StageComparison:
         steps, states = sorted({call.step for call in self.calls}), self.recorded.states
         loops: dict[int, _WatchedProgram] = {}
         if all(name in ends for name in stage.needs if name in DENOISING):
+            # A second network starts from the last latents of this loop, which then has to end.
             is_followed = any(other.step > max(steps) for other in self.recorded.calls)
             last = self.task.settings.steps if is_followed else max(steps)
             loop = self._run_loop(call, parts, recording.start_of(ends, stage), last, ends)
             self._note_drift(loop)
-            loops = {0: loop} if loop.first == 0 else {}  # nothing has drifted before the first step
+            loops = {0: loop} if loop.first == 0 else {}  # no latents have drifted before the first step
         for step in steps:
             if step not in loops:
                 loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
@@ -225,7 +232,7 @@ class _StageComparison:
                     f"{call.network}: its program returns {shapes}, and the original's {expected}"
                 )
                 continue
-            place = step, call.number, call.network, ""
+            place = step, call.number, call.network, ""  # the network itself has an empty path
             unit = Unit(*place, 0, "network", call.network, call.rounding, added, inherited=added)
             self.results.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
@@ -236,6 +243,7 @@ class _WatchedProgram:
     """A compiled network in a loop that stops after step `last`. Keeps its inputs and outputs of the first step."""
 
     def __init__(self, call: Any, first: int, last: int) -> None:
+        """Wraps the program `call` for a loop from step `first`, from 0, to step `last`, from 1."""
         self.call = call
         self.step = self.first = first  #: The step that the loop begins with, from 0.
         self.last = last  #: The number of the last step, from 1.
@@ -287,7 +295,7 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
     text = lowered.as_text()
     arguments = {**{f"weight {name}": leaf for name, leaf in compiled.weights.items()}, **leaves(arrays)}
     modules = dict(compiled.network.module.named_modules())
-    constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
+    constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)  # `2x4xf32`; a scalar is `f32`
     return LoweredProgram(
         arguments={path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
         static={name: repr(value) for name, value in static},
@@ -315,14 +323,14 @@ def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram
 
 
 def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[LoweredProgram]) -> list[str]:
-    """Returns a line for each program of a run that a plan has not; a run that stops early may have fewer programs."""
+    """Returns a line for each program of a run that a plan lacks; a run that stops early may have fewer programs."""
     lines = []
     digests = [program.digest for program in plan]
     for program in run:
         if program.digest not in digests:
             nearest = min(plan, key=lambda other: sum(1 for _ in _differing_fields(program, other)), default=None)
-            what = "a plan has no program" if nearest is None else next(_differing_fields(program, nearest))
-            lines.append(f"{stage.name}: run and plan compile two programs ({program.digest}): {what}")
+            difference = "a plan has no program" if nearest is None else next(_differing_fields(program, nearest))
+            lines.append(f"{stage.name}: run and plan compile two programs ({program.digest}): {difference}")
     return lines
 
 

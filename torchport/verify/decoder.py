@@ -28,7 +28,7 @@ from torchport.verify.report import FAULT, Decoded
 from torchport.verify.yardstick import distance, is_sampled, least_rounding, sampled, shape_of, wide_dtype
 
 _Returned = dict[str, list[torch.Tensor]]
-"""What each module returned in each of its calls, by the module's path; only some rows of large tensors."""
+"""The outputs of each module, one for each of its calls, by the module's path; only some rows of large tensors."""
 
 
 def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def _frames(
         call = WideNetwork(call, wide_dtype(task.settings.dtypes[str(stage.network)]))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
+        """Adds the output of a module to `returned`."""
         if returned is not None:
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
@@ -65,7 +66,7 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
             call, parts = compiled_network(task, stage, folder)
         ported = frames.levels(stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"])
     yardstick = recorded["yardstick"].float()
-    by_frame = (ported.float() - yardstick).abs().flatten(2).amax(2)[0]
+    by_frame = (ported.float() - yardstick).abs().flatten(2).amax(2)[0]  # [frames], in levels of 255
     original = (recorded["original"].float() - yardstick).abs()
     worst = int(by_frame.argmax())
     pictures = frame_pictures(recorded["original"][0, worst], ported[0, worst])
@@ -89,6 +90,7 @@ def first_fault(task: Task, original: Task, folder: Path, recorded: Mapping[str,
     with stage_in_force(task, stage) as ledger:
         ported, patches = _port_returns(task, folder, recorded["latents"], ledger)
     for path, tensors in ported.items():
+        # Pairs of the port's output with the yardstick's, and with the original's.
         with_exact, with_rounded = (_joined(tensors, returned.get(path, [])) for returned in (exact, rounded))
         if with_exact is None or with_rounded is None:
             continue
@@ -113,11 +115,11 @@ def _port_returns(
     counts_before: dict[str, dict[str, int]] = {}
 
     def count_patches(path: str, *_: Any) -> None:
-        """Notes how often each patch was called before a module is."""
+        """Notes how often each patch was called before a module is called."""
         counts_before[path] = call_counts(ledger)
 
     def store(path: str, array: Any) -> None:
-        """Keeps what a module has returned."""
+        """Keeps the output of a module."""
         returned[path].append(sampled(shard.to_torch(array)))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
@@ -142,7 +144,7 @@ def _inner_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _joined(port: Sequence[torch.Tensor], original: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns two modules' outputs, all calls of each concatenated along some dim, if this gives both one shape.
+    """Returns a module's outputs in port and original, each joined along some dim, if this gives both one shape.
 
     A port may return all frames in one call, [1, C, 5, H, W], and the original in two, with 2 and 3 frames. None if no
     dim gives one shape.

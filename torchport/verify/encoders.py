@@ -31,8 +31,8 @@ class Yardstick:
 
 
 def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, torch.Tensor]) -> Yardstick:
-    """Runs the original's encoders in their own dtype and in a wider one; the original's patches must be in force. The
-    stage's outputs in their own dtype are known: `original`.
+    """Runs the original's encoders, under its patches, in their dtype and in a wider one; `original` has the outputs of
+    the stage in the encoders' dtype.
     """
     names, parts = encoder_names(task.card, stage), network.loaded(task, stage, folder)
     modules: dict[str, torch.nn.Module] = {name: parts[name] for name in names}
@@ -48,13 +48,14 @@ def yardstick_of(task: Task, stage: Stage, folder: Path, original: Mapping[str, 
 def encoded(
     task: Task, stage: Stage, folder: Path, yardstick: Yardstick | None
 ) -> tuple[dict[str, torch.Tensor], list[Seam]]:
-    """Returns the outputs of a port's encoders, and for each its first faulty module, or else its worst one. There are
-    no modules if the original's were not recorded, as in a capture: then `yardstick` is None or has none.
+    """Returns the outputs of a port's encoders, and a seam for each encoder: its first faulty module, or the worst.
+
+    There are no seams if `yardstick` is None or has no modules, as in a capture.
     """
     with stage_in_force(task, stage) as ledger:
         parts = network.loaded(task, stage, folder)
         programs = ported.encoders(task, stage, parts, ledger)
-        parts |= programs
+        parts |= programs  # in place of the encoders
         outputs = stage.run(parts, None, task.settings, Steps())
         if yardstick is None or not yardstick.host:
             return outputs, []
@@ -79,7 +80,7 @@ def _watched(
 
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
-    """Returns for each encoder its first faulty module; if none is, that with the greatest error / allowed error."""
+    """Returns the seam of each encoder's first faulty module; else of its module with the greatest error / allowed."""
     worst: dict[str, Seam] = {}  # by encoder
     outputs = zip(yardstick.host, yardstick.wide, port, strict=True)
     for (path, original), (_, wide), (_, output) in outputs:
@@ -88,7 +89,7 @@ def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
         words = f"{rounding:.2g} from the yardstick", f"{error:.2g} from it"
         seam, encoder = Seam(path, stage, None, *words, error, allowed), path.partition(".")[0]
         before = worst.setdefault(encoder, seam)
-        is_worse = seam.distance * before.allowed > before.distance * seam.allowed
+        is_worse = seam.distance * before.allowed > before.distance * seam.allowed  # products: `allowed` may be 0
         if before.verdict is Verdict.SAME and is_worse:
             worst[encoder] = seam
     return [*worst.values()]

@@ -98,14 +98,15 @@ def latents_in(state: Mapping[str, torch.Tensor]) -> Any:
 
 @dataclasses.dataclass
 class Recording:
-    """What a run of the original leaves for the comparison with a port."""
+    """The values of a run of the original with which a port is compared."""
 
     encoded: dict[str, dict[str, torch.Tensor]]  #: The outputs of the stages before denoising, by stage.
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
-    #: After each step, by its number from 1; a list with those of the sound.
+    #: The latents after each step, by its number from 1; a list if the sound has latents, too.
     latents: dict[int, Any] = dataclasses.field(default_factory=dict)
     #: The state from which a loop can resume at each chosen step, by the number of steps before it.
     states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    #: The outputs of each denoising stage, by stage, if its loop came to its end.
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     seams: Any = None
     #: An output of each network, whose shape and dtype made-up outputs take.
@@ -180,13 +181,14 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
             call = None if stage.network is None else network.eager(task, stage, parts, folder)
             recording.encoded[stage.name] = stage.run(parts, call, task.settings, Steps())
         for stage in task.denoising:
-            if not decodes and steps is not None and len(recording.latents) > max(steps):
+            if not decodes and steps is not None and len(recording.latents) > max(steps):  # all chosen steps are over
                 break
             _RecordedLoop(task, stage, folder, recording, steps, decodes).run()
         if decodes:
             recording.decoded = decoder.original_frames(task, folder, recording.ends[task.denoising[-1].name])
-        outputs = {call.network: call.output for call in reversed(recording.calls)}
+        outputs = {call.network: call.output for call in reversed(recording.calls)}  # of each network's first call
         names = [str(stage.network) for stage in task.denoising]
+        # A network without a recorded call returns what the first network does.
         recording.templates = {name: outputs.get(name, recording.calls[0].output) for name in names}
         recording.seams = seams.record(task, folder, recording.steps, recording.templates, encoded=recording.encoded)
     return recording
@@ -204,6 +206,7 @@ class _RecordedLoop:
         steps: tuple[int, ...] | None,
         decodes: bool,
     ) -> None:
+        """Takes the loop's start from `recording`; for `steps` and `decodes` see `record`."""
         self.task, self.folder, self.recording = task, folder, recording
         self.stage = dataclasses.replace(stage, prepare=None)  # the original, without the family's changes
         self.start, self.state = start_of(recording.ends, stage)
@@ -211,8 +214,8 @@ class _RecordedLoop:
         self.chosen = [step for step in chosen if step >= self.start]
         #: Finds more steps to record; None where the user chose the steps.
         self.watch = _StepWatch(self.start, self.state) if steps is None else None
-        #: The number of the step after which the loop is left. One above the last lets it end: the decoder needs its
-        #: latents, and without chosen steps its last step has to be known.
+        #: The step after which the loop is left, from 1. A number above the last step lets the loop end: the decoder
+        #: needs its latents, and without chosen steps its last step has to be known.
         self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
 
@@ -261,12 +264,14 @@ class _StepWatch:
     """Follows a loop, and finds the steps whose calls differ from the first's, so that another fault may show there."""
 
     def __init__(self, start: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Begins before step `start`, from 0, in the loop's `state` there."""
         self.start = start
         self._state = dict(state)  # before the step that is taken
+        # The last step, from 0, and the state before it.
         self._last = (start, self._state)
         self._calls: list[Any] = []  # of the network in this step
         self._known: list[Any] = []  # the calls of each kind of step
-        self._steps: dict[int, dict[str, torch.Tensor]] = {}
+        self._steps: dict[int, dict[str, torch.Tensor]] = {}  # the first of each kind, and the state before it
 
     def called(self, inputs: Mapping[str, Any]) -> None:
         """Notes what kind of call this is: the shapes and dtypes of tensors, and the flags and texts."""
@@ -275,7 +280,7 @@ class _StepWatch:
         self._calls.append((shapes, flags))
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Ends a step; the state before it is kept if no earlier step had the same kinds of calls."""
+        """Ends step `number`, from 1; keeps the state before it if no earlier step had the same kinds of calls."""
         self._last = (number - 1, self._state)
         if self._calls not in self._known:
             self._known.append(self._calls)
@@ -308,6 +313,7 @@ class _RecordedNetwork:
         self.eager = eager
         self.loop = loop
         self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
+        # The step of the last call, and its number in the step.
         self._last_call = (-1, 0)
         self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
 
@@ -316,7 +322,7 @@ class _RecordedNetwork:
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the network's output; records the call if its step is a chosen one."""
+        """Returns the network's output; records the call if its step is chosen."""
         step = self.loop.step
         if self.loop.watch is not None:
             self.loop.watch.called(inputs)
@@ -329,6 +335,7 @@ class _RecordedNetwork:
     def _record(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
         """Returns the network's output, and adds to the recording all values of this call that are not too large."""
         original = self.original
+        # Of guidance's other calls in a step, only the output is recorded if the first call's values are large.
         paths = [] if number and self._is_large else ["", *original.units]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         output, outer = original.observed(kept, paths)
@@ -337,6 +344,7 @@ class _RecordedNetwork:
         self._is_large = self._is_large or total_bytes(outer) > BORDERS_LIMIT
         all_paths = original.all_paths
         # All modules are recorded in the first call of a step alone: guidance's other calls use the same modules.
+        # Their size is estimated from that of the blocks.
         is_whole = number == 0 and total_bytes(outer) * len(all_paths) / len(paths) <= BORDERS_LIMIT
         values = original.observed(kept, all_paths)[1] if is_whole else outer
         wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
@@ -368,6 +376,7 @@ def record_modules(request: Request, block: Unit, file: Path) -> None:
     with original_network(accept(request), call) as original:
         paths = inner_paths(original.eager.module, block.path)
         call.values = {**call.values, **original.observed(call.inputs, paths)[1]}
+        # At the blocks, too, the yardstick gets the original's values.
         call.inner = original.yardstick(call.inputs, [*original.units, *paths], call.values)[1]
     write(recording, file)
 

@@ -101,7 +101,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
 
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
-        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled one."""
+        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled tensor."""
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
             setattr(tensor, ROWS, tensors[entry["rows"]])
@@ -112,7 +112,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, decodes: bool, folder: Path, limit: int) -> str:
-    """Runs the original, writes its capture, and returns a text of what it has; runs in a process of its own."""
+    """Runs the original, writes its capture, and returns a summary of it; runs in a process of its own."""
     task = accept(request)
     return write(folder, recording.recording_of(task, steps, decodes), task, limit)
 
@@ -123,7 +123,7 @@ def unpack(folder: Path, file: Path) -> None:
 
 
 def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> str:
-    """Writes a recording as a capture of at most `limit` bytes, and returns a text of what it has and what it lacks."""
+    """Writes a recording as a capture of at most `limit` bytes, and returns a summary: calls, size, blocks left out."""
     table = TensorTable()
     data = _loop_data(original, table)
     calls, left_out = _call_data(original.calls, table, limit)
@@ -144,14 +144,14 @@ def _list_words(names: list[str]) -> str:
 
 
 def _identity(task: Task) -> dict[str, Any]:
-    """Returns the facts in which a capture and a verification must agree; only that of torch may differ."""
+    """Returns the facts in which a capture and a verification must agree; only the version of torch may differ."""
     image = task.settings.image
     settings = {name: getattr(task.settings, name) for name in SETTINGS}
     settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]
     known = versions()
     return {
         "model": task.card.model,
-        "settings": {**json.loads(json.dumps(settings)), "lora": task.loras},
+        "settings": {**json.loads(json.dumps(settings)), "lora": task.loras},  # tuples as lists, as in the file
         "dtypes": {name: task.dtype(name) for name in task.settings.dtypes},
         "checkpoint": _digests(task),
         "versions": {name: known[name] for name in (*PACKAGES, "torch") if name in known},
@@ -159,19 +159,21 @@ def _identity(task: Task) -> dict[str, Any]:
 
 
 def _digests(task: Task) -> dict[str, str]:
-    """Returns digests of a checkpoint's components; of tiny weights, which each machine makes, that of the recipe."""
+    """Returns the digests of a checkpoint's components; for tiny weights, made on each machine, that of the recipe."""
     if task.is_tiny:
         return {task.checkpoint: hashlib.sha256(task.card.tiny.model_dump_json().encode()).hexdigest()[:16]}
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).digests
 
 
 def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
-    """Returns all of a recording but its calls as JSON data, whose tensors are added to the table."""
+    """Returns a recording without its calls as JSON data, and adds the tensors to the table."""
     loop: LoopRecord = original.seams.loop
     fields = ("encoded", "latents", "states", "ends", "decoded")
+    # A template gives a shape and a dtype alone, for which one row is enough.
+    templates = {name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add({name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}),
+        "likes": table.add(templates),
         "seams": {
             "moments": table.add(original.seams.moments),
             "roundings": original.seams.yardstick.roundings if original.seams.yardstick else {},
@@ -182,7 +184,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
 
 
 def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as JSON data, and the blocks left out to stay below the limit; raises if that is too low."""
+    """Returns the calls as JSON data, and the blocks left out; raises if `limit` is too low without any block."""
     rows: list[dict[str, Any]] = []
     for call in calls:
         trees = {name: table.add(getattr(call, name)) for name in TREES}
@@ -193,19 +195,19 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
         remedy = f"Give at least {table.size / 2**30:.3g}"
         raise BadValueError(f"--capture-limit {limit / 2**30:.3g}", fact, remedy)
     borders = [{name: getattr(call, name) for name in BORDERS} for call in calls]
-    if table.size + table.cost([list(values.values()) for named in borders for values in named.values()]) <= limit:
-        for row, named in zip(rows, borders, strict=True):
-            _keep(row, named, table)
+    if table.size + table.cost([list(values.values()) for by_name in borders for values in by_name.values()]) <= limit:
+        for row, by_name in zip(rows, borders, strict=True):
+            _keep(row, by_name, table)
         return rows, []
     return rows, _keep_blocks(list(zip(calls, rows, strict=True)), table, limit)
 
 
 def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
-    """Keeps as many blocks as the limit allows, evenly over the depth; returns the names of those left out."""
+    """Adds as many blocks to the rows as the limit allows, evenly over the depth; returns the names of the others."""
     blocks, left_out = [], []
     for call, row in calls:
         paths = list(dict.fromkeys(border.path for border in call.outer if border.path))  # in the order of the call
-        blocks += [(number, call, row, path) for number, path in enumerate(spread(paths))]
+        blocks += [(turn, call, row, path) for turn, path in enumerate(spread(paths))]
     for borders_of, place in ((_outer_of, ""), (_inner_of, " inside")):  # modules inside only after all blocks
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
             borders = borders_of(call, path)
@@ -231,7 +233,11 @@ def spread(paths: list[str]) -> list[str]:
 
 
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns the values that are kept of a block: its inputs, whole, and some rows of its outputs."""
+    """Returns the values of a block that a capture keeps: whole inputs, and some rows of each output.
+
+    Returns:
+        `{"values": the original's, "outer": the yardstick's}`, as in `RecordedCall`.
+    """
     values = {
         border: value if border.side == "in" else map_tensors(value, sampled)
         for border, value in call.values.items()
@@ -243,16 +249,20 @@ def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
 
 
 def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns the values that are kept of the modules in a block: the inputs and outputs of each, whole."""
+    """Returns the values of the modules in a block that a capture keeps: whole inputs and outputs.
+
+    Returns:
+        `{"values": the original's, "inner": the yardstick's}`, as in `RecordedCall`.
+    """
     inside = [border for border in call.inner if border.path == block or border.path.startswith(f"{block}.")]
-    values = {b: call.values[b] for b in inside if b in call.values and b.path != block}
+    values = {b: call.values[b] for b in inside if b in call.values and b.path != block}  # `_outer_of` has the block's
     return {"values": values, "inner": {border: call.inner[border] for border in inside}}
 
 
 def read(folder: Path) -> Recording:
     """Returns the recording in a folder's capture; the counterpart of `write`."""
-    text, tensors = _read(folder)
-    data = text["recording"]
+    facts, tensors = _read(folder)
+    data = facts["recording"]
     seams = data["seams"]
     parts: dict[str, Any] = {
         name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded")
@@ -263,6 +273,7 @@ def read(folder: Path) -> Recording:
         fields["calls"] = [ConditionCall(**call) for call in fields["calls"]]
         loop.steps.append(SchedulerStep(**fields))
     moments = restored(seams["moments"], tensors)
+    # The stage that encodes an image is in `moments`, and not in `encoded`.
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
     side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
     calls = []
@@ -280,37 +291,37 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not file.is_file():
         raise ArtefactMissingError(str(file), "There is no such file", f"Make it with: {MADE_BY}")
     written, tensors = save.read_file(file, MADE_BY)
-    text: dict[str, Any] = json.loads(written)
-    if text.get("schema_version") != SCHEMA:
-        fact = f"Its schema version is {text.get('schema_version')!r}"
+    facts: dict[str, Any] = json.loads(written)
+    if facts.get("schema_version") != SCHEMA:
+        fact = f"Its schema version is {facts.get('schema_version')!r}"
         raise ArtefactForeignError(str(file), fact, f"This torchport reads {SCHEMA}: make it again with: {MADE_BY}")
-    if save.sha256_of(tensors) != text["sha256"]:
+    if save.sha256_of(tensors) != facts["sha256"]:
         fact = "Its tensors are not those that were written"
         raise ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {MADE_BY}")
-    return text, tensors
+    return facts, tensors
 
 
 def check(folder: Path, task: Task) -> tuple[list[str], int]:
-    """Raises if a capture is not of this task; returns notes for the report, and how many blocks the capture lacks."""
-    text, _ = _read(folder)
+    """Raises if a capture is of another task; returns notes for the report, and how many blocks the capture lacks."""
+    facts, _ = _read(folder)
     identity = _identity(task)
-    for name, captured, asked in _differences(text, identity):
+    for name, captured, asked in _differences(facts, identity):  # the first difference is enough
         fact = f"It was captured for {name} {captured!r}, and this verification has {asked!r}"
         remedy = f"Verify with what it was captured for, or capture again: {MADE_BY}"
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)
-    notes = [f"the capture lacks {_list_words(text['left_out'])}"] if text["left_out"] else []
-    captured, installed = (facts["versions"].get("torch") for facts in (text, identity))
+    notes = [f"the capture lacks {_list_words(facts['left_out'])}"] if facts["left_out"] else []
+    captured, installed = (side["versions"].get("torch") for side in (facts, identity))
     if captured != installed:
         notes.append(f"the capture is of torch {captured}, and this machine has {installed}")
-    return notes, len(text["left_out"])
+    return notes, len(facts["left_out"])
 
 
-def _differences(text: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each field in which a capture and a verification differ: its name, the capture's value, the other's."""
-    if text["model"] != identity["model"]:
-        yield "model", text["model"], identity["model"]
+def _differences(facts: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields each field in which a capture's `facts` and a verification differ: its name, and both values."""
+    if facts["model"] != identity["model"]:
+        yield "model", facts["model"], identity["model"]
     for kind, prefix in (("settings", ""), ("dtypes", "dtype of "), ("checkpoint", "checkpoint "), ("versions", "")):
-        captured, asked = text[kind], identity[kind]
+        captured, asked = facts[kind], identity[kind]
         for name in {**captured, **asked}:
             if captured.get(name) != asked.get(name) and name != "torch":
                 yield f"{prefix}{name}", captured.get(name), asked.get(name)

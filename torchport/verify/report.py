@@ -40,6 +40,8 @@ CURVES = {"rounding": "the original's rounding", "added": "added by the port", "
 
 
 class Verdict(enum.StrEnum):
+    """The verdict on a unit, a seam or a whole verification; the values are those of the JSON report."""
+
     SAME = "same"
     UNCLEAR = "unclear"
     OTHER = "different"
@@ -61,7 +63,7 @@ class Unit:
     network: str
     path: str  #: The module's path in it; empty for the network. Of a forward: its module's.
     depth: int  #: The order in which units begin, from 0.
-    #: Network, block, module, or forward: what a forward computes itself between the modules that it calls.
+    #: Network, block, module, or forward: the code of a `forward` between the modules that it calls.
     kind: Kind
     name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
     rounding: float  #: The distance of the original, in the job's dtypes, from the yardstick.
@@ -124,14 +126,16 @@ class Cause:
     place: str
     promise: str
     unit: str
+    #: The error with the patch.
     with_it: float
-    without_it: float | None  #: Without it; None where the network cannot be called without it.
+    #: The error without the patch; None where the network cannot be called then.
+    without_it: float | None
     #: Absence: without the patch the error is gone; elimination: without any other patch it is not.
     how: How
     rounding: float | None = None  #: The unit's; None for a value of the loop.
     #: Whether the family's `prepare` changes the unit, so that it may be at fault instead of the patch.
     prepared: bool = False
-    #: The module before the unit whose output it gives another shape, with both shapes; empty if there is none.
+    #: The module before the unit whose output has another shape through the patch, with both shapes; or empty.
     reshaped: str = ""
 
     def words(self, error: float) -> str:
@@ -156,9 +160,10 @@ class Decoded:
 
     #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
     rounding: float
-    added: float  #: Of the port's.
+    #: The same difference of the port's frames.
+    added: float
     frame: int  #: The port's worst frame, from 0.
-    #: That frame as PNG, by what it is: the original's, the port's, and their difference.
+    #: That frame as PNG, by caption: the original's, the port's, and their difference.
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
     #: The first module whose output differs from the original's, in words; empty where none was searched or found.
     parting: str = ""
@@ -255,9 +260,9 @@ class Verification:
         unclear = [unit for unit in self.units if unit.verdict is Verdict.UNCLEAR]
         if self.verdict is Verdict.UNCLEAR and unclear:
             unit = max(unclear, key=lambda unit: unit.ratio)
-            seen = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
+            effect = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
             between = f"up to {ROUNDING:g} is rounding, above {FAULT:g} a fault"
-            words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{seen}"
+            words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{effect}"
             return f"{self.verdict_words} ({self._compared_words()}): {words}; {between}{self._harmless_words()}"
         units = [unit for unit in self.units if not unit.is_harmless] or list(self.units)
         if not units:
@@ -287,7 +292,7 @@ class Verification:
         return f"; harmless: {most.name} {figures}{more}"
 
     def _blame(self) -> str:
-        """Returns the patch at fault in words, or else the clue; an empty text without both."""
+        """Returns the end of the first line: the patch at fault, or else the clue; empty without both."""
         if self.causes:
             cause = self.causes[0]
             prepared = "; or the family's `prepare`, which changes this module" if cause.prepared else ""
@@ -298,6 +303,7 @@ class Verification:
 def lines(verification: Verification) -> list[str]:
     """Returns a verification in twelve lines at most, the verdict first."""
     mesh = ",".join(f"{axis}={size}" for axis, size in verification.mesh.items()) or "one device"
+    # Each network's dtype, and its yardstick's: `bfloat16 beside float32`.
     dtypes = {f"{dtype} beside {verification.yardstick[name]}" for name, dtype in verification.dtypes.items()}
     steps = ", ".join(map(str, verification.steps)) or "none"
     text = [
@@ -408,7 +414,7 @@ def data(verification: Verification) -> dict[str, Any]:
     rows = dataclasses.asdict(verification)
     if verification.decoded is not None:
         rows["decoded"] |= {"verdict": verification.decoded.verdict}
-        rows["decoded"].pop("pictures", None)
+        rows["decoded"].pop("pictures", None)  # bytes of PNG files
     rows["units"] = [
         {**dataclasses.asdict(unit), "ratio": unit.ratio, "verdict": unit.verdict, "harmless": unit.is_harmless}
         for unit in verification.units
@@ -420,7 +426,7 @@ def data(verification: Verification) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns a tree as JSON data: floats that are infinite or NaN become None."""
+    """Returns a tree as JSON data: infinite floats and NaN become None, verdicts their texts, and tuples lists."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -502,6 +508,7 @@ def _chart(units: Sequence[Unit]) -> LineChart:
     high = max(high, low + 1)
 
     def height(value: float) -> float:
+        """Returns the place of a distance on the logarithmic axis, from 0 to 1."""
         return (math.log10(value) - low) / (high - low) if value < math.inf else 1.0
 
     curves = []
@@ -517,6 +524,7 @@ def _chart(units: Sequence[Unit]) -> LineChart:
 
 
 def _unit_row(unit: Unit) -> list[str]:
+    """Returns the row of a unit in the page's table."""
     optional = ("" if value is None else f"{value:.3g}" for value in (unit.inherited, unit.effect))
     verdict = "harmless" if unit.is_harmless else str(unit.verdict)
     numbers = (f"{unit.rounding:.2e}", f"{unit.added:.2e}", f"{unit.ratio:.3g}", *optional)

@@ -28,8 +28,10 @@ VIDEO_FIELDS = ("model", "prompt", "negative_prompt", "seed", "image_digest", "n
 """Fields that say what a video shows: runs that differ in one of these make two videos."""
 FIELDS_WITHOUT_EFFECT = ("fps", "image", "save_every", "keep_steps", "overrides")
 """Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
+# Compared as a whole, and not key by key.
 _WHOLE_FIELDS = ("mesh",)
-_NOT_COPIED = ("settings", "config", "identity", "patches", "cache")
+_NOT_COPIED = ("settings", "config", "identity", "patches", "cache")  # read, but not under these names
+# Fields that differ in each run of a job.
 _FIELDS_OF_ONE_RUN = (
     "schema_version",
     "run",
@@ -85,8 +87,8 @@ class FinishedRun:
         origins = origin(self.manifests[stage]), origin(manifest)
         differing = [field for field in {**origins[0], **origins[1]} if origins[0].get(field) != origins[1].get(field)]
         if differing or manifest.done != number or "latents" not in tensors:
-            what = _field_words(differing[0]) if differing else "the step"
-            fact = f"It is not of the run that made {stage}.safetensors: {what} is another"
+            words = _field_words(differing[0]) if differing else "the step"
+            fact = f"It is not of the run that made {stage}.safetensors: {words} is another"
             remedy = "Finish the run that left it, or remove it"
             raise ArtefactForeignError(str(save.file_of(self.folder, name)), fact, remedy)
         return tensors["latents"]
@@ -165,17 +167,21 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
     rows: dict[tuple[str, str, str], Difference] = {}
     for stage, (first, second) in pairs.items():
         for field in {**first, **second}:
-            mine, other = first.get(field), second.get(field)
-            if mine != other:
-                key = field, _value_words(mine), _value_words(other)
+            in_a, in_b = first.get(field), second.get(field)
+            if in_a != in_b:
+                key = field, _value_words(in_a), _value_words(in_b)
                 before = rows[key].stages if key in rows else ()
-                rows[key] = Difference(field, mine, other, (*before, stage))
-    is_everywhere = {key for key, row in rows.items() if len(row.stages) == stage_counts[row.field]}
-    return [dataclasses.replace(row, stages=()) if key in is_everywhere else row for key, row in rows.items()]
+                rows[key] = Difference(field, in_a, in_b, (*before, stage))
+    everywhere = {key for key, row in rows.items() if len(row.stages) == stage_counts[row.field]}
+    return [dataclasses.replace(row, stages=()) if key in everywhere else row for key, row in rows.items()]
 
 
 def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields and patches of two runs; of a port and its original, only the `code.*` that both have."""
+    """Returns the fields and patches of two runs, by dotted path.
+
+    If only one run is of a port, hashes of code (`code.*`) that the other run lacks are left out: the original has
+    fewer patches.
+    """
     first, second = ({**job(run), **_patches(run)} for run in (a, b))
     if a.backend != b.backend:
         common = first.keys() & second.keys()
@@ -210,7 +216,7 @@ def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
-    """Returns the promised equivalence of each patch; for a patch that had no effect, its state instead."""
+    """Returns each patch's promise, `{"patches.up.norm": "bitwise"}`; for a patch without effect, its state instead."""
     rows = {}
     for row in manifest.patches:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))
@@ -256,6 +262,7 @@ class Frames:
     ssim: float | None  #: The mean of all frames; None for frames under 11 x 11 pixels.
     worst_ssim: float | None  #: The lowest SSIM of a frame.
     worst_ssim_frame: int | None
+    #: The greatest difference of two bytes.
     greatest: int
 
 
@@ -277,11 +284,11 @@ class Distance:
     differences: list[Difference]
     frames: Frames
     same_frames: bool
-    #: Those after each step that both runs kept, and at last the last latents of `denoise`.
+    #: The latents after each step that both runs kept, and at last the last latents of `denoise`.
     latents: list[Latents]
     #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
     unkept: str
-    #: Of the sound's `latents` and `samples`; empty for videos without sound.
+    #: The same figures of the sound's `latents` and `samples`; empty for videos without sound.
     sound: dict[str, Latents]
 
     @property
@@ -310,7 +317,7 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
         same_frames=yardstick.is_same(a.frames, b.frames),
         latents=[*steps, _compare_latents(None, a.latents, b.latents)],
         unkept=unkept,
-        sound={name: _compare_latents(None, each, b.sound[name]) for name, each in a.sound.items()},
+        sound={name: _compare_latents(None, sound, b.sound[name]) for name, sound in a.sound.items()},
     )
 
 
@@ -338,10 +345,10 @@ def _compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Late
     return Latents(step, yardstick.cosine(a, b), yardstick.difference(a, b), yardstick.is_same(a, b))
 
 
-def _compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, what: str) -> Frames:
-    """Returns how similar two videos of bytes are; `what` names the second one in the progress bar."""
+def _compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, name: str) -> Frames:
+    """Returns how similar two videos of bytes are; `name` is that of the second one in the progress bar."""
     squares, ssims, greatest = [], [], 0
-    for a, b in track(list(zip(a_FCHW, b_FCHW, strict=True)), f"compare {what}", "frame"):
+    for a, b in track(list(zip(a_FCHW, b_FCHW, strict=True)), f"compare {name}", "frame"):
         squares.append(yardstick.mean_square(a, b))
         ssims.append(yardstick.ssim(a, b))
         greatest = max(greatest, int((a.int() - b.int()).abs().max()))

@@ -62,12 +62,13 @@ class SchedulerStep:
 
     state: dict[str, Any]  #: The scheduler's fields before the call.
     arguments: dict[str, Any]  #: The arguments of the scheduler's `step`, by its parameter names.
-    latents: torch.Tensor | None  #: What it returns; None if that is too large to keep.
+    #: The latents that it returns; None if they are too large to keep.
+    latents: torch.Tensor | None
     calls: list[ConditionCall]
 
 
 class LoopRecord:
-    """What a denoising loop passes to the scheduler and the networks, recorded step by step."""
+    """The values that a denoising loop passes to the scheduler and the networks, recorded step by step."""
 
     def __init__(self, chosen: Collection[int]) -> None:
         self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
@@ -76,10 +77,10 @@ class LoopRecord:
         self._depth = 0
 
     def copy_of(self, value: Any) -> Any:
-        """Returns a copy of a tree, in which None replaces large tensors if this step is not one of the chosen."""
+        """Returns a copy of a tree; unless this step is chosen, None replaces large tensors."""
 
         def copied(_: str, leaf: Any) -> Any:
-            """Returns a copy of a leaf if it is a tensor that is kept."""
+            """Returns a copy of a tensor, or None if the tensor is not kept; and any other leaf as it is."""
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.numel() > LARGE and len(self.steps) not in self.chosen:
@@ -102,7 +103,7 @@ class LoopRecord:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patches `step` of all scheduler classes of diffusers for the length of a `with`, to record its calls."""
+        """Patches `step` of all scheduler classes of diffusers for the length of a `with`, to record the calls."""
         changed = [(cls, vars(cls)["step"]) for cls in _schedulers() if "step" in vars(cls)]
         for cls, step in changed:
             cls.step = self._recorder(step)
@@ -118,19 +119,20 @@ class LoopRecord:
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
-            if self._depth:  # a call of `super().step`, within a recorded one
+            if self._depth:  # a call of `super().step`, within a recorded call
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
             arguments = dict(inspect.signature(step).bind(scheduler, *args, **kwargs).arguments)
-            arguments = {name: value for name, value in list(arguments.items())[1:] if tree.is_packable(value)}
+            del arguments[next(iter(arguments))]  # the scheduler itself
+            arguments = {name: value for name, value in arguments.items() if tree.is_packable(value)}
             record = SchedulerStep(self.copy_of(state), self.copy_of(arguments), None, self.calls)
             self._depth += 1
             try:
                 returned = step(scheduler, *args, **kwargs)
             finally:
                 self._depth -= 1
-            first = returned[0] if isinstance(returned, tuple) else getattr(returned, "prev_sample", None)
-            record.latents = self.copy_of(first)
+            latents = returned[0] if isinstance(returned, tuple) else getattr(returned, "prev_sample", None)
+            record.latents = self.copy_of(latents)
             self.steps.append(record)
             self.calls = []
             return returned
@@ -153,7 +155,7 @@ class _MadeUpNetwork:
 
     Args:
         template: An output of the network, [B, ...]: a tensor, or a tuple of tensors.
-        embeddings: Those of both prompts; an input row is of the prompt whose embeddings it is nearest to.
+        embeddings: The embeddings of both prompts; a row of inputs belongs to the prompt with the nearest embeddings.
         is_port: Whether it is called like a compiled program: all conditions in one batch, without masked tokens.
     """
 
@@ -165,6 +167,7 @@ class _MadeUpNetwork:
         record: LoopRecord,
         is_port: bool,
     ) -> None:
+        """Makes outputs like `template`, and adds the calls to `record`."""
         self.network = network
         self.template = template
         self.embeddings = embeddings
@@ -179,7 +182,7 @@ class _MadeUpNetwork:
         """Returns random outputs [B, ...], a row for each condition; equal in port and original."""
         tensors = {name: leaf for name, leaf in outputs.leaves(inputs).items() if isinstance(leaf, torch.Tensor)}
         values = {name: value for name, value in inputs.items() if type(value) in (bool, int, float, str)}
-        batch = next(tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 2)
+        batch = next(x.shape[0] for x in tensors.values() if x.ndim > 2)  # of latents or embeddings
         seeds = []  # of each row: they depend on the step, the condition and its number of calls alone
         for n in range(batch):
             row = {key: x[n : n + 1] if x.ndim and x.shape[0] == batch else x for key, x in tensors.items()}
@@ -218,6 +221,7 @@ class _UpstreamLoop(Loop):
     """A loop of upstream's that calls the networks in each step; its base class may return saved results instead."""
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of the scheduler's own `step`, recorded by `LoopRecord`."""
         return self.tracks[track].real(*args, **kwargs)
 
 
@@ -234,6 +238,7 @@ def _run_upstream(
     """
     settings = task.settings
     if hasattr(task.family, "upstream_loop"):
+        # A family with `upstream_loop` compiles one network.
         [call] = calls.values()
         task.family.upstream_loop(parts, call, settings, **inputs)
         return
@@ -245,11 +250,11 @@ def _run_upstream(
     upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, place, text_encoders)
     loop = _UpstreamLoop(parts["scheduler"], generator, latents=upstream.latents)
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}
-    before = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
-    embeddings = {name: value for name, value in inputs.items() if name not in (*moments, *before, "noise")}
+    kept = {name: value for name, value in inputs.items() if name.startswith(f"{KEPT}.")}
+    embeddings = {name: value for name, value in inputs.items() if name not in (*moments, *kept, "noise")}
     vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, upstream.image_stage)
     noise = {"latents": inputs["noise"]} if "noise" in inputs else {}
-    others = upstream.others(parts, settings, before)
+    others = upstream.others(parts, settings, kept)
     upstream.called(parts, settings, embeddings, loop, calls, vae, others, is_latent=True, **noise)
 
 
@@ -312,7 +317,7 @@ def compare(
     """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`.
 
     Args:
-        templates: An output of each network, whose shape and dtype the made-up ones have.
+        templates: An output of each network; its made-up outputs have this shape and dtype.
 
     Returns:
         The seams, and notes on what was not compared, a line each.
@@ -348,7 +353,7 @@ def record(
 
     Args:
         chosen: Steps, from 0, whose large tensors are compared.
-        templates: An output of each network, whose shape and dtype the made-up ones have.
+        templates: An output of each network; its made-up outputs have this shape and dtype.
         reference: The original's record, if `task` is a port: the port's loop gets the original's embeddings, so that
             an error of an encoder is reported once.
         encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
@@ -357,6 +362,7 @@ def record(
         side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
         for stage in encoding_stages(task):
             if stage.network is not None and reference is not None:
+                # The port takes the original's moments of the image.
                 continue
             if task.encodes_on_devices(stage) and reference is not None:
                 values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
@@ -369,6 +375,7 @@ def record(
             if stage.network is None:
                 side.encoded[stage.name] = values
             else:
+                # The stage with a network is that of the VAE, which encodes the image.
                 side.moments.update(values)
         source = reference or side
         inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
@@ -396,21 +403,23 @@ def _denoise(
     """Takes all denoising steps, with made-up outputs shaped as `templates`; fills `record`."""
     is_port = not task.original
     calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in templates.items()}
-    start = {**inputs, **task.noise(task.denoising[0])}
+    stage_inputs = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
             by_stage = [_loaded(task, stage, folder) for stage in task.denoising]
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
-            _run_upstream(task, parts, calls, start)
+            _run_upstream(task, parts, calls, stage_inputs)
         return
-    done: Mapping[str, torch.Tensor] = {}
+    # The outputs of the denoising stage before; `done` is its number of steps.
+    before: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
         with patch.applied(task.patches([stage]), stage=stage.name):
             parts = _loaded(task, stage, folder)
-            state = {name: value for name, value in done.items() if name != "done"}
-            steps = Steps(resume=(int(done["done"]), state) if done else None)
-            done = stage.run(parts, calls[str(stage.network)], task.settings, steps, **start)
-            start = dict(inputs)
+            state = {name: value for name, value in before.items() if name != "done"}
+            steps = Steps(resume=(int(before["done"]), state) if before else None)
+            before = stage.run(parts, calls[str(stage.network)], task.settings, steps, **stage_inputs)
+            # The first stage alone takes the noise.
+            stage_inputs = dict(inputs)
 
 
 def _loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
@@ -426,7 +435,7 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
         roundings = original.yardstick.roundings
         allowed = [max(row.allowed, (1 + FAULT) * roundings.get(row.name, 0.0)) for row in rows]  # both may be rounded
         pairs = zip(rows, allowed, strict=True)
-        rows = [*port.modules, *(dataclasses.replace(row, allowed=distance) for row, distance in pairs)]
+        rows = [*port.modules, *(dataclasses.replace(row, allowed=limit) for row, limit in pairs)]
     # If the port's loop stopped, its number of steps comes last: it is a consequence of what differs before.
     return [
         *rows,
@@ -437,7 +446,7 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
 def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
-    """Yields a seam, a comparison, for each value in two trees of tensors and numbers, and each differing dtype."""
+    """Yields a seam for each value in two trees of tensors and numbers, and a seam for each dtype that differs."""
     originals, ported = outputs.leaves(original), outputs.leaves(port)
     for name in {**originals, **ported}:
         expected, other = originals.get(name), ported.get(name)
@@ -448,7 +457,7 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
-        whole = expected, other  # either may be the longer one
+        whole = expected, other  # either may have more tokens
         expected = _without_padding(expected, whole[1], _masks(name, expected, originals), stage)
         other = _without_padding(other, whole[0], _masks(name, other, ported), stage)
         index = _worst_index(expected, other)
@@ -459,26 +468,27 @@ def value_seams(
 
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
-    """Yields comparisons of two loops' values, in their order: step by step, scheduler, networks' inputs, latents."""
+    """Yields the seams of two loops, step by step: the scheduler's state, networks' inputs, arguments, latents."""
     yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
     for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
+        # The scheduler's first state and the noise belong to no step.
         if n == 0:
             yield from value_seams(LOOP, _state(expected, set()), _state(ported, set()))
             noise, other = ({"noise": step.arguments.get("sample")} for step in (expected, ported))
             yield from value_seams(LOOP, noise, other)
         else:
-            constant = _unchanged_fields(original.steps[0], expected) & _unchanged_fields(port.steps[0], ported)
-            states = _state(expected, constant), _state(ported, constant)
+            unchanged = _unchanged_fields(original.steps[0], expected) & _unchanged_fields(port.steps[0], ported)
+            states = _state(expected, unchanged), _state(ported, unchanged)
             yield from value_seams(LOOP, *states, n, " of the scheduler")
         yield from _call_seams(expected.calls, ported.calls, n)
         yield from value_seams(LOOP, _step_values(expected), _step_values(ported), n)
 
 
-def _state(step: SchedulerStep, constant: set[str]) -> dict[str, Any]:
-    """Returns a scheduler's state before a step, timesteps and sigmas first, without the fields in `constant`."""
+def _state(step: SchedulerStep, left_out: set[str]) -> dict[str, Any]:
+    """Returns a scheduler's state before a step, timesteps and sigmas first, without the fields in `left_out`."""
     state = {name.lstrip("_"): value for name, value in step.state.items()}
     ordered = {name: state[name] for name in FIRST if name in state} | state
-    return {name: value for name, value in ordered.items() if name not in constant}
+    return {name: value for name, value in ordered.items() if name not in left_out}
 
 
 def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
@@ -489,19 +499,19 @@ def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
 
 
 def _text_seam(name: str, step: int | None, original: str, port: str) -> Seam:
-    """Returns the comparison of two texts about the loop: they are equal, or infinitely far from each other."""
+    """Returns the seam of two texts about the loop: their distance is 0 if they are equal, else infinity."""
     return Seam(name, LOOP, step, original, port, 0.0 if original == port else math.inf, allowed=0.0)
 
 
 def _call_seams(original: list[ConditionCall], port: list[ConditionCall], step: int) -> Iterator[Seam]:
-    """Yields comparisons of the networks' inputs in a step; calls of one network and condition belong together."""
-    known, calls = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
-    names = [", ".join(sorted(map(_call_name, side))) or "none" for side in (known.values(), calls.values())]
+    """Yields the seams of the networks' inputs in a step; calls are paired by network, condition and number."""
+    originals, ported = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
+    names = [", ".join(sorted(map(_call_name, side.values()))) or "none" for side in (originals, ported)]
     yield _text_seam("calls of networks", step, *names)
-    for key, call in known.items():
-        if key in calls:
-            both = sorted(call.values.keys() & calls[key].values.keys())
-            inputs, other = ({**c.tensors, **{name: c.values[name] for name in both}} for c in (call, calls[key]))
+    for key, call in originals.items():
+        if key in ported:
+            both = sorted(call.values.keys() & ported[key].values.keys())
+            inputs, other = ({**c.tensors, **{name: c.values[name] for name in both}} for c in (call, ported[key]))
             suffix = " of the negative prompt" if call.condition == NEGATIVE else ""
             yield from value_seams(LOOP, inputs, other, step, suffix)
 
@@ -555,7 +565,10 @@ def _prompt_and_encoder(name: str) -> tuple[bool, str]:
 
 
 def _is_same(first: Any, other: Any) -> bool:
-    """Returns whether two values are equal, at most one being a tensor; one of a single element counts as a number."""
+    """Returns whether two values are equal, of which at most one is a tensor.
+
+    A tensor of one element counts as a number; a larger tensor equals nothing.
+    """
     values = []
     for value in (first, other):
         if isinstance(value, torch.Tensor):
@@ -567,7 +580,7 @@ def _is_same(first: Any, other: Any) -> bool:
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns max|other - first| / max|first|; infinity if shapes differ, or if only one of two elements is finite."""
+    """Returns max|other - first| / max|first|; infinity if shapes, integers or the places of NaN differ."""
     if first.numel() == other.numel() == 0:
         return 0.0
     if first.shape != other.shape:

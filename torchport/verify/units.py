@@ -53,6 +53,7 @@ class Units:
     """The units of one call. Effects are measured with `outputs`; where it is None, in the port's network."""
 
     def __init__(self, port: Port, call: RecordedCall, outputs: Outputs | None = None) -> None:
+        """Keeps the port and the recorded call; no unit is measured yet."""
         self.port = port
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
@@ -67,7 +68,10 @@ class Units:
         self._uncompared: dict[Border, list[str]] = {}
 
     def measure_blocks(self) -> list[MeasuredUnit]:
-        """Measures the network's blocks, and the code of its forward between them."""
+        """Measures the network's blocks, and the code of its forward between them.
+
+        Keeps the port's calls, which `measure_modules` and `effects` need.
+        """
         paths = ["", *self.port.units]
         output, free = self.port.called(self.call.inputs, paths, {})
         self.free_values = free.observed
@@ -86,26 +90,30 @@ class Units:
         assert self.forced_call is not None
         all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
         values = inner_values(self.call.values)
-        borders = {border: value for border, value in values.items() if border.path in (block, *skipped)}
-        _, free = self.port.called(self.call.inputs, ["", *self.port.units, *all_paths], borders, skipped)
+        replacements = {border: value for border, value in values.items() if border.path in (block, *skipped)}
+        _, free = self.port.called(self.call.inputs, ["", *self.port.units, *all_paths], replacements, skipped)
+        # Only a module that the port calls as the original does can get the original's values.
         paths = [path for path in all_paths if self._is_alike(path, free.observed)]
         self._uncompared = _uncompared(free.observed, all_paths, paths)
-        borders |= {border: value for border, value in values.items() if border.path in paths}
-        _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], borders, skipped)
+        replacements |= {border: value for border, value in values.items() if border.path in paths}
+        _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], replacements, skipped)
         return self._note_reshaped(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
     def _note_reshaped(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-        """Returns units; those after the first module whose output has another shape than the original's name it."""
+        """Notes in units the first module, outside of each, whose output has another shape than the original's."""
         assert self.forced_call is not None
         patches: frozenset[str] = frozenset()
         for border, value in self.forced_call.observed.items():
             patches |= self.forced_call.patches[border]
-            known = self.call.values.get(border)
-            if border.side == "in" or not border.path or known is None or _shapes(known) == _shapes(value):
+            recorded = self.call.values.get(border)
+            if border.side == "in" or not border.path or recorded is None:
                 continue
-            shapes, other = _shapes(value), _shapes(known)
-            places = [place for place in other if shapes.get(place) != other[place]]
-            port, original = (", ".join(str(list(x[place])) for place in places if place in x) for x in (shapes, other))
+            shapes, expected = _shapes(value), _shapes(recorded)
+            if shapes == expected:
+                continue
+            places = [place for place in expected if shapes.get(place) != expected[place]]
+            sides = (shapes, expected)
+            port, original = (", ".join(str(list(x[place])) for place in places if place in x) for x in sides)
             words = f"{self.call.network}.{border.path} returns {port}, and the original's {original}"
             for item in measured:
                 if not _within(item.border.path, border.path):
@@ -126,6 +134,7 @@ class Units:
         changes = [(border, value) for border, value in changes if _can_replace(value, self.call.values[border])]
         moved = self._moved(changes)
         for move in moved:
+            # May raise the rounding by which all of them are divided.
             self.estimate_rounding(move)
         by_border = {border: self._in_roundings(move) for (border, _), move in zip(changes, moved, strict=True)}
         return [by_border.get(unit.border) for unit in measured]
@@ -138,9 +147,10 @@ class Units:
             if not is_sampled(value):
                 return value
         values = inner_values(self.call.values)
-        borders = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
+        replacements = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
         paths = [*self.port.units, *measured.forced]
-        return self.port.called(self.call.inputs, paths, borders, measured.skipped, [border])[1].observed[border]
+        _, call = self.port.called(self.call.inputs, paths, replacements, measured.skipped, whole=[border])
+        return call.observed[border]
 
     def effect_of(self, border: Border, value: Any) -> float | None:
         """Returns how far a value that replaces the original's at a border moves the output, in roundings."""
@@ -148,7 +158,7 @@ class Units:
         return self._in_roundings(move)
 
     def estimate_rounding(self, judged: float | None) -> None:
-        """Raises `self.rounding`, the rounding of the output, to the one that is to be expected, if that is more.
+        """Raises `self.rounding`, that of the network's output, to the expected rounding, if the latter is greater.
 
         In the original's output the rounding errors of blocks may cancel by chance. So the effect of each block's
         rounding is measured alone, and the root of the sum of squares is the expected rounding. This takes two calls
@@ -166,10 +176,12 @@ class Units:
         self.rounding = max(self.rounding, expected)
 
     def _moved(self, changes: Sequence[tuple[Border, Any]]) -> list[float | None]:
-        """Returns how far each value of a module moves the network's output if it replaces the original's there."""
+        """Returns how far the network's output moves if each value alone replaces the original's at its border."""
         if not changes:
             return []
-        pairs = [{border: each} for border, value in changes for each in (value, self.call.values[border])]
+        values = self.call.values
+        pairs = [{border: x} for border, value in changes for x in (value, values[border])]
+        # Two for each change: with the value, and with the original's.
         outputs = self.outputs(pairs)
         return [distance(*outputs[i : i + 2]) for i in range(0, len(outputs), 2)]
 
@@ -178,7 +190,7 @@ class Units:
         return None if move is None else move / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
-        """Returns all blocks but one, as far as they need not be called: the original's outputs take their place."""
+        """Returns the blocks but `block` that need not be called: the original's outputs can take their place."""
         assert self.forced_call is not None
         others = [path for path in self.port.units if path != block]
         return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
@@ -186,7 +198,7 @@ class Units:
     def _is_alike(self, path: str, observed: Values) -> bool:
         """Returns whether the port calls a module as often as the original, with tensors of the same shapes.
 
-        Only such a module can get the original's values. Beside a capture, some modules have only rows of theirs.
+        Only such a module can get the original's values. In a capture, some values have only some of their rows.
         """
         borders = {border for border in self.call.values if border.path == path}
         if not borders or borders != {border for border in observed if border.path == path}:
@@ -198,8 +210,14 @@ class Units:
     def _measured(
         self, forced: WatchedCall, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
     ) -> Iterator[MeasuredUnit]:
-        """Yields each unit that ends at a recorded value of a call, with its error against `wide`, of a wider dtype."""
-        patches = _patches_by_block(forced, self.port.units)
+        """Yields each unit that ends at a recorded value of a call, with its error.
+
+        Args:
+            wide: The yardstick's values, from which errors are measured.
+            paths: The modules at which values were recorded.
+            block: The path of the block whose modules are measured; empty: blocks are measured.
+        """
+        patches_by_block = _patches_by_block(forced, self.port.units)
         call = self.call
         for depth, (border, value) in enumerate(forced.observed.items()):
             is_known = border in wide and border in call.values and (not block or _within(border.path, block))
@@ -227,13 +245,13 @@ class Units:
                 number=border.number,
                 by_channel=channel_ratio(value, exact, original),
             )
-            within = block or (border.path if border.side == "out" else "")
+            block_path = block or (border.path if border.side == "out" else "")
             yield MeasuredUnit(
                 unit,
                 border,
-                block=within,
+                block=block_path,
                 patches=forced.patches[border],
-                block_patches=patches.get(within, frozenset()),
+                block_patches=patches_by_block.get(block_path, frozenset()),
                 forced=tuple(paths),
                 skipped=skipped,
             )
@@ -261,7 +279,7 @@ class Units:
 
 
 def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
-    """Returns the modules that were called between two compared values, but cannot be compared, by the later value."""
+    """Returns the modules between two compared values that cannot be compared, by the later value's border."""
     modules: dict[Border, list[str]] = {}
     waiting: list[str] = []
     for border in observed:
@@ -295,6 +313,7 @@ def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[s
     for border, called in forced.patches.items():
         if not border.path or (border.path in blocks and border.side == "in"):
             patches[""] = patches.get("", frozenset()) | called
+        # Patches that were called before a block's input belong to the code before the block.
         for path in blocks:
             if _within(border.path, path) and not (border.path == path and border.side == "in"):
                 patches[path] = patches.get(path, frozenset()) | called
@@ -348,7 +367,7 @@ def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
 
 
 def port_outputs(port: Port, call: RecordedCall) -> Outputs:
-    """Returns a function that computes the port's outputs with other values at borders."""
+    """Returns a function that computes the port's outputs with replaced values at borders."""
     return lambda changes: [
         port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes
     ]
@@ -358,6 +377,7 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
     """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
 
     def outputs(changes: Sequence[Values]) -> list[Any]:
+        """Returns the original's output for each of `changes`, computed in one new process."""
         computed: list[Any] = child.call(
             "torchport.verify.units:outputs_of_original",
             *(request, file, (call.network, call.step, call.number), list(changes)),

@@ -41,9 +41,11 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a verification compares, and with what."""
+    """The parts of a port that a verification compares, and the reference for them."""
 
+    #: The denoising steps to compare, from 0; None: the recording of the original chooses them.
     steps: tuple[int, ...] | None = None
+    #: Whether the decoder's frames are compared, too.
     decodes: bool = False
     #: Another mesh, on which the drift is measured for comparison; None: none.
     floor: str | None = None
@@ -54,7 +56,7 @@ class Options:
 def verify(request: Request, options: Options) -> Verification:
     """Returns how far a port differs from the original, with a verdict, and the patch at fault if one is found."""
     task = _accept(request, options.steps)
-    floor = None if options.floor is None else _on_mesh(task, options.floor)
+    floor_request = None if options.floor is None else _on_mesh(task, options.floor)
     original = dataclasses.replace(request, backend="original") if options.reference is None else None
     seconds: dict[str, float] = {}
     with atomic.scratch() as folder:
@@ -69,14 +71,15 @@ def verify(request: Request, options: Options) -> Verification:
         if verification.bad_seams or verification.culprits or is_decoder_bad:
             with _timed("the patch at fault", seconds):
                 verification = _with_causes(verification, results, request, original, file)
-        if floor is not None and verification.drift:
+        if floor_request is not None and verification.drift:
             with _timed("the floor", seconds):
-                verification = _with_floor(verification, floor, f"the same port on {options.floor}", file)
+                words = f"the same port on {options.floor}"
+                verification = _with_floor(verification, floor_request, words, file)
         return dataclasses.replace(verification, seconds=seconds)
 
 
 def _accept(request: Request, steps: tuple[int, ...] | None) -> Task:
-    """Returns a request's task; raises if it has a step cache, which changes the latents, or takes none of `steps`."""
+    """Returns a request's task; raises if the job has a step cache, which changes latents, or lacks one of `steps`."""
     task = accept(request)
     if task.job.cache is not None:
         fact = "A step cache makes other latents on purpose, and a verification is of the network that it calls"
@@ -92,23 +95,24 @@ def _measure_both(
     task: Task, original: Request | None, options: Options, file: Path, seconds: dict[str, float]
 ) -> Measurements:
     """Runs the original and the port, each in a process, and returns how they differ; if one fails, the other stops.
-    The port's process imports, checks and plans while the original's runs, but loads no weights before that has ended.
+    The port's process imports, checks and plans while the original's runs, but loads no weights before the latter ends.
 
     Args:
         original: The request of the original; None: the capture `options.reference` has what the original computes.
-        file: Where the original's process leaves its recording for the port's.
+        file: The file for the recording, which the original's process writes and the port's reads.
         seconds: Gets the time of each part.
     """
-    no_port, no_original = threading.Event(), threading.Event()
+    port_failed, original_failed = threading.Event(), threading.Event()
 
     def compare() -> Measurements:
+        """Compares the port with the recording; if this fails, the original's process is stopped."""
         try:
             results: Measurements = _call(
-                "comparing:compare", task.request, file, original, os.getpid(), stop=no_original
+                "comparing:compare", task.request, file, original, os.getpid(), stop=original_failed
             )
             return results
         except BaseException:
-            no_port.set()
+            port_failed.set()
             raise
 
     with ThreadPoolExecutor(1) as pool:
@@ -118,18 +122,21 @@ def _measure_both(
             # Where the port has failed, this part is stopped, and `port.result()` raises the port's error.
             with contextlib.suppress(child.ChildStoppedError), _timed(part, seconds):
                 if original is None:
-                    _call("reference:unpack", options.reference, file, stop=no_port)
+                    _call("reference:unpack", options.reference, file, stop=port_failed)
                 else:
-                    _call("recording:record", original, options.steps, file, options.decodes, stop=no_port)
+                    _call("recording:record", original, options.steps, file, options.decodes, stop=port_failed)
             with _timed("the port", seconds):
                 return port.result()
         except BaseException:
-            no_original.set()
+            original_failed.set()
             raise
 
 
 def _measure_modules(results: Measurements, request: Request, original: Request, file: Path) -> None:
-    """Measures the modules of the first faulty block, unless they were: a recording of all modules may be too large."""
+    """Adds the measured modules of the first faulty block to `results`, unless `results` has them already.
+
+    A recording of the modules of all blocks may be too large, and then only blocks were measured.
+    """
     unit = next(item.unit for item in results.measured if item.unit.verdict is Verdict.OTHER)
     if unit.kind != "block":
         return
@@ -140,7 +147,7 @@ def _measure_modules(results: Measurements, request: Request, original: Request,
 
 
 def capture_original(request: Request, options: Options, folder: Path, limit: int) -> str:
-    """Writes a capture of the original to a folder, for a port on another machine; returns a text of what it has."""
+    """Writes a capture of the original, of at most `limit` bytes, for another machine; returns a summary of it."""
     original = dataclasses.replace(request, backend="original")
     _accept(request, options.steps)  # for its errors alone
     with _timed("the original", {}):
@@ -149,9 +156,10 @@ def capture_original(request: Request, options: Options, folder: Path, limit: in
 
 
 def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
-    """Calls a function of this package, named as `module:function`, in a new process; returns what it returns."""
+    """Calls a function of this package, named as `module:function`, in a new process; returns its result."""
 
     def ended(end: child.Ended) -> MachineError:
+        """Returns the error of a process that ended without a result; a negative code is a signal: out of memory."""
         remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
 
@@ -169,7 +177,7 @@ def _timed(part: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def _with_floor(verification: Verification, request: Request, words: str, file: Path) -> Verification:
-    """Returns a verification with the drift of `request`, the same port on another mesh, which `words` name."""
+    """Returns a verification whose drift has a floor: that of `request`, the port on the mesh that `words` name."""
     steps = max(row.step for row in verification.drift)
     floors: list[Drift] = _call("comparing:drift_of_mesh", request, file, steps)
     distances = {row.step: row.distance for row in floors}
@@ -183,7 +191,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
     Raises:
         BadValueError: The text is no mesh, or the job cannot run on that mesh.
     """
-    parts = [part.partition("=") for part in mesh.split(",")]
+    parts = [part.partition("=") for part in mesh.split(",")]  # ("dp", "=", "1")
     sizes = {axis: size for axis, _, size in parts}
     if len(sizes) < len(parts) or not all(re.fullmatch(r"[a-z]\w*=[1-9]\d{0,5}", "".join(part)) for part in parts):
         raise BadValueError(f"--floor {mesh}", "It is no mesh", "Write the size of each axis once: dp=1,tp=4")
@@ -201,7 +209,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 
 
 def _verification(task: Task, options: Options, results: Measurements, notes: list[str]) -> Verification:
-    """Returns the report of all measurements; the causes of errors are added later."""
+    """Returns the report of all measurements, with the `notes` of a capture; the causes of errors are added later."""
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
     units = (*results.networks, *(measured.unit for measured in results.measured))
     remedy = "--decode compares it" if options.reference is None else "capture with --decode"
@@ -239,6 +247,7 @@ def _with_causes(
     elif verification.culprits:
         unit = verification.culprits[0]
         measured = next((item for item in results.measured if item.unit == unit), None)
+        # None: the output of the whole network is wrong, though each of its units is right.
         if measured is None:
             inputs = results.network_inputs[unit.network, unit.step]
             search = _call("verification:causes_of_network", request, file, results.folder, unit, inputs)
@@ -271,7 +280,7 @@ def _task_without(task: Task, entries: Collection[patch.Entry]) -> _TaskWithout:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What a search for the patch at fault has found."""
+    """The result of a search for the patch at fault."""
 
     causes: tuple[Cause, ...]
     clue: str  #: Where to look if there is no cause.
@@ -279,7 +288,7 @@ class Search:
 
 
 def causes_of_unit(request: Request, file: Path, folder: Path, measured: MeasuredUnit) -> Search:
-    """Returns the patch that causes a unit's error; runs in a process of its own."""
+    """Returns the patch that causes a unit's error, or else a clue; runs in a process of its own."""
     task, unit = accept(request), measured.unit
     call = read(file).call_of(unit.network, unit.step, unit.call)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
@@ -289,9 +298,10 @@ def causes_of_unit(request: Request, file: Path, folder: Path, measured: Measure
     if any(cause.how == "absence" for cause in causes):
         prepared = _is_prepared(task, stage, unit.path)
         causes = [dataclasses.replace(cause, prepared=prepared) for cause in causes]
+    # A patch that is called only before the unit causes its error through another shape.
     earlier = measured.reshaped_patches - measured.patches - measured.block_patches
-    reshaped = [dataclasses.replace(c, reshaped=measured.reshaped if c.patch in earlier else "") for c in causes]
-    return Search(tuple(reshaped), _unit_clue(tried))
+    causes = [dataclasses.replace(c, reshaped=measured.reshaped if c.patch in earlier else "") for c in causes]
+    return Search(tuple(causes), _unit_clue(tried))
 
 
 def _unit_clue(tried: Collection[str]) -> str:
@@ -304,6 +314,7 @@ def _unit_clue(tried: Collection[str]) -> str:
 
 def _is_prepared(task: Task, stage: Stage, path: str) -> bool:
     """Returns whether a family's `prepare` adds parameters or buffers to a module, or removes some."""
+    # The names of parameters and buffers, with `prepare` and without.
     names = []
     with in_force(task, [stage]):
         for variant in (stage, dataclasses.replace(stage, prepare=None)):
@@ -326,6 +337,7 @@ def causes_of_network(
     devices.prepare(task.machine)
 
     def error(port: Port) -> float | None:
+        """Returns the error of the network's output in the call that is at fault; None without an output to compare."""
         outputs = [port.called(values, [], {})[0] for values in inputs]
         parts = split_by_call(outputs, calls)
         return None if parts is None else distance(parts[unit.call], tensors_of(calls[unit.call].wide_output))
@@ -353,8 +365,8 @@ def _leave_out(
     """Leaves out one patch at a time, until a unit's `error` is gone.
 
     Returns:
-        That patch as the cause; no cause if the error stays. And by the id of each patch that was tried, the error
-        without it; None where the network cannot be called without it.
+        The patch without which the error is gone, as the cause; no cause if the error stays. And by the id of each
+        patch that was tried, the error without it; None where the network cannot be called without it.
     """
     tried: dict[str, float | None] = {}
     with_it = unit.ratio * unit.rounding
@@ -363,9 +375,9 @@ def _leave_out(
         log.info("without %s: %s adds %s", entry.id, unit.name, without)
         if _is_cured(unit.rounding, without):
             return [_cause(entry, unit.name, with_it, without, rounding=unit.rounding)], tried
-    untried = [entry for entry in entries if tried[entry.id] is None]
-    if len(untried) == 1:  # the error stayed without each of the others
-        cause = _cause(untried[0], unit.name, with_it, None, rounding=unit.rounding)
+    unmeasured = [entry for entry in entries if tried[entry.id] is None]
+    if len(unmeasured) == 1:  # the error stayed without each of the others
+        cause = _cause(unmeasured[0], unit.name, with_it, None, rounding=unit.rounding)
         return [dataclasses.replace(cause, how="elimination")], tried
     return [], tried
 
@@ -374,9 +386,9 @@ def _cause(
     entry: patch.Entry, place: str, with_it: float, without: float | None, rounding: float | None = None
 ) -> Cause:
     """Returns a patch as the cause of the error `with_it` at a place, such as `transformer.blocks.2` or `sigmas`."""
-    written = entry.equivalence.written()
-    bounds = [f"{key}: {value}" for key, value in written.items()] if isinstance(written, dict) else [written]
-    return Cause(entry.id, entry.place, "; ".join(bounds), place, with_it, without, "absence", rounding)
+    written = entry.equivalence.written()  # `bitwise`, or a dict such as {"lossy": "int8"}
+    promises = [f"{key}: {value}" for key, value in written.items()] if isinstance(written, dict) else [written]
+    return Cause(entry.id, entry.place, "; ".join(promises), place, with_it, without, "absence", rounding)
 
 
 def causes_of_decoder(request: Request, original: Request | None, file: Path, folder: Path, decoded: Decoded) -> Search:
@@ -391,9 +403,11 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
         module, called = decoder.first_fault(task, accept(original), folder, recorded)
     name = f"frame {decoded.frame} of {stage.name}"
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
-    entries.sort(key=lambda entry: entry.id not in called)  # those that are called in the module come first
+    entries.sort(key=lambda entry: entry.id not in called)  # patches that are called in the module come first
     for entry in entries:
-        reduced, without = _task_without(task, [entry]), None
+        reduced = _task_without(task, [entry])
+        # It stays None where the decoder cannot be called without the patch.
+        without = None
         with _refusals_logged([entry]), in_force(reduced, [stage]):
             without = decoder.compare(reduced, folder, recorded)
         added = None if without is None else without.added / LEVELS
@@ -401,8 +415,8 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
         if without is not None and without.verdict is Verdict.SAME:
             return Search((_cause(entry, name, decoded.added / LEVELS, added),), "", module)
     if called:
-        inner = sorted(task.patches([stage]), key=lambda entry: entry.kind == "op")  # mostly exact
-        places = ", ".join(f"{entry.id} ({entry.place})" for entry in inner if entry.id in called)
+        ordered = sorted(task.patches([stage]), key=lambda entry: entry.kind == "op")  # operators last: most are exact
+        places = ", ".join(f"{entry.id} ({entry.place})" for entry in ordered if entry.id in called)
         return Search((), f"leaving out one patch does not cure it; called in that module: {places}", module)
     if not entries:
         return Search((), "it has no patch: look at the card's dtypes and rules", module)
@@ -411,13 +425,16 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
 
 
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
-    """Returns the patch that causes a seam's difference, found by bisection: one half of them is left out at a time.
-    Candidates are the patches with the ids `called`, those that were called outside the networks.
+    """Returns the patch that causes a seam's difference, found by bisection. Runs in a process of its own.
+
+    Args:
+        called: The ids of the candidates: of the patches that were called outside the networks.
     """
     task, recorded = accept(request), read(file)
     clue = "no patch is at fault: look at the family's loop, and at the card"
 
     def distance_without(entries: Collection[patch.Entry]) -> float:
+        """Returns the seam's distance while some patches are left out; 0 if the seam is gone."""
         reduced = _task_without(task, entries)
         rows, _ = seams.compare(reduced, folder, recorded.seams, recorded.templates)
         key = seam.name, seam.stage, seam.step
@@ -428,7 +445,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     if task.job.encode == "devices":
         devices.prepare(task.machine)
         entries = [entry for entry in entries if entry.package not in ("torch", "torchax")]  # encoders run on these
-    if not entries or distance_without(entries) > seam.allowed:
+    if not entries or distance_without(entries) > seam.allowed:  # it stays without all candidates
         return Search((), clue)
     while len(entries) > 1:
         half = entries[: len(entries) // 2]
@@ -439,13 +456,14 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
 
 
 def _is_cured(rounding: float, added: float | None) -> bool:
-    """Returns whether an error is no longer a fault's; never where it could not be measured (None)."""
+    """Returns whether an error is too small for a fault; False for None, where it could not be measured."""
     return added is not None and added <= FAULT * rounding
 
 
 def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.Entry]:
-    """Returns the patches that may cause a unit's error: called in it, then in its block (or uncounted), then earlier.
-    Of the earlier ones only those up to the first module whose output has another shape: the error may follow from it.
+    """Returns the patches that may cause a unit's error, the nearest first: called in the unit, in its block (or with
+    calls that cannot be counted), and earlier. The latter only up to the first module whose output has another shape,
+    from which the error may follow.
     """
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     first = [entry for entry in entries if entry.id in measured.patches]
@@ -461,12 +479,12 @@ def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.E
 def _error_without(
     task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, error: Callable[[Port], float | None]
 ) -> float | None:
-    """Returns the `error` of a port without one patch, or with all if `entry` is None; None if it cannot be called."""
+    """Returns the `error` of a port without the patch `entry` (None: with all), or None if it cannot be called then."""
     entries = [entry] if entry else []
     with _refusals_logged(entries), in_force(_task_without(task, entries), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
-    return None  # the error was logged
+    return None  # the network raised, and `_refusals_logged` suppressed the error
 
 
 @contextlib.contextmanager
@@ -496,12 +514,13 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     if measured.border not in observed:
         return None
     value, exact, unit = observed[measured.border], wide[measured.border], measured.unit
+    with_patch = unit.ratio * unit.rounding
     added = distance(value, exact)
     if added is None:
         return None
     added = max(added, unit.rounding * channel_ratio(value, exact, call.values[measured.border]))
-    if added <= FAULT * unit.rounding or unit.effect is None or added >= unit.ratio * unit.rounding:
+    if _is_cured(unit.rounding, added) or unit.effect is None or added >= with_patch:
         return added
     # The error that is left without the patch may be harmless, as errors of a right port are.
-    effect = Units(port, call).effect_of(measured.border, observed[measured.border])
+    effect = Units(port, call).effect_of(measured.border, value)
     return added if effect is None else min(added, effect * unit.rounding)

@@ -190,6 +190,7 @@ def _channel_errors(a: torch.Tensor, b: torch.Tensor, least: float) -> torch.Ten
     known = b.isfinite()
     errors = torch.where(known, a - b, 0.0).abs().nan_to_num(nan=math.inf).amax(0)
     scales = torch.where(known, b, 0.0).abs().amax(0)
+    # A channel that is almost zero is measured by the rounding of the other channels.
     return errors / scales.clamp(min=max(TINY, least * float(scales.median())))
 
 
