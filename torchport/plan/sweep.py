@@ -69,7 +69,6 @@ def sweep(
         keep: A folder for the compiler's dumps, with a subfolder for each plan.
         count: The number of parallel compilations; by default as many as the machine has room for.
     """
-    # Of `mesh.dp=2`, the field is `mesh`.
     swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]
     if swept:
         raise BadValueError(f"--set {swept[0]}", "A sweep takes every strategy and mesh in turn", "Leave it out")
@@ -98,7 +97,6 @@ def sweep(
                 skipped.append((choice, error))
 
     def work(item: tuple[SweptMesh, Task]) -> JobPlan:
-        """Returns the plan of one choice, made in a child process."""
         choice, task = item
         folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
         return of_task(task, folder, bounded, stages=(STAGE,))
