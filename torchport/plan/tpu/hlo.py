@@ -235,11 +235,10 @@ class HloProgram:
                 kind, size = inner.opcode.removesuffix("-start"), inner.bytes
                 if kind not in KINDS:
                     continue
-                in_chain = inner.chain and fusion is not None
-                targets = [part.target for _, part in self._with_fused(fusion)] if in_chain else []
-                # All fusions of a chain repeat the collective; only the fusion that starts it counts.
-                if targets and "AsyncCollectiveStart" not in targets:
-                    continue
+                if inner.chain and fusion is not None:
+                    targets = [part.target for _, part in self._with_fused(fusion)]
+                    if "AsyncCollectiveStart" not in targets:
+                        continue  # all fusions of a chain repeat the collective; only the fusion that starts it counts
                 if fusion is not None and self._scatters(fusion):
                     kind, size = "reduce-scatter", fusion.bytes
                 source = inner.source or run.instruction.source
