@@ -1,4 +1,4 @@
-"""The one door to attention: checks a call, chooses an implementation, and runs it on every device's shard.
+"""The only door to attention: checks a call, chooses an implementation, and runs it on every device's shard.
 
 If the caller names an implementation, that one runs, or it is an error. Otherwise the platform and the call choose:
 
@@ -145,11 +145,11 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One call of a kernel that is no attention, on one device: how to compile it alone, and what it moves."""
+    """A call on one device of a kernel other than attention: how to compile it alone, and the bytes that it moves."""
 
     kernel: str
-    build: str
-    arguments: Mapping[str, Any]
+    build: str  #: `module:function` that returns the kernel and its operands' shapes.
+    arguments: Mapping[str, Any]  #: The function's arguments.
     #: The iterations of each of the kernel's loops when it is entered, the loop over the grid first.
     loops: tuple[int, ...]
     bytes: int  #: Read from HBM and written there.

@@ -119,7 +119,7 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
 
 
 def _full_mask(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
-    """Returns a mask as [B or 1, H or 1, S, T]; refuses one of more than `MASK_LIMIT` bytes."""
+    """Returns a mask as [B or 1, H or 1, S, T]; refuses a mask of more than `MASK_LIMIT` bytes."""
     mask = _with_four_dims(mask)
     shape = (*mask.shape[:2], query[2], keys)
     size = math.prod(shape) * mask.dtype.itemsize

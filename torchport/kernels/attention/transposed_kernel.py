@@ -275,8 +275,8 @@ class Softmax:
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
         """Returns the scores [C, queries] of keys [C, W], in units of log 2."""
         head, start, count = cell
-        some = pl.ds(start, count)
-        q = self.refs.q[some, :] if self.plan.heads == 1 else self.refs.heads[head, some, :]
+        queries = pl.ds(start, count)
+        q = self.refs.q[queries, :] if self.plan.heads == 1 else self.refs.heads[head, queries, :]
         # In float32, after the product: a scaled q, rounded to bfloat16 again, would cost precision.
         return self._product(keys, q, ROWS) * self.plan.scale
 

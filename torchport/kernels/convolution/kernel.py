@@ -365,17 +365,17 @@ class _GridStep:
 
     def take_row(self) -> None:
         """Puts a row of the input, and the columns on its two sides, into the ring of the last three rows."""
-        conv, some = self.conv, self.conv.columns_at_once
+        conv, count = self.conv, self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
-            x = self._columns("x", number * some, some, 1)
-            beside = [self._columns(name, 1 + number * (some // conv.scaled), some, conv.scaled) for name in scaling]
-            self._enter_columns(x, 1 + number * some, beside)
+            x = self._columns("x", number * count, count, 1)
+            scales = [self._columns(name, 1 + number * (count // conv.scaled), count, conv.scaled) for name in scaling]
+            self._enter_columns(x, 1 + number * count, scales)
             return 0
 
         scaling = ("scale", "shift") if conv.scaled else ()
-        if some < conv.width:
-            jax.lax.fori_loop(0, conv.width // some, write_columns, 0)
+        if count < conv.width:
+            jax.lax.fori_loop(0, conv.width // count, write_columns, 0)
         else:
             write_columns(0, 0)
         for side, column in (("left", 0), ("right", conv.width + 1)):
@@ -444,13 +444,13 @@ class _GridStep:
         conv = self.conv
         total: Any = None
         for tap in range(0, count, conv.together_taps):
-            some = range(tap, min(tap + conv.together_taps, count))
-            lhs = [self._positions(start, group, n, count) for n in some]
-            joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in zip(*lhs, strict=True)]
-            here = pl.ds((group * count + tap) * conv.depth, len(some) * conv.depth)
-            for mine, theirs in conv.products:
-                weight = self.ref[f"weight{theirs}"][0, here]
-                product = jnp.dot(joined[mine], weight, precision="default", preferred_element_type=jnp.float32)
+            taps = range(tap, min(tap + conv.together_taps, count))
+            inputs = [self._positions(start, group, n, count) for n in taps]
+            joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in zip(*inputs, strict=True)]
+            rows = pl.ds((group * count + tap) * conv.depth, len(taps) * conv.depth)
+            for part, weight_part in conv.products:
+                weight = self.ref[f"weight{weight_part}"][0, rows]
+                product = jnp.dot(joined[part], weight, precision="default", preferred_element_type=jnp.float32)
                 total = product if total is None else total + product
         return total
 
@@ -506,7 +506,7 @@ class _GridStep:
             return start if still else []
         missing = self.conv.block - self.ref["carry"].shape[-1]
         carry = [jnp.pad(self.ref["carry"][n, 0, here], ((0, 0), (0, missing))) for n in range(2)]
-        return [jnp.where(self.is_first, mine, carried) for mine, carried in zip(start, carry, strict=True)]
+        return [jnp.where(self.is_first, before, carried) for before, carried in zip(start, carry, strict=True)]
 
 
 def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:

@@ -46,12 +46,12 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
     takes = forms.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
     run = _by_kernel if takes else _by_xla
     samples = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
-    near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))
-    near = jnp.where(rows * columns > 0, near, 0.0)  # padding may hold anything, and NaN times 0 is NaN
+    base, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))
+    base = jnp.where(rows * columns > 0, base, 0.0)  # padding may hold anything, and NaN times 0 is NaN
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
     offset = total / count
     spread = squares / count - offset * offset
-    return _over_groups(groups, form, near + offset, spread, (rows * columns).astype(jnp.float32))
+    return _over_groups(groups, form, base + offset, spread, (rows * columns).astype(jnp.float32))
 
 
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
@@ -134,7 +134,7 @@ def summed(
     """
     whole = pl.BlockSpec((sums.frames, sums.channels), lambda row, valid: (0, 0))
     shape = jax.ShapeDtypeStruct((sums.frames, sums.channels), jnp.float32)
-    near, total, squares = pl.pallas_call(
+    base, total, squares = pl.pallas_call(
         functools.partial(_sums_kernel, sums),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -147,31 +147,31 @@ def summed(
         interpret=interpret,
         name=sums.name,
     )(valid, x)
-    return near, total, squares
+    return base, total, squares
 
 
-def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares: Any) -> None:
+def _sums_kernel(sums: Sums, valid: Any, x: Any, base: Any, total: Any, squares: Any) -> None:
     """Adds a row of the video to the sums; the first row also sets the values from which differences are taken."""
-    row, some = pl.program_id(0), sums.columns_at_once
+    row, at_once = pl.program_id(0), sums.columns_at_once
 
     def start() -> None:
-        near[...] = x[0, 0].astype(jnp.float32)
+        base[...] = x[0, 0].astype(jnp.float32)
         total[...] = jnp.zeros_like(total)
         squares[...] = jnp.zeros_like(squares)
 
     pl.when(row == 0)(start)
-    origin = near[...]
+    origin = base[...]
 
     def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Returns the sums `so_far` with the differences of some columns of the row, and with their squares."""
-        difference = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
+        difference = x[0, pl.ds(number * at_once, at_once)].astype(jnp.float32) - origin
         if sums.padded:
-            column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)
+            column = number * at_once + jax.lax.broadcasted_iota(jnp.int32, (at_once, 1, 1), 0)
             difference = jnp.where(jnp.logical_and(row < valid[0], column < valid[1]), difference, 0.0)
         return so_far[0] + jnp.sum(difference, axis=0), so_far[1] + jnp.sum(difference * difference, axis=0)
 
     zeros = jnp.zeros((sums.frames, sums.channels), jnp.float32)
-    count = sums.width // some
+    count = sums.width // at_once
     of_row = jax.lax.fori_loop(0, count, add, (zeros, zeros)) if count > 1 else add(0, (zeros, zeros))
     total[...] += of_row[0]
     squares[...] += of_row[1]

@@ -286,7 +286,7 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
 
 
 OVERHEAD = 40
-"""Bundles that tell loops apart: those of the compiler have 7 to 33, a kernel's 50 or more (libtpu 0.0.51)."""
+"""Bundles that tell loops apart: the compiler's loops have 7 to 33, a kernel's 50 or more (libtpu 0.0.51)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +335,7 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     passes, work = dict(zip(loops, trips.loops, strict=True)), kernel.matrix_work
 
     def count(region: Region, times: int) -> int:
-        """Returns the sum of the weights of a region's bundles if the code around it runs so many `times`."""
+        """Returns the sum of the weights of a region's bundles in all their runs, if code around it runs `times`."""
         times *= passes.get(region, 1)
         busy = [bool(work[part.start : part.end].any()) for part in region.inside]
         total, at = 0, region.start

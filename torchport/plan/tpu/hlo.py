@@ -80,7 +80,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """An HLO computation: its instructions by name, in schedule order; `root` is the one whose value it returns."""
+    """An HLO computation: its instructions by name, in schedule order; `root` names the instruction of its result."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -445,7 +445,7 @@ class _HloReader:
         text = file.read_text(encoding="utf-8", errors="replace").rstrip("\n")
         # An attribute on a separate line is joined to its instruction; blank lines keep the line numbers right.
         self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
-        self.at = 0
+        self.at = 0  # the index of the current line, for errors
         self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
         self.sources: dict[int, SourceLine | None] = {0: None}
         self.computations: dict[str, Computation] = {}
