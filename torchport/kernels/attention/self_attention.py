@@ -180,11 +180,9 @@ def _local(
     sin_SD: jax.Array,
     lengths_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes one device's part of `attention`.
-
-    The device has some tokens of `heads` heads, and exchanges them for all tokens of some heads; `valid` of all tokens
-    are no padding. After attention it exchanges the outputs back. Returns outputs [B, 1, N, S, F / N] of the device's
-    tokens, and [B, T, F] of the further tokens.
+    """Computes a device's part of `attention`. The device exchanges its tokens of `heads` heads for all tokens of some
+    heads, `valid` of which are no padding, attends, and exchanges the outputs back. Returns outputs
+    [B, 1, N, S, F / N] of its tokens, and [B, T, F] of the further tokens.
     """
     (ways, groups), size, interpret = mesh_ways(), problem.head_size, problem.interpret
     group, padded = transposed.grouping(heads, size)
@@ -213,7 +211,6 @@ def _local(
             arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[taken]))
 
         def over_all_keys(x_BSF: jax.Array) -> jax.Array:
-            """Returns attention of queries over the tokens' keys and the further tokens' keys."""
             settings = transposed_settings(problem, x_BSF.shape[1], keys.shape[1], group, padded, int8=_int8(problem))
             return transposed.side_by_side(x_BSF, arrays, heads=group, head_size=padded, settings=settings)
 
