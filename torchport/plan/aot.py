@@ -39,16 +39,16 @@ from torchport.stages import family, recorder
 from torchport.task import Task, encoder_names
 
 SCHEDULED = "*after_codegen.txt"
-"""The names of the dump's files that have a scheduled program; see `hlo`."""
+"""The names of the files in a compiler's dump that have a scheduled program; see `hlo`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageNetwork:
-    """A stage's network and the calls of it that a run makes, as shapes, before anything is lowered."""
+    """A stage's network and its calls in a run, as shapes, before anything is lowered."""
 
     program: compile.Compiled
     called: list[recorder.NetworkCall]
-    #: The calls of attention and of other kernels; every lowering adds its own.
+    #: The calls of attention and of other kernels; lowering a program appends its calls here.
     kernels: list[dispatch.Traced | dispatch.Pass]
 
 
@@ -81,8 +81,8 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
-    """Returns the call of each encoder of a stage, as shapes of tokens and mask; empty if the shapes of the embeddings
-    are not known before a run. Patches must be in force.
+    """Returns the call of each encoder of a stage by its name, with shapes of tokens and mask, from its embeddings'
+    shapes; {} if these are not known before a run. Patches must be in force.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:
@@ -92,11 +92,13 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
     embeddings = {name: x for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
     for name in encoder_names(task.card, stage):
         # `prompt_embeds_2` is the output of `text_encoder_2`.
-        made = [x for key, x in embeddings.items() if _suffix(key) == _suffix(name)] or [*embeddings.values()]
-        if made:
-            tokens, times = max(x.shape[-2] for x in made), sum(x.shape[0] for x in made)
+        outputs = [x for key, x in embeddings.items() if _suffix(key) == _suffix(name)] or [*embeddings.values()]
+        if outputs:
+            # An encoder runs once for each sample of its embeddings.
+            tokens, times = max(x.shape[-2] for x in outputs), sum(x.shape[0] for x in outputs)
             config = load.configuration(network.published(task, name)) if task.encodes_on_devices(stage) else {}
-            tokens = min(tokens, config.get("max_position_embeddings") or tokens)  # CLIP's vector beside T5's tokens
+            # CLIP's output may be a vector, without tokens: T5's tokens beside it are more than CLIP takes.
+            tokens = min(tokens, config.get("max_position_embeddings") or tokens)
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
             flops = 2 * network.parameters(task, name) * tokens  # a multiply and an add
             shapes = {"input_ids": ids, "attention_mask": ids}
@@ -105,55 +107,56 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
 
 
 def _suffix(name: str) -> str:
-    """Returns the number that ends a component's or an embedding's name, `2` of `prompt_embeds_2_mask`; or ''."""
+    """Returns the number at the end of a name, `2` for `text_encoder_2` and `prompt_embeds_2_mask`; '' without it."""
     number = re.search(r"_(\d+)(?=_mask$|$)", name)
     return "" if number is None else number[1]
 
 
 def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.sharding.Mesh) -> StageNetwork:
-    """Returns an encoder that runs on the devices, with its one call, ready to be lowered."""
-    module, written = copy.deepcopy(network.published(task, name)), rules.of_shared(name, ported.STRATEGY)
+    """Returns an encoder that runs on the devices, with its only call, ready to be lowered."""
+    module, sharding = copy.deepcopy(network.published(task, name)), rules.of_shared(name, ported.STRATEGY)
 
-    def first(module: Any, **inputs: Any) -> Any:
+    def first_output(module: Any, **inputs: Any) -> Any:
         return (module(**inputs)[0],)
 
-    program = network.ported(module.eval(), written, mesh, how=first, trace=None, attention=ported.ATTENTION)
+    program = network.ported(module.eval(), sharding, mesh, how=first_output, trace=None, attention=ported.ATTENTION)
     return StageNetwork(program, [called], [])
 
 
 def check_loras(task: Task, stage: family.Stage) -> None:
-    """Raises for a LoRA file that does not fit a stage's network; files that are not here are not checked."""
+    """Raises for a LoRA file that does not fit a stage's network; files of `unchecked_loras` are left out."""
     name = str(stage.network)
     layout = network.layout(task, name)
-    here = [entry for entry in task.job.lora if entry.component == name and _why_unchecked(task, entry) is None]
-    if not here or layout.loras is None:
+    checked = [file for file in task.job.lora if file.component == name and _why_unchecked(task, file) is None]
+    if not checked or layout.loras is None:
         return
     shapes = {key: tuple(tensor.shape) for key, tensor in network.published(task, name).state_dict().items()}
+    # Each parameter's name in the checkpoint, which a LoRA file may use.
     names = {key: key for key in shapes}
     folder = _component_folder(task, name)
     if layout.rename and folder is not None:
         names |= {key: stored.name for key, stored in layout.stored(folder).items()}
-    files = [lora.Lora(expand_home(entry.path), entry.scale) for entry in here]
+    files = [lora.Lora(expand_home(file.path), file.scale) for file in checked]
     lora.additions(dataclasses.replace(layout.loras, files=files), shapes, names)  # raises if a file does not fit
 
 
 def unchecked_loras(task: Task) -> list[str]:
-    """Returns a line for each LoRA file that a plan cannot check: it assumes that the file fits."""
-    whys = [(entry.path, _why_unchecked(task, entry)) for entry in task.job.lora]
+    """Returns a line for each LoRA file that a plan cannot check, and so takes to fit."""
+    whys = [(file.path, _why_unchecked(task, file)) for file in task.job.lora]
     return [f"the LoRA '{path}' fits: {why}" for path, why in whys if why is not None]
 
 
-def _why_unchecked(task: Task, entry: LoraFile) -> str | None:
-    """Returns in words why a plan cannot check that a LoRA file fits; None if it can."""
-    if not has_file(expand_home(entry.path)):
+def _why_unchecked(task: Task, file: LoraFile) -> str | None:
+    """Returns in words why a plan cannot check that a LoRA file fits; None if the file can be checked."""
+    if not has_file(expand_home(file.path)):
         return "the file is not here"
-    if network.layout(task, entry.component).rename and _component_folder(task, entry.component) is None:
+    if network.layout(task, file.component).rename and _component_folder(task, file.component) is None:
         return "it may have the checkpoint's names, and that is not here"
     return None
 
 
 def _component_folder(task: Task, component: str) -> Path | None:
-    """Returns where a component of the checkpoint lies; None if it is not here."""
+    """Returns the folder of a component in the checkpoint; None if the checkpoint is not on this machine."""
     root = checkpoint.described(task.checkpoint, task.card)
     return None if root is None else task.component_folder(root, component)
 
@@ -177,6 +180,8 @@ class DeviceBytes:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
+    """The compiler's figures of one program, which go from the child process to its parent."""
+
     memory: DeviceBytes | Overflow
     inputs: dict[str, list[int]]
     times: int
@@ -193,7 +198,7 @@ class CompiledProgram:
     compile_s: float
 
     def holding(self, resident: int) -> CompiledProgram:
-        """Returns the program with `resident` further bytes on each device; unchanged if it does not fit anyway."""
+        """Returns the program with `resident` more bytes on each device; unchanged if the program does not fit."""
         if isinstance(self.memory, Overflow):
             return self
         return dataclasses.replace(self, memory=dataclasses.replace(self.memory, resident=resident))
@@ -220,12 +225,16 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
 def _with_cache(
     outline: StageNetwork, called: recorder.NetworkCall, task: Task, dump: Path, cache: StepCache
 ) -> Iterator[CompiledProgram]:
-    """Yields a program that computes all blocks, then one that reuses outputs, if a step does and the first fits."""
+    """Yields the program of steps that compute all blocks, and then the program of steps that reuse outputs.
+
+    The second is left out if no step reuses outputs, or if the first does not fit: its inputs are then not known.
+    """
     steps, computed = task.job.steps, len(cache.computed(task.job.steps))
-    a_step = called.times // steps
-    first = dataclasses.replace(called, static=(*called.static, (cached_steps.MODE, "full")), times=a_step * computed)
+    calls_per_step = called.times // steps
+    static = (*called.static, (cached_steps.MODE, "full"))
+    first = dataclasses.replace(called, static=static, times=calls_per_step * computed)
     full, outputs = _program(outline, first, task.machine, dump)
-    kept = None if outputs is None else outputs[1]
+    kept = None if outputs is None else outputs[1]  # outputs of blocks, for steps that reuse them
     # An extrapolation also keeps differences of earlier steps on the devices, besides inputs and outputs.
     kept_bytes = 0
     for leaf in jax.tree.leaves(kept):
@@ -239,30 +248,31 @@ def _with_cache(
             called,
             inputs={**called.inputs, cached_steps.KEPT: kept},
             static=(*called.static, (cached_steps.MODE, "reuse")),
-            times=a_step * (steps - computed),
+            times=calls_per_step * (steps - computed),
             flops=called.flops * cache.last_blocks // blocks,  # only these blocks are computed; other work is small
         )
         yield _program(outline, reused, task.machine, dump)[0].holding(kept_bytes)
 
 
 def _program(
-    network: StageNetwork, called: recorder.NetworkCall, machine: Machine, dump: Path
+    outline: StageNetwork, called: recorder.NetworkCall, machine: Machine, dump: Path
 ) -> tuple[CompiledProgram, Any]:
     """Compiles for one set of shapes; returns the program, and its outputs as shapes, or None if it does not fit."""
-    written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
+    # Programs compiled earlier have left files in the dump, and calls in `kernels`.
+    earlier_files, earlier_calls = set(dump.glob(SCHEDULED)), len(outline.kernels)
     start, lowered_at = time.monotonic(), None
-    network.program.operators = network.program.network.operator_record()
+    outline.program.operators = outline.program.network.operator_record()
     memory: DeviceBytes | Overflow
     outputs = None
     try:
-        lowered = network.program.lowered(network.program.shapes(called.inputs), called.static)
+        lowered = outline.program.lowered(outline.program.shapes(called.inputs), called.static)
         lowered_at = time.monotonic()
         memory, outputs = _memory(lowered, machine)
     except VmemError as error:
-        memory = _overflow(error, network.kernels[traced:])
-    written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
+        memory = _overflow(error, outline.kernels[earlier_calls:])
+    dumped, end = set(dump.glob(SCHEDULED)) - earlier_files, time.monotonic()
     lowered_at = lowered_at or end  # None if tracing raised, as for a tile that is too large
-    noted = network.kernels[traced:]
+    noted = outline.kernels[earlier_calls:]
     passes = sorted((call for call in noted if isinstance(call, dispatch.Pass)), key=lambda call: call.bytes)
     assert called.flops is not None and called.borders is not None  # `outlined` has them counted
     program = CompiledProgram(
@@ -274,9 +284,9 @@ def _program(
         borders=called.borders,
         calls=[call for call in noted if isinstance(call, dispatch.Traced)],
         passes=list({call.kernel: call for call in passes}.values()),  # the largest call of each: sorted by bytes
-        spots=grid.spots(list(network.program.mesh.devices.flat)),
-        dump=next((path.name for path in written), None),
-        operators=network.program.operators.text(),
+        spots=grid.spots(list(outline.program.mesh.devices.flat)),
+        dump=next((path.name for path in dumped), None),
+        operators=outline.program.operators.text(),
         trace_s=lowered_at - start,
         compile_s=end - lowered_at,
     )
@@ -284,8 +294,9 @@ def _program(
 
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
-    """Returns the kernel that does not fit into VMEM; if tracing raised the error, that is the last kernel traced."""
+    """Returns the plan's finding for a kernel that does not fit into VMEM."""
     tile, kernel = getattr(error, "tile", None), error.place
+    # An error with a tile was raised while the kernel was traced, so the last traced kernel has this tile.
     if tile is not None:
         call = traced[-1]
         kernel = call.implementation if isinstance(call, dispatch.Traced) else call.kernel
@@ -300,7 +311,7 @@ def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -
 
 
 def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
-    """Compiles, and returns the bytes on each device, and the outputs as shapes with shardings.
+    """Compiles a lowered program; returns its bytes on each device, and its outputs as shapes with shardings.
 
     If the program does not fit into HBM, returns an `Overflow` and None.
 
@@ -321,6 +332,7 @@ def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any
             raise TopologyError(
                 f"plan {machine.name}", f"The compiler refuses it: {message}", "Plan another size"
             ) from error
+        # A number and its unit each: 15.2 and G are 15.2 * 1024**3 bytes.
         asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
         fact = "Too large for HBM"
         return Overflow(what="hbm", kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact=fact), None
@@ -333,12 +345,15 @@ _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
 def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
-    """Runs `compiled` in a process of its own and returns its programs; raises if `folder` has an earlier dump."""
+    """Compiles a stage by `compiled` in a child process, with the dump in `folder`; raises if an earlier dump is there.
+
+    Returns the stage's programs.
+    """
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
     atomic.make_folder(dump)
-    # The compiler dumps its scheduled programs as text, but none that comes out of JAX's cache.
+    # A program out of JAX's cache is not compiled, so the compiler would dump nothing.
     dump_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
     environment = {"XLA_FLAGS": dump_flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **absent.environment()}
     flags = task.request.execution.xla_flags

@@ -1,7 +1,7 @@
-"""A plan's figures: what `--json` prints, what `plan.json` keeps, and what the page and the terminal show.
+"""A plan's figures: for `--json`, for `plan.json`, for the page and for the terminal.
 
-Each field has its meaning and its unit below it; docs/plan.md has the same sentences (see `schema`). None is a figure
-that is not known: a program that does not fit has no time.
+Each field has its meaning and its unit below it; docs/plan.md has the same sentences (see `schema`). None stands for
+an unknown figure: a program that does not fit has no time.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ModelledTime(Parts[SecondsT], Generic[SecondsT]):
 
 
 class KnownTime(ModelledTime[float]):
-    """The modelled time of a program that fits."""
+    """The modelled time of a program that fits into memory: no figure is None."""
 
     @property
     def factor(self) -> float:
@@ -136,7 +136,7 @@ class StepTime(ModelledTime[float | None]):
 
     @property
     def known(self) -> KnownTime | None:
-        """The modelled time; None if something does not fit."""
+        """The modelled time; None if the program does not fit into memory, as its time is then not known."""
         return None if self.model_s is None else KnownTime(**self.model_dump(include=set(KnownTime.model_fields)))
 
 
@@ -377,16 +377,17 @@ class JobPlan(Figure):
 
     @property
     def at_once_bytes(self) -> int | None:
-        """Bytes on each device if it held all denoising networks at once; None if it has one, or one does not fit."""
+        """Bytes on each device with all denoising networks on it; None for a single network, or if any does not fit."""
         stages = [stage for name, stage in self.stages.items() if name in DENOISING and isinstance(stage, StagePlan)]
         sizes = [(stage.per_device.arguments_bytes, stage.per_device.peak_bytes) for stage in stages]
         known = [(arguments, peak) for arguments, peak in sizes if arguments is not None and peak is not None]
         if len(known) < max(2, len(sizes)):
             return None
+        # The weights of all stay; only the running network has temporaries.
         return sum(arguments for arguments, _ in known) + max(peak - arguments for arguments, peak in known)
 
     def stage(self, name: str) -> StagePlan:
-        """Returns the figures of a stage; raises if it was not compiled."""
+        """Returns the figures of a stage; raises if the stage was not compiled."""
         stage = self.stages[name]
         if isinstance(stage, StageLeftOut):
             raise BadValueError(f"stage {name}", "It was not compiled", stage.why)
@@ -399,10 +400,10 @@ def mesh_text(mesh: Mapping[Axis, int]) -> str:
 
 
 def moved_bytes(collectives: Sequence[Collective]) -> float:
-    """Returns the bytes of all outputs of some collectives, on one device."""
+    """Returns the bytes of all outputs of some collectives on one device, as often as each collective runs."""
     return sum(collective.bytes * collective.count for collective in collectives)
 
 
 def largest_shape(inputs: Mapping[str, list[int]]) -> list[int]:
-    """Returns the shape of a network's largest input."""
+    """Returns the shape of a network's input with the most dims, and of these with the most elements."""
     return max(inputs.values(), key=lambda shape: (len(shape), math.prod(shape)))

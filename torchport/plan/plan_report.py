@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def lines(job: JobPlan) -> list[str]:
-    """Returns what `torchport plan` prints: a verdict, then each stage, the clip and what a verification takes."""
+    """Returns the printed lines of `torchport plan`: verdict, stages, clip, cost of a verification, assumptions."""
     verdict = "fits" if job.fits else "DOES NOT FIT"
     text = [f"{job.model} on {job.machine}, {job.strategy}, {mesh_text(job.mesh)}: {verdict}"]
     for name, stage in job.stages.items():
@@ -58,7 +58,7 @@ def lines(job: JobPlan) -> list[str]:
 
 
 def _clip_lines(clip: Clip) -> list[str]:
-    """Returns the lines on a whole clip: its seconds, those of its parts, and the host's memory."""
+    """Returns the lines on a whole clip: its seconds, the seconds of its parts, and the host's memory."""
     cost = "" if clip.dollars is None else f", {clip.dollars:.2g} US dollars"
     text = [
         f"a clip: {clip.first_s:.3g} s for the first, {clip.next_s:.3g} s for each after it, by the model; "
@@ -112,7 +112,7 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
 
 
 def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
-    """Returns the lines on memory that does not suffice, or on products whose time the compiler estimates too low."""
+    """Returns a line for each finding of a kind: memory that does not suffice, or times that are estimated too low."""
     lines = []
     for finding in (each for each in stage.findings if isinstance(each, kind)):
         if isinstance(finding, Overflow):
@@ -134,7 +134,7 @@ def _size(size: int | None) -> str:
 
 
 def _block_lines(block: BlockTime) -> list[str]:
-    """Returns the lines on one block of the network: its time, and its collectives."""
+    """Returns the lines on one block of the network: its times, and a line for each collective."""
     kernel = "not known" if block.attention_ms is None else f"{block.attention_ms:.3g} ms"
     return [
         f"  per block ({block.count})  attention {kernel} (model), everything else {block.other_ms:.3g} ms (compiler), "
@@ -166,9 +166,10 @@ def page_of(job: JobPlan, command: str) -> str:
 
 
 def _clip_chart(job: JobPlan) -> BarChart | None:
-    """Returns the times of a clip's parts as one bar, without those of the first clip alone; None without a clip."""
+    """Returns a clip's time as a bar of its parts, without parts of the first clip alone; None without a clip."""
     if job.clip is None:
         return None
+    # A kind is a colour of the page, whatever its name: neighbouring parts differ.
     kinds = {"encode": "arguments", "write": "rest", "decode": "communication"}
     each = [part for part in job.clip.parts if not part.once]
     parts = [_bar(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each]
@@ -180,7 +181,7 @@ def _clip_chart(job: JobPlan) -> BarChart | None:
 
 
 def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
-    """Returns the fields of the page's template for one stage."""
+    """Returns the variables of the page's template for one stage: its texts, charts and tables."""
     if isinstance(stage, StageLeftOut):
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
@@ -194,10 +195,10 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
 
 
 def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
-    """Returns the bar charts of a step's time and of a block's, as far as the plan knows them."""
+    """Returns the bar charts of a step's time and of a block's time; a chart whose time is not known is left out."""
     block, charts = stage.per_block, []
     if step := stage.step.known:
-        what = "One step" if name in DENOISING else "The whole stage"
+        scope = "One step" if name in DENOISING else "The whole stage"
         # So that the parts add up to `model_s`, all but attention are divided by the calibration's factor.
         factor = step.factor
         other, moved = (1e3 * seconds / factor for seconds in (step.other_s, step.communication_s))
@@ -206,7 +207,7 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
             [] if block else [operation.model_copy(update={"ms": operation.ms / factor}) for operation in stage.largest]
         )
         known = "modelled" if factor == 1.0 else f"modelled, all but attention divided by {factor:.3g}"
-        title = f"{what}, {known}: {step.model_s:.4g} s; below it the arithmetic alone at peak, the floor"
+        title = f"{scope}, {known}: {step.model_s:.4g} s; below it the arithmetic alone at peak, the floor"
         floor_s = stage.step.floor_s
         floor = BarPart("floor", "floor: arithmetic alone at peak", floor_s * 1e3, f"{floor_s:.4g} s")
         bars = _bars(1e3 * step.attention_s, other, moved, largest)
@@ -220,13 +221,18 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
 
 
 def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]) -> list[BarPart]:
-    """Returns the parts of a time: attention, `largest` by their lines of PyTorch, other operations, communication."""
+    """Returns the parts of a time: attention, the longest operations, other operations, communication.
+
+    Args:
+        largest: The longest operations, which are within `other_ms`; added up by their line of PyTorch.
+    """
     by_line = collections.defaultdict[str, float](float)
     for operation in largest:
         by_line[operation.source or operation.opcode] += operation.ms
     others = "everything else (compiler)" if largest else "other (compiler)"
     return [
         _bar("attention", "attention (model)", attention_ms),
+        # Each operation is paler than the operation before it.
         *(_bar("operation", line, ms, max(1 - 0.08 * n, 0.2)) for n, (line, ms) in enumerate(by_line.items(), 1)),
         _bar("rest", others, other_ms - sum(by_line.values())),
         _bar("communication", "communication (model)", communication_ms),
@@ -239,7 +245,7 @@ def _bar(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
 
 
 def _memory_chart(device: Memory) -> BarChart:
-    """Returns a bar chart of a device's memory: arguments, temporaries, the rest that is used, and what is free."""
+    """Returns a bar chart of a device's memory: arguments, temporaries, the rest of the peak, and free memory."""
     peak, hbm = device.peak_bytes or 0, device.hbm_bytes
     if device.arguments_bytes is None or device.temporaries_bytes is None:
         sizes = [("rest", "asked for", peak)]
@@ -258,7 +264,7 @@ def _memory_chart(device: Memory) -> BarChart:
 
 
 def _tables(name: str, stage: StagePlan) -> list[PageTable]:
-    """Returns the tables of a stage: its programs, its collectives, and its most expensive operations."""
+    """Returns the tables of a stage: programs, collectives and longest operations; `#` marks a column of numbers."""
     programs = []
     for program in stage.programs:
         model, peak = program.step.model_s, program.per_device.peak_bytes
@@ -271,10 +277,10 @@ def _tables(name: str, stage: StagePlan) -> list[PageTable]:
             f"{program.step.floor_s:.4g}",
             f"{program.compile_s:.1f}",
         ))  # fmt: skip
-    per = stage.per_block or stage.per_step
+    traffic = stage.per_block or stage.per_step
     sent = [
         (collective.kind, f"{collective.count:g}", f"{collective.bytes:,}", collective.group, collective.source or "")
-        for collective in (per.collectives if per else ())
+        for collective in (traffic.collectives if traffic else ())
     ]
     where = "a block" if stage.per_block else "a step" if name in DENOISING else "the stage"
     operations = [(f"{operation.ms:.4g}", operation.opcode, operation.source) for operation in stage.largest]

@@ -47,10 +47,12 @@ from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.task import Request, Task, accept, check_tiling, encoder_names
 
 VERIFY_CALLS, VERIFY_LARGE_CALLS = 5, 3
-"""How often a verification runs the original for each call in the loop, at most: up to `BORDERS_LIMIT`, and above it.
+"""The most runs of the original, for each call in the loop, that a verification takes.
 
-In the job's dtype it records the blocks, and then all modules. In the yardstick's dtype it runs freely, with the
-original's values at the blocks, and with those at all modules. Above the limit, modules are left out.
+The first number is for blocks whose values have at most `BORDERS_LIMIT` bytes, the second for larger values. Two runs
+in the job's dtype record the blocks, and then all modules. Three runs in the yardstick's dtype go freely, with the
+original's values at the blocks, and with the original's values at all modules. For larger values, the runs for modules
+are left out.
 """
 
 HOST_FLOPS = 1e12
@@ -60,7 +62,7 @@ DISK = 1e9
 ENCODED = 16.7e6
 """Pixels of video that a core encodes in a second. x264 took 0.06 CPU-s for a million of a noisy video."""
 ROWS_OF_THREAD = 32
-"""x264 takes a thread for as many rows of a frame, if there are cores: a TPU's host has 24 for each chip, or more."""
+"""Rows of a frame for each thread of x264. Cores suffice: a TPU's host has 24 or more for each chip."""
 COMPRESSED = 6e6
 """Pixels of a picture that a core compresses in a second. PNG took 0.16 CPU-s for a million."""
 ONE_HOST, MANY_HOSTS = 8, 4
@@ -94,19 +96,19 @@ def plan(
 
 
 def on_slice(request: Request, topology_name: str | None) -> Request:
-    """Returns a request to denoise on another slice than the job's, such as `v6e:2x4`; None: on the job's."""
+    """Returns a request to denoise on the named slice, such as `v6e:2x4`; with None, on the job's own machine."""
     overrides = request.overrides if topology_name is None else (*request.overrides, f"machine={topology_name}")
     return dataclasses.replace(request, stage="denoise", overrides=overrides)
 
 
 def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ()) -> JobPlan:
-    """Returns the plan of a job that is read and checked already; for the arguments see `plan`."""
+    """Compiles a checked job's stages and returns the plan, which is also written to `keep`; arguments as in `plan`."""
     stages = _checked_stages(task, stages)
     with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
         planned = {}
         for number, name in enumerate(stages, 1):
-            which = f"compile {name} ({number} of {len(stages)})"
-            with progress.waiting(which) if len(stages) > 1 else nullcontext():
+            label = f"compile {name} ({number} of {len(stages)})"
+            with progress.waiting(label) if len(stages) > 1 else nullcontext():
                 planned[name] = _stage_plan(task, name, folder / name, bounded)
     clip_plan = clip_of_plans(task, planned)
     job = JobPlan(
@@ -139,7 +141,7 @@ def require_tpu(machine: Machine) -> Chip:
 
 
 def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
-    """Returns the stages to compile: those that the user names, or else all whose input shapes are known.
+    """Returns the stages to compile: the stages in `names`, or without names all stages with known input shapes.
 
     Raises if the machine is no TPU, a stage has nothing to compile, or its sizes do not divide over the mesh.
     """
@@ -147,26 +149,27 @@ def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
     networks = {stage.name: str(stage.network) for stage in task.family.STAGES if stage.network is not None}
     # Text encoders are compiled, but no network's rules are for them.
     encoding = [stage.name for stage in task.family.STAGES if task.encodes_on_devices(stage)]
-    compiled = [stage for stage in task.family.STAGES if stage.name in (*networks, *encoding)]
+    candidates = [stage for stage in task.family.STAGES if stage.name in (*networks, *encoding)]
     if "all" in names:
-        chosen = [stage.name for stage in compiled]
+        chosen = [stage.name for stage in candidates]
     else:
-        known = [s for s in compiled if s in task.denoising or s.like is not None or s.name in encoding]
+        # `like` gives the shapes of a stage's inputs before a run.
+        known = [s for s in candidates if s in task.denoising or s.like is not None or s.name in encoding]
         chosen = list(names) or [stage.name for stage in known]
-    of_network = [name for name in chosen if name not in encoding]
-    for name in of_network:
+    with_network = [name for name in chosen if name not in encoding]
+    for name in with_network:
         if name not in networks:
             fact = "Nothing of it is compiled: it runs on the host, in PyTorch"
             raise BadValueError(f"--stage {name}", fact, f"Name one of {', '.join(networks)}, or all")
     strategy = task.card.strategies[task.job.strategy]
-    shard.check_axes(strategy, [networks[name] for name in of_network], task.job, task.job_document)
-    tiled = [stage for stage in task.family.STAGES if stage.name in of_network]
+    shard.check_axes(strategy, [networks[name] for name in with_network], task.job, task.job_document)
+    tiled = [stage for stage in task.family.STAGES if stage.name in with_network]
     check_tiling(task.card, task.job, tiled, task.job_document)
     return chosen
 
 
 def _left_out(task: Task, stage: Stage) -> StageLeftOut:
-    """Returns why a stage was not compiled."""
+    """Returns a plan's figures for a stage that was not compiled: the reason in words."""
     if stage.network is None and not task.encodes_on_devices(stage):
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)
@@ -176,7 +179,7 @@ def _left_out(task: Task, stage: Stage) -> StageLeftOut:
 
 
 def _assumptions(task: Task, bounded: bool) -> list[str]:
-    """Returns in words what a plan assumes without a check."""
+    """Returns a plan's unchecked assumptions, each in words."""
     text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [text.format(name) for name in task.card.score_bounds]
     flags = task.request.execution.xla_flags
@@ -194,7 +197,7 @@ def lossy(task: Task) -> list[str]:
 
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
-    """Compiles a stage in a process of its own, and returns its figures; the compiler's dump goes into `folder`."""
+    """Compiles a stage in a child process, and returns the stage's figures; the compiler's dump goes into `folder`."""
     compiled = aot.compiled_in_child(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
     networks = [str(stage.network)] if stage.network is not None else encoder_names(task.card, stage)
@@ -208,7 +211,7 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
 
 
 def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoises: bool) -> ProgramPlan:
-    """Returns the figures of one compiled program, which are read from the compiler's dump in `folder`."""
+    """Returns the figures of one compiled program, read from the compiler's dump in `folder`."""
     names = ("inputs", "times", "operators", "trace_s", "compile_s")
     shared = {name: getattr(compiled, name) for name in names} | {"borders_bytes": compiled.borders}
     shared["dump"] = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"
@@ -239,7 +242,7 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoi
 
 
 def _unfit(task: Task, flops: int, overflow: Overflow, shared: dict[str, Any]) -> ProgramPlan:
-    """Returns the few figures of a program that does not fit; the compiler makes no program then."""
+    """Returns the few known figures of a program that does not fit: the compiler then leaves no program to read."""
     limit = overflow.limit_bytes if overflow.what == "hbm" else None
     unknown = dict.fromkeys(StepTime.model_fields) | {"floor_s": floor_seconds(flops, task.machine), "flops": flops}
     return ProgramPlan(
@@ -265,9 +268,10 @@ def _unfit(task: Task, flops: int, overflow: Overflow, shared: dict[str, Any]) -
 def combined(
     programs: Sequence[ProgramPlan], steps: int, *, dtypes: dict[str, str], precision: dict[str, str]
 ) -> StagePlan:
-    """Returns a stage's figures from those of its programs: the largest program's bytes, and the times of a step."""
+    """Returns a stage's figures from its programs' figures: the largest program's bytes, and the times of a step."""
     largest = max(programs, key=lambda program: (not program.fits, program.per_device.peak_bytes or 0))
     longest = max(programs, key=lambda program: program.step.flops * program.times)
+    # A single program that runs once a step has the step's figures; otherwise a step is an average.
     if len(programs) == 1 and programs[0].times == steps:
         block, sent, step, operations = longest.per_block, longest.per_step, longest.step, longest.largest
     else:
@@ -293,8 +297,9 @@ def combined(
 
 
 def _average_step(programs: Sequence[ProgramPlan], steps: int) -> tuple[Communication, StepTime, list[Operation]]:
-    """Returns the collectives, the time and the ten most expensive operations of an average step, over all programs. A
-    time is None if one program has none, as it does not fit.
+    """Returns the collectives, the time and the ten longest operations of an average step of all programs.
+
+    Each program counts by its runs in a step. A time is None if any program does not fit, and so has no time.
     """
     sent, operations = [], []
     for program in programs:
@@ -320,7 +325,7 @@ def _average_step(programs: Sequence[ProgramPlan], steps: int) -> tuple[Communic
 
 
 def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> VerificationCost | None:
-    """Returns the memory and FLOPs of `torchport verify` for a step; None if no denoising stage was planned."""
+    """Returns the memory and FLOPs of `torchport verify` for one step; None if no denoising stage was planned."""
     stages = [stage for stage in task.denoising if stage.name in planned]
     if not stages:
         return None
@@ -331,6 +336,7 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
             count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
         dtype = task.settings.dtypes[name]
         wide = 8 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize  # as `verify` chooses it
+        # The original is on the host in the job's dtype and in the yardstick's; the port is on one device.
         host.append(count * (dtype.itemsize + wide))
         device.append(count * dtype.itemsize)
         borders = sum(program.borders_bytes * program.times for program in stage_plan.programs)
@@ -384,7 +390,7 @@ def clip_of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
 
 
 def _encode_part(task: Task) -> ClipPart:
-    """Returns the time of the text encoders, which run on the host."""
+    """Returns the time of the text encoders on the host, by their FLOPs."""
     stage = task.family.STAGES[0]
     with in_force(task, [stage]):
         calls = aot.encoder_calls(task, stage).values()
@@ -394,9 +400,10 @@ def _encode_part(task: Task) -> ClipPart:
 
 
 def _device_part(plan: StagePlan, stage: Stage) -> ClipPart:
-    """Returns the time of a stage on the devices; its limit is the largest share of it."""
+    """Returns the time of a stage on the devices, with its largest share named as the limit."""
     step = plan.step.known
     assert step is not None
+    # The calibration divided other operations and communication alike, so their ratio has not changed.
     rest = step.model_s - step.attention_s
     other = rest * step.other_s / ((step.other_s + step.communication_s) or 1)
     shares = {"attention": step.attention_s, "other operations": other, "communication": rest - other}
@@ -407,15 +414,16 @@ def _device_part(plan: StagePlan, stage: Stage) -> ClipPart:
 
 
 def _write_part(task: Task) -> ClipPart:
-    """Returns the time to write the frames and, at the same time, the video or the picture."""
+    """Returns the time to write the raw frames and to encode the video or picture: the longer time, as both overlap."""
     settings = task.settings
     pixels = settings.frames * settings.height * settings.width
-    disk = 3 * pixels / DISK
+    frame_bytes = 3 * pixels  # a byte for each colour
+    disk = frame_bytes / DISK
     threads = max(1, settings.height // ROWS_OF_THREAD)
     is_picture = task.card.makes_pictures
     encoding = pixels / COMPRESSED if is_picture else pixels / (ENCODED * threads)
     work = "of a picture are compressed" if is_picture else f"of video are encoded on {threads} threads"
     limit = f"{pixels / 1e6:.3g} Mpixel {work}"
     if disk > encoding:
-        limit = f"{size_text(3 * pixels)} of frames are written to the disk"
+        limit = f"{size_text(frame_bytes)} of frames are written to the disk"
     return ClipPart(part="write", once=False, seconds=max(disk, encoding), limit=limit)

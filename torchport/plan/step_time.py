@@ -1,7 +1,7 @@
 """The expected time of a compiled program: the compiler's estimates, and models of kernels and collectives.
 
-The compiler estimates all but these. Attention is modelled by its share of peak FLOP/s, other kernels by their
-instruction schedules, collectives by bytes and links. The model lets nothing overlap.
+Attention is modelled by its share of peak FLOP/s, other kernels by their instruction schedules, collectives by bytes
+and links. The compiler estimates all else. The model lets nothing overlap.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProgramTime:
 
     program: hlo.HloProgram
     machine: Machine
-    spots: Sequence[grid.Spot]
+    spots: Sequence[grid.Spot]  #: The place of each device on the grid of chips.
     #: The traced calls of attention: one for all blocks where these are stacked in a loop.
     calls: Sequence[Attention]
     passes: dict[str, float]  #: Seconds of one call of each other kernel, by its name.
@@ -61,7 +61,7 @@ class ProgramTime:
 
     @functools.cached_property
     def loop(self) -> hlo.HloLoop | None:
-        """The loop over blocks; None if there is none, as if blocks are unrolled."""
+        """The loop over blocks; None without a loop, where blocks are unrolled."""
         return _block_loop(self.program) if self.denoises else None
 
     @property
@@ -94,27 +94,32 @@ class ProgramTime:
         return Communication(communication_ms=1e3 * communication_seconds(sent, self.chip), collectives=sent)
 
     def step(self) -> StepTime:
-        """Returns the modelled time of one run; that of a denoising step is also divided by the calibration factor."""
-        # Attention without a kernel is in the compiler's estimate. A loop's is traced once; it is the largest call.
-        spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
-        loop = _block_loop(self.program) if spent else None
+        """Returns the modelled time of one run; only a denoising step's time is calibrated."""
+        # Attention that no kernel computes is in the compiler's estimate. The call in the loop over blocks was traced
+        # once, but runs in each iteration; it is taken to be the longest call.
+        attention_ms = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
+        loop = _block_loop(self.program) if attention_ms else None
         repeats = loop.trips * loop.times - 1 if loop else 0
         parts = Parts[float](
-            attention_s=(sum(spent) + repeats * max(spent, default=0.0)) / 1e3,
+            attention_s=(sum(attention_ms) + repeats * max(attention_ms, default=0.0)) / 1e3,
             other_s=self.program.cycles() / self.chip.clock + self._kernel_seconds(None),
             communication_s=communication_seconds(_collectives(self.program, None, self.spots), self.chip),
         )
-        by = shipped_calibration() if self.denoises else None  # it was fitted to denoising steps
+        # The calibration was fitted to denoising steps.
+        calibration = shipped_calibration() if self.denoises else None
         return StepTime(
             **parts.model_dump(),
             uncalibrated_s=calibrated(parts, None),
-            model_s=calibrated(parts, by),
+            model_s=calibrated(parts, calibration),
             floor_s=floor_seconds(self.flops, self.machine),
             flops=self.flops,
         )
 
     def largest(self) -> list[Operation]:
-        """Returns the ten longest operations of a block, or of a program without; no attention, no collectives."""
+        """Returns the ten longest operations of a block, or of a program without a loop over blocks.
+
+        Attention and collectives are left out: they have fields of their own in a plan.
+        """
         computation = None if self.loop is None else self.loop.body
         kernels = [
             Operation(ms=1e3 * times * self.passes[name], opcode="kernel", source=name)
@@ -130,7 +135,7 @@ class ProgramTime:
         return sorted([*kernels, *compiled], key=lambda operation: -operation.ms)[:10]
 
     def underestimates(self) -> list[Underestimate]:
-        """Returns one finding for all operations that count with more than their estimate; an empty list if none do."""
+        """Returns a single finding for all operations that count with more than the compiler's estimate; or []."""
         raised = self.program.underestimated()
         if not raised:
             return []
@@ -147,7 +152,7 @@ class ProgramTime:
         ]
 
     def not_modelled(self) -> list[str]:
-        """Returns in words what takes time on a TPU, but is in no part of the model."""
+        """Returns in words all work that takes time on a TPU, but is in no part of the model."""
         facts, unpriced = [], self.program.unpriced()
         if unpriced:
             size = sum(runs.instruction.bytes * runs.times for runs in unpriced)
@@ -158,6 +163,7 @@ class ProgramTime:
         if exchanges:
             facts.append(f"the latency of {exchanges:,} collective(s): what each takes however small it is")
         for call in self.calls:
+            # The table has a kernel's share of peak for `row_tokens` keys in bfloat16; far fewer keys reach less.
             if isinstance(call, KernelAttention) and (call.dtype != "bfloat16" or 4 * call.keys < call.row_tokens):
                 here = f"{call.keys:,} keys in {call.dtype}"
                 facts.append(f"attention's own share of peak: {here} have that of {call.row_tokens:,} in bfloat16")
@@ -166,7 +172,7 @@ class ProgramTime:
         return list(dict.fromkeys(facts))
 
     def _kernel_seconds(self, computation: str | None) -> float:
-        """Returns the modelled seconds of the kernels beside attention, in a computation or in the whole program."""
+        """Returns the modelled seconds of all kernels but attention, in a computation, or for None in the program."""
         return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(computation).items())
 
     def _ms(self, cycles: int) -> float:
@@ -176,29 +182,30 @@ class ProgramTime:
 def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
 ) -> ProgramTime:
-    """Returns a compiled program with the models of its calls of attention and of its kernels."""
+    """Returns a program's modelled time; each kernel but attention is compiled alone for its instruction schedule."""
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {call.kernel: bundles.pass_seconds(call, task.machine) for call in compiled.passes}
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises=denoises)
 
 
 def _block_loop(program: hlo.HloProgram) -> hlo.HloLoop | None:
-    """Returns the loop over blocks: the longest loop with a Pallas kernel in it; None if there is none."""
+    """Returns the loop over blocks: the longest loop with a Pallas kernel in it; None if no loop has a kernel."""
     loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
     return max(loops, key=lambda loop: loop.cycles, default=None)
 
 
 def floor_seconds(flops: int, machine: Machine) -> float:
-    """Returns the seconds that the FLOPs alone take at the peak of a slice."""
+    """Returns the seconds that the FLOPs alone take at peak on all devices of a slice."""
     return flops / (machine.require_tpu().flops * machine.devices)
 
 
-def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
-    """Returns the collectives of a computation, or of the whole program for None; equal ones are counted together."""
+def _collectives(program: hlo.HloProgram, computation: str | None, spots: Sequence[grid.Spot]) -> list[Collective]:
+    """Returns the collectives of a computation, or for None of the program; equal collectives are counted together."""
     counts: dict[Collective, int] = {}
     for collective in program.collectives(computation):
-        # A group of one moves nothing, and has no links.
-        groups = [[where[n] for n in group] for group in collective.groups if len(set(group)) > 1]
+        # A group of a single device moves nothing, and has no links.
+        groups = [[spots[n] for n in group] for group in collective.groups if len(set(group)) > 1]
+        # The group with the fewest ports takes longest.
         ports, links = min(
             ((grid.ports(collective.kind, group), grid.links(group)) for group in groups), default=(1.0, "none")
         )
@@ -220,17 +227,21 @@ def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
     """Returns the modelled seconds of collectives: bytes by the links' bandwidth, without any overlap."""
     seconds = 0.0
     for each in sent:
+        # `bytes` are of the output, and the larger array of a reduce-scatter is its input.
         size = each.bytes * (each.group if each.kind == "reduce-scatter" else 1)
+        # A device keeps its own n-th part; in a permutation it sends all.
         share = 1.0 if each.kind == "collective-permute" else (each.group - 1) / each.group
         seconds += each.count * _MOVED.get(each.kind, 1.0) * size * share / (each.ports * chip.link)
     return seconds
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:
-    """Returns the figures of a call of attention; with time and share of peak FLOP/s only if a kernel computes it."""
+    """Returns the figures of a call of attention; a kernel's figures also have its time and its share of peak."""
     chip, split = task.machine.require_tpu(), math.prod(task.job.mesh.values())
+    # Two products, q k^T and p v, each with a multiply and an add.
     flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size // split
     sizes = dataclasses.asdict(call) | {"flops_per_device": flops}
+    # None if no kernel computes the call: `plain`, `xla` and `cudnn` are not among the kernels' names.
     implementation = next((name for name in get_args(tiles.KernelName) if name == call.implementation), None)
     if implementation is None:
         return Attention(**sizes, steady_percent=None, peak_percent=None)
@@ -250,26 +261,26 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
 
 
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
-"""The one factor between modelled and measured step times, which `benchmarks/calibrate.py` fits.
+"""The only factor between modelled and measured step times, which `benchmarks/calibrate.py` fits.
 
 All estimates but attention's are divided by it: those of the compiler, and those of collectives. A factor of 1.6 says
 that these estimates are 1.6 times the measured time of a step without attention. Attention is not divided: its time is
-from the kernel's instruction schedule, which has no stalls, so that it is a lower bound. There is one factor for all
-models, machines, kernels and meshes: with one for each, the model would only repeat the measurements.
+from the kernel's instruction schedule, which has no stalls, so that it is a lower bound. All models, machines, kernels
+and meshes share the factor: with a factor for each, the model would only repeat the measurements.
 """
 
 
 class Calibration(Frozen):
     factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-    """By which everything but attention is divided."""
+    """The divisor of everything but attention."""
     spread_percent: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-    """By how much a step's model is off what was measured: the root mean square of the logarithms, as percent."""
+    """The root mean square of log(modelled / measured) over the steps, as percent."""
     steps: pydantic.PositiveInt
-    """How many measured step times it was fitted to."""
+    """The number of measured step times to which the factor was fitted."""
     versions: dict[str, str]
-    """Of what the modelled seconds depend on."""
+    """Versions of the packages on which the modelled seconds depend."""
     date: str
-    """When it was fitted."""
+    """The day of the fit."""
 
 
 def read_calibration(file: Path) -> Calibration:
@@ -281,17 +292,19 @@ def shipped_calibration() -> Calibration | None:
     return read_calibration(CALIBRATION) if CALIBRATION.is_file() else None
 
 
-def calibrated(parts: Parts[float], by: Calibration | None) -> float:
-    """Returns the sum of a model's seconds; all but attention is divided by the factor, if there is one."""
+def calibrated(parts: Parts[float], calibration: Calibration | None) -> float:
+    """Returns the sum of a model's seconds; with a calibration, all but attention is divided by the factor."""
     rest = parts.other_s + parts.communication_s
-    return parts.attention_s + (rest if by is None else rest / by.factor)
+    return parts.attention_s + (rest if calibration is None else rest / calibration.factor)
 
 
-def calibration_words(by: Calibration | None, versions: Mapping[str, str]) -> str:
-    """Returns in words how modelled times are calibrated, and which versions differ from those measured."""
-    if by is None:
+def calibration_words(calibration: Calibration | None, versions: Mapping[str, str]) -> str:
+    """Returns in words the calibration of modelled times, with its versions where they differ from `versions`."""
+    if calibration is None:
         return "uncalibrated"
-    factor = f"factor {by.factor:.3g} for all but attention"
-    text = f"calibrated with {by.steps} published steps, {factor}, spread ±{by.spread_percent:.0f} %"
-    other = [f"{name} {version}" for name, version in by.versions.items() if versions.get(name) != version]
+    factor = f"factor {calibration.factor:.3g} for all but attention"
+    spread = f"spread ±{calibration.spread_percent:.0f} %"
+    text = f"calibrated with {calibration.steps} published steps, {factor}, {spread}"
+    fitted = calibration.versions.items()
+    other = [f"{name} {version}" for name, version in fitted if versions.get(name) != version]
     return f"{text} (with {', '.join(other)})" if other else text

@@ -32,7 +32,7 @@ SWEPT = ("strategy", "mesh")
 
 @dataclasses.dataclass(frozen=True)
 class SweptMesh:
-    """A strategy on a mesh; the mesh lacks axes of size 1, and axes that the strategy does not use."""
+    """A strategy on a mesh, without axes of size 1 and without axes that the strategy does not use."""
 
     strategy: str
     mesh: dict[Axis, int]
@@ -45,9 +45,11 @@ class SweptMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
+    """The result of a sweep: the plans, the choices whose plan failed, and the choices that the mesh does not allow."""
+
     model: str
     machine: str
-    #: Strategies and meshes with their plans, the fastest first; those that do not fit come last.
+    #: Strategies and meshes with their plans, the fastest first; plans that do not fit come last.
     planned: list[tuple[SweptMesh, JobPlan]]
     failed: list[tuple[SweptMesh, TorchportError]]
     skipped: list[tuple[SweptMesh, TorchportError]]
@@ -60,7 +62,7 @@ def sweep(
     bounded: bool = True,
     count: int | None = None,
 ) -> Sweep:
-    """Returns the plans of a job for every strategy of its card on every valid mesh of its slice.
+    """Returns the plans of a job for every strategy of its card on every valid mesh of its slice, made in parallel.
 
     Args:
         topology_name: The slice, such as `v6e:2x4`; None: the job's machine.
@@ -115,7 +117,7 @@ def sweep(
 
 
 def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
-    """Yields every strategy on every mesh that uses all devices of a machine, over the axes that the strategy names."""
+    """Yields every strategy of a card on every mesh of all devices of a machine, over axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
         rules: list[Rule] = []
@@ -131,7 +133,7 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
 
 
 def data(swept: Sweep) -> dict[str, Any]:
-    """Returns a sweep as JSON data: a row for each planned choice, and those that failed or were skipped."""
+    """Returns a sweep as JSON data: a row for each plan, and an error for each failed or skipped choice."""
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
     return {
         "model": swept.model,
@@ -148,7 +150,7 @@ def data(swept: Sweep) -> dict[str, Any]:
 
 
 def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
-    """Returns the figures by which plans are compared; None for those that a plan does not know."""
+    """Returns the figures by which plans are compared, by their keys in the JSON; an unknown figure is None."""
     stage = job.stage(STAGE)
     block = stage.per_block
     return {
@@ -165,7 +167,7 @@ def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
 
 
 def lines(swept: Sweep) -> list[str]:
-    """Returns what `torchport plan --sweep` prints: a table with a row for each strategy and mesh."""
+    """Returns the printed lines of `torchport plan --sweep`: a table of plans, then failures and assumptions."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
     rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:

@@ -41,7 +41,7 @@ are rounded too, as torchax computes it in bfloat16, may reach 1.08: the range t
 
 
 def holds(bound: float | None) -> bool:
-    """Returns whether scores within this bound (natural units, as they enter softmax) need no running maximum."""
+    """Returns whether scores within a bound (scaled, in natural units) need no running maximum; False for None."""
     return bound is not None and bound * LOG2E * ROUNDING <= LIMIT
 
 
@@ -55,15 +55,16 @@ def norm_bound(
     """Returns an upper bound of |q . k| for queries and keys that are the outputs of norms over each head's features.
 
     Args:
-        query_gains: Gains [D] of every norm of queries, one for each kind of token. A norm over all heads together has
-            H * D of them, and its bound is sqrt(H) times as large.
+        query_gains: Gains [D] of every norm of queries, such as a norm for each kind of token. A norm over all heads
+            together has H * D gains, and its bound is sqrt(H) times as large.
         key_gains: Gains [D] of every norm of keys.
-        query_offsets: LayerNorm's offsets, where it has them.
+        query_offsets: Offsets [D] of LayerNorms of queries.
 
     Returns:
         The bound; infinity where a gain is not finite.
     """
-    # numpy's maximum, not Python's, which drops a NaN that does not come first.
+    # The longest output of a norm has all of its mean square in the feature with the largest gain: max|gain| sqrt(D).
+    # The maximum is numpy's, as Python's drops a NaN that does not come first.
     bound = 1.0
     for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets)):
         lengths: list[Any] = []
@@ -80,13 +81,15 @@ def norm_bound(
 def of_weights(
     weights: Mapping[str, Any], queries: Sequence[str], keys: Sequence[str], what: str, place: str
 ) -> float | None:
-    """Returns an upper bound of |q . k| over all blocks, from a network's weights; None if these are shapes alone.
+    """Returns an upper bound of |q . k| over all blocks, from a network's weights; None for weights that are shapes.
 
     Args:
-        weights: Every weight by name: arrays, or shapes alone of a network that is not loaded.
-        queries: Regular expressions for the gains of every norm of queries. Those of one block have the same
-            first number in their names, and an offset `bias` beside a gain `weight` is counted in.
+        weights: Every weight by name: arrays, or shapes of a network that is not loaded.
+        queries: Regular expressions for the gains of every norm of queries. The first number in a weight's name is its
+            block's number. An offset `bias` beside a gain `weight` is counted in.
+        what: The bound's name, for errors, as is `place`.
     """
+    # By block: gains of queries, gains of keys, offsets of queries, offsets of keys.
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
     for side, patterns in enumerate((queries, keys)):
         for pattern in patterns:
@@ -94,7 +97,7 @@ def of_weights(
                 number = re.search(r"\d+", name)
                 block = blocks.setdefault(number[0] if number else "", ([], [], [], []))
                 block[side].append(weights[name])
-                # LayerNorm's offset lies beside its gain, and lengthens what leaves it.
+                # LayerNorm's offset lies beside its gain, and lengthens the norm's output.
                 offset = re.sub(r"weight$", "bias", name)
                 block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
     for block in blocks.values():
@@ -104,7 +107,7 @@ def of_weights(
     bounds = []
     for block in blocks.values():
         gains_q, gains_k, offsets_q, offsets_k = ([numpy.asarray(x, numpy.float64) for x in group] for group in block)
-        # All features may share one gain; its size does not say how many features there are.
+        # A single gain may be for all features, and then does not say how many features there are.
         if not gains_q or not gains_k or any(gain.size == 1 for gain in (*gains_q, *gains_k)):
             bounds.append(math.inf)
         else:
@@ -116,7 +119,9 @@ def of_weights(
 
 
 def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> list[str]:
-    """Returns the names of the gains that a pattern matches; refuses a pattern that misses some, or matches others."""
+    """Returns the names of gains that a pattern matches; refuses a pattern that also matches other weights, or that
+    misses a gain: a name that differs from a matched name only in the first number.
+    """
     names = [name for name in weights if re.fullmatch(pattern, name)]
     if not names:
         fact = f"'{pattern}' of the bound '{what}' matches no weight"

@@ -1,4 +1,4 @@
-"""The one door to attention: checks a call, chooses an implementation, and runs it on every device's shard.
+"""The only door to attention: checks a call, chooses an implementation, and runs it on every device's shard.
 
 If the caller names an implementation, that one runs, or it is an error. Otherwise the platform and the call choose:
 
@@ -45,7 +45,7 @@ class Problem:
     """A call of attention after its checks: everything that is known before tracing."""
 
     platform: str  #: `tpu`, `gpu` or `cpu`, where the program will run.
-    chip: str | None  #: The TPU's kind, `v6e`; None elsewhere.
+    chip: str | None  #: The kind of TPU chip, `v6e`; None on other platforms.
     dtype: Any  #: Of q, k and v.
     head_size: int  #: D.
     scale: float
@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def int8(self) -> bool:
-        """Whether `splash_int8` may multiply in eight bits: that is faster, and the scores stay within the bound."""
+        """Whether `splash_int8` may multiply in eight bits: heads fill the lanes, and scores stay within the bound."""
         fills = tiles.LANES // 2 < self.head_size <= tiles.LANES
         return fills and self.dtype == jnp.bfloat16 and self.bound is not None and bounds.holds(GROWTH * self.bound)
 
@@ -86,7 +86,7 @@ def platform() -> tuple[str, str | None]:
 
 
 def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
-    """Returns lengths as int32 [B]. Known numbers outside 0 to `tokens` raise; those of a trace are clipped to that."""
+    """Returns lengths as int32 [B]; numbers outside 0 to `tokens` raise, or are clipped while they are traced."""
     traced = isinstance(lengths, jax.core.Tracer)
     values = lengths if traced else numpy.asarray(lengths)
     if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
@@ -145,12 +145,12 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One call of a kernel that is no attention, on one device: how to compile it alone, and what it moves."""
+    """A call on one device of a kernel other than attention: how to compile it alone, and the bytes that it moves."""
 
     kernel: str
-    build: str
-    arguments: Mapping[str, Any]
-    #: How often each of the kernel's loops runs when it is entered, that over its steps first.
+    build: str  #: `module:function` that returns the kernel and its operands' shapes.
+    arguments: Mapping[str, Any]  #: The function's arguments.
+    #: The iterations of each of the kernel's loops when it is entered, the loop over the grid first.
     loops: tuple[int, ...]
     bytes: int  #: Read from HBM and written there.
 
@@ -185,7 +185,7 @@ def context(value: Context) -> Iterator[None]:
 
 
 def current() -> Context:
-    """Returns the settings that hold for the attention calls of the program that is traced now."""
+    """Returns the settings for the attention calls of the program that is being traced."""
     return _CONTEXT.get()
 
 
@@ -237,7 +237,8 @@ def attention(
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
     factor = size**-0.5 if scale is None else float(scale)
-    limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
+    # A mean is no longer than the longest key, so keys less their mean are at most twice as long.
+    limit = score_bound(bound, 2 * factor if smooth_keys else factor)
     k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
     kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)
     interpret = interpret or current().interpret
@@ -251,10 +252,10 @@ def attention(
 
 
 def score_bound(bound: float | str | None, factor: float) -> float | None:
-    """Returns the bound of |factor * q . k|; None if none is known.
+    """Returns the bound of |factor * q . k|; None if `bound` is None or an unknown name.
 
     Args:
-        bound: That of |q . k|: a number, or a name in `Context.bounds`.
+        bound: The bound of |q . k|: a number, or a name in `Context.bounds`.
     """
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
@@ -265,15 +266,16 @@ def score_bound(bound: float | str | None, factor: float) -> float | None:
 def _implementation(
     requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int
 ) -> Callable[..., jax.Array]:
-    """Returns the function that computes a call from q, k and v, `lengths_B` and, if it is masked, `mask`. Notes the
-    call for a plan. Raises if the requested implementation cannot compute it.
+    """Returns the function that computes a call from q, k and v, `lengths_B` and, if the call has one, `mask`.
+
+    Notes the call for a plan. Raises if the requested implementation cannot compute the call.
 
     Args:
         shape: [B, H, S] of the queries.
         keys: T.
     """
     program = current()
-    # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
+    # The program's implementation is for calls without a mask of pairs, which only `plain` computes.
     name = requested or (None if problem.masked else program.implementation) or _choice_for_platform(problem)
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
@@ -302,12 +304,12 @@ def _implementation(
         run = functools.partial(_splash, problem)
     else:
         run = functools.partial(_transposed, problem, int8=name == "splash_int8")
-    # XLA splits its own form, and a mask, which has a layout of its own.
+    # XLA itself splits its own form, and a call with a mask, whose dims are not those of q, k and v.
     return run if name == "xla" or problem.masked else _sharded(run, problem.windowed)
 
 
 def _choice_for_platform(problem: Problem) -> str:
-    """Returns the implementation for a call that names none: by platform, dtype, head size, mask and window."""
+    """Returns the implementation for a call without a requested one, by platform, dtype, head size, mask and window."""
     if problem.masked:
         return "plain"
     if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
@@ -320,12 +322,12 @@ def _choice_for_platform(problem: Problem) -> str:
 
 
 def _refusal(name: str, fact: str, remedy: str) -> AttentionError:
-    """Returns the error for a call that the implementation of a name does not compute."""
+    """Returns the error for a call that the named implementation does not compute."""
     return AttentionError(f"attention {name}", fact, remedy, name=name)
 
 
 def _check_kernel(name: str, problem: Problem) -> None:
-    """Refuses a call of a TPU kernel on another platform, or with a chip, tile or dtype that it does not take."""
+    """Refuses a call of a TPU kernel on another platform, or with a chip, tile or dtype that the kernel cannot take."""
     if problem.platform == "tpu" and problem.chip is None:
         raise _refusal(name, "It knows no tile for this TPU", f"Known: {', '.join(TPU_CHIPS)}; or use 'plain'")
     if name == "splash_int8":
@@ -350,7 +352,7 @@ def _check_int8(chip: str | None) -> None:
 
 def _splash(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any) -> jax.Array:
     """Computes attention by JAX's Splash Attention, with the problem's tile or the chip's best tile."""
-    # A further feature hides padding for free where the matrix unit is deeper than the head size.
+    # An added feature hides padding for free where the matrix unit is deeper than the head size.
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
     options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
     if problem.tile is not None:
@@ -365,7 +367,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any) -> jax.
 
 
 def _transposed(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any, int8: bool) -> jax.Array:
-    """Computes attention by `splash_transposed`, or by `splash_int8`; a rehearsal gets the queries back."""
+    """Computes attention by `splash_transposed`, or by `splash_int8`; in a rehearsal returns the queries."""
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     settings = transposed_settings(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:
@@ -376,7 +378,7 @@ def _transposed(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any, int
 def transposed_settings(
     problem: Problem, queries: int, keys: int, heads: int, head_size: int, *, int8: bool
 ) -> transposed.KernelSettings:
-    """Returns the settings of a call of `transposed`; with `int8`, of one that multiplies in eight bits."""
+    """Returns the settings of a call of `transposed`, in eight bits with `int8`; refuses a tile too large for VMEM."""
     if int8:
         _check_int8(problem.chip)
     chip = problem.chip or "v6e"  # interpreted: any tile will do
@@ -404,6 +406,7 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Callable[..., jax
         return run(q, k, v, lengths_B=lengths_B)
 
     def split(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths_B: jax.Array | None) -> jax.Array:
+        """Runs `local` on each device's shard; on whole arrays without a mesh, or if the caller has split them."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
             return local(q, k, v, lengths_B)
@@ -423,8 +426,8 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Callable[..., jax
 def _query_axes(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
     """Returns the axes that split queries, not heads: `QUERY_AXES` in cross-attention to few keys, else ().
 
-    To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
-    A text's keys are few, and every device has them.
+    With heads split, devices exchange queries and outputs. With queries split, each device needs all heads of the keys:
+    for few keys, such as a text's, every device has them.
     """
     ways = math.prod(sizes.get(axis, 1) for axis in QUERY_AXES)
     return QUERY_AXES if ways > 1 and keys * ways < queries and queries % ways == 0 else ()
@@ -444,7 +447,7 @@ def _check_axes(mesh: Any) -> None:
 
 
 def _dividing_axes(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
-    """Returns those axes of a mesh that split `count` items evenly: (sp=2, tp=3) for 4 items gives (sp,)."""
+    """Returns the axes of a mesh that split `count` items evenly: (sp=2, tp=3) for 4 items gives (sp,)."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:

@@ -26,11 +26,11 @@ def attention(
     causal: bool = False,
     bound: str | None = None,
 ) -> torch.Tensor:
-    """Returns attention over the first `lengths` tokens of each sample; 0 for queries beyond them where S equals T.
+    """Returns attention over the first `lengths` keys of each sample; if S equals T, later queries' outputs are 0.
 
     Args:
         lengths: Integers [B]; None: all tokens.
-        scale: What q . k is multiplied by; 1 / sqrt(D) by default.
+        scale: The factor of q . k; 1 / sqrt(D) by default.
         causal: Whether query s sees keys up to s only.
         bound: The model card's name for the bound of these scores, if their q and k are normalised.
 
@@ -62,14 +62,14 @@ class Stream:
     q: torch.Tensor  #: Queries [B, S, H * D].
     k: torch.Tensor  #: Keys, likewise.
     v: torch.Tensor  #: Values, likewise.
-    #: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None where they are normalised already, or
-    #: never.
+    #: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None if they are normalised already, or are
+    #: not normalised at all.
     norm_q: Any = None
     norm_k: Any = None  #: The keys'.
 
 
 def token_multiple(tokens: torch.Tensor) -> int:
-    """Returns the number of which the count of tokens should be a multiple, for `self_attention` on this mesh."""
+    """Returns the divisor that the count of tokens should have for `self_attention`; 1 in eager PyTorch."""
     import jax
 
     # A rehearsal's tokens are on meta, and an abstract mesh is set for it.
@@ -90,19 +90,20 @@ def self_attention(
     lengths: torch.Tensor | None = None,
     bound: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns attention of tokens and further tokens over both, the tokens' outputs projected; by a kernel if one fits.
+    """Returns attention of tokens and further tokens over both, by a kernel if it fits; the tokens' part is projected.
 
     Args:
-        tokens: First those that have positions, such as the pictures'; then padding that takes no part.
-        further: Those without, such as a text's, the valid ones first; None: there are none.
+        tokens: Tokens with positions, such as a picture's; then padding that takes no part.
+        further: Tokens without positions, such as a text's, valid tokens first; or None.
         rotary: Cosines and sines [S, D] of the tokens' positions, float32, for features 2i and 2i + 1 as a pair.
-        rotate: Upstream's own rotation of [B, S, H, D] by them, for wherever there is no kernel.
+        rotate: Upstream's rotation of [B, S, H, D] by `rotary`, which is called if no kernel fits.
+        project: The linear layer after attention, for the tokens alone.
         lengths: Integers [B]: valid further tokens; None: all.
         bound: The model card's name for the bound of these scores.
 
     Returns:
-        [B, S, O], and the further tokens' [B, T, H * D] or None, of q's dtype. These are 0 beyond their lengths.
-        Padding of the tokens holds arbitrary values.
+        The tokens' [B, S, O], and the further tokens' [B, T, H * D] or None, of q's dtype. Further tokens are 0 beyond
+        their lengths. Padding of the tokens holds arbitrary values.
     """
     size = rotary[0].shape[1]
     heads = tokens.q.shape[2] // size
@@ -115,7 +116,8 @@ def self_attention(
     q, k, v = (x[:, :valid] for x in _by_head(tokens, heads))
     streams = [(rotate(q), rotate(k), v)]
     if further is not None:
-        # Where all are valid any order is right: models without a mask have the further tokens first.
+        # With all tokens valid any order is right: like models without a mask, further tokens come first. With lengths,
+        # invalid tokens must be last.
         streams.insert(0 if lengths is None else 1, _by_head(further, heads))
     q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*streams, strict=True))
     all_lengths = None if lengths is None else lengths + valid
@@ -136,13 +138,14 @@ def _by_kernel(
     heads: int,
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes `self_attention` by the kernel, in JAX: norms go into it as arrays of gains."""
+    """Computes `self_attention` by the kernel, in JAX, which gets norms as arrays of gains."""
     import jax
 
     from torchport.kernels.attention import self_attention as in_jax
     from torchport.kernels.attention.rotary import Norm
 
     def in_tokens(stream: Stream) -> in_jax.Tokens:
+        """Returns a stream in the kernel's form; its arrays are still tensors."""
         norms = [
             None if norm is None else Norm(norm.weight, getattr(norm, "bias", None), **norm_kind(norm))
             for norm in (stream.norm_q, stream.norm_k)
@@ -163,8 +166,9 @@ def _by_kernel(
 
 
 def norm_kind(norm: Any) -> dict[str, Any]:
-    """Returns a norm's `eps`, whether it is `centred`, and whether it rounds `twice`, as the RMSNorm of a model does:
-    to the gains' dtype before it multiplies by them. Raises for other modules.
+    """Returns a norm's `eps`, whether it is `centred`, and whether it rounds `twice`; raises for other modules.
+
+    A model's own RMSNorm rounds twice: to the gains' dtype before the product with the gains, and after it.
     """
     of_torch = isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
     is_known = of_torch or type(norm).__name__.endswith("RMSNorm")

@@ -1,7 +1,7 @@
-"""Queries and keys of eight bits for `splash_int8`, and the half of the kernel's step that multiplies them.
+"""Queries and keys of eight bits for `splash_int8`, and the part of the kernel that multiplies them.
 
-docs/attention.md says what is lost and gained. On v6e the exponential is of a bfloat16 score, two to a register, and a
-row of ones beside the values adds the probabilities up: the sum has the probabilities as they are used.
+docs/attention.md has the loss and the gain. On v6e exponentials are taken of bfloat16 scores, two to a register, and a
+row of ones beside the values adds the probabilities up: the sum is of the rounded probabilities.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head, F = H * D; C keys of a chunk.
 
@@ -29,12 +29,14 @@ EXPONENT: dict[str, Exponent] = {"v5e": "float32", "v5p": "float32", "v6e": "bfl
 """Chips that multiply int8 at twice the bfloat16 rate, with the dtype of the scores whose exponential they take.
 Source: `jax/_src/pallas/mosaic/tpu_info.py` of JAX 0.10.2, and for the exponential the compiler's schedules."""
 
-STEPS = 127
-GROWTH = 2 * (1 + math.sqrt(LANES) / (2 * STEPS)) ** 2
-"""What quantising may add to a bound of |q . k|, as a factor. A mean is no longer than the longest key, which doubles
-the keys. Half a step in each feature lengthens a vector by at most sqrt(D) / (2 * 127) of its largest feature."""
+LARGEST = 127
+"""The largest number of int8 in use."""
+GROWTH = 2 * (1 + math.sqrt(LANES) / (2 * LARGEST)) ** 2
+"""The factor by which quantising may raise a bound of |q . k|. Less their mean, keys are at most twice as long, as the
+mean is no longer than the longest key. Rounding moves each feature by half a quantum, and so lengthens a vector by at
+most sqrt(D) / (2 * 127) of its largest feature."""
 ONES = 16
-"""Rows beside the values of which the first has ones: what a register of bfloat16 holds."""
+"""Rows that are added to the values, as many as a register of bfloat16 has; the first is all ones."""
 
 
 def quantised(
@@ -42,28 +44,28 @@ def quantised(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns queries and keys in eight bits.
 
-    Heads stay slices of the features. With a dim of their own the array's layout would change, and XLA would write it
-    out in float32. This way XLA reads queries and keys twice, and writes int8 alone.
+    Heads stay slices of the features. A dim of heads would change the array's layout, and XLA would write the array out
+    in float32. With slices XLA reads queries and keys twice, and writes int8 alone.
 
     Args:
-        arrays: Keys [B, T, F], and the number of valid ones, int32 [B]; those from there on may hold anything.
+        arrays: Keys [B, T, F], and the number of valid keys, int32 [B]; keys after them may hold anything.
 
     Returns:
-        Queries, int8 [B, S, F]; what the scores of each query are multiplied by, float32 [B * H, 1, S]; keys, int8.
+        Queries, int8 [B, S, F]; factors of the scores of each query, float32 [B * H, 1, S]; keys, int8.
     """
     batch, queries, features = q_BSF.shape
     mean_B1F, peak_B1F = _mean_and_peak(arrays)
-    step_k = _step(peak_B1F.reshape(batch, -1, head_size).max(2))
-    steps_q = [
-        _step(jnp.abs(q_BSF[:, :, start : start + head_size].astype(jnp.float32)).max(2))
+    quantum_k = _quantum(peak_B1F.reshape(batch, -1, head_size).max(2))
+    quanta_q = [
+        _quantum(jnp.abs(q_BSF[:, :, start : start + head_size].astype(jnp.float32)).max(2))
         for start in range(0, features, head_size)
     ]
-    rows = jnp.stack([step * step_k[:, h, None] * scale for h, step in enumerate(steps_q)], axis=1)
+    rows = jnp.stack([quantum * quantum_k[:, h, None] * scale for h, quantum in enumerate(quanta_q)], axis=1)
     keys = [
-        _rounded(keys.astype(jnp.float32) - mean_B1F, jnp.repeat(1 / step_k, head_size, axis=1)[:, None])
+        _rounded(keys.astype(jnp.float32) - mean_B1F, jnp.repeat(1 / quantum_k, head_size, axis=1)[:, None])
         for keys, _ in arrays
     ]
-    factors = [1 / step for step in steps_q]
+    factors = [1 / quantum for quantum in quanta_q]
     head = lax.broadcasted_iota(jnp.int32, (1, 1, features), 2) // head_size
     factor_BSF = factors[0][..., None]
     for number, factor in enumerate(factors):
@@ -72,8 +74,9 @@ def quantised(
 
 
 def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean valid key, and for each feature the largest distance of a valid key from it: float32 [B, 1, F].
-    The key that is furthest from the mean is the largest or the smallest one, so keys are read once for both.
+    """Returns the mean valid key, and the largest distance of a valid key from it in each feature: float32 [B, 1, F].
+
+    In each feature, the largest or the smallest key is furthest from the mean: keys are read once for all three.
     """
     sums, largest, smallest = [], [], []
     for keys, lengths in arrays:
@@ -87,9 +90,9 @@ def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.A
     return mean, jnp.maximum(jnp.stack(largest).max(0) - mean, mean - jnp.stack(smallest).min(0))
 
 
-def _step(peak: jax.Array) -> jax.Array:
-    """Returns what one step of int8 stands for, by the largest value; 1 where there is nothing to round, or no key."""
-    return jnp.where(peak > 0, peak / STEPS, 1.0)
+def _quantum(peak: jax.Array) -> jax.Array:
+    """Returns the value of 1 in int8, with which the peak becomes 127; 1.0 for a peak of 0, or of -inf without keys."""
+    return jnp.where(peak > 0, peak / LARGEST, 1.0)
 
 
 def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -101,19 +104,19 @@ def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
 class Int8Softmax(Softmax):
     """The products and the softmax of one chunk whose keys and queries are int8."""
 
-    rows: Any  #: What the scores of each query are multiplied by, float32 [1, block_q].
+    rows: Any  #: Factors of the scores of each query, float32 [1, block_q].
 
-    def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Stores the probabilities of a cell (some queries of a head) for `second`; bfloat16 ones in pairs."""
+    def multiply_keys(self, keys: jax.Array, cell: Cell) -> None:
+        """Multiplies keys with a cell's queries, and stores the probabilities; packed, as pairs of bfloat16."""
         if not self.plan.packed:
-            super().first(keys, cell)
+            super().multiply_keys(keys, cell)
             return
         # int32 has the layout in which the exponentials come: as bfloat16, each register would be put together anew.
         p = jnp.exp2(self._scores(keys, cell).astype(jnp.bfloat16))
         self._store(cell, pltpu.bitcast(p, jnp.int32))
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
-        """Adds the values weighted with p [C, queries] to the outputs; and p to the sums, if it comes in pairs."""
+        """Adds the values weighted with p [C, queries] to the outputs; and p to the sums, if p comes in pairs."""
         if p.dtype != jnp.int32:
             super()._add(values, cell, p, shrink)
             return
@@ -127,6 +130,7 @@ class Int8Softmax(Softmax):
         self.refs.sums[head, :, pl.ds(start, count)] += product[size : size + self.refs.sums.shape[1]]
 
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
+        """Returns the scores [C, queries] of int8 keys [C, W] in float32, in units of log 2."""
         _, start, count = cell
         exact = lax.dot_general(keys, self.refs.q[pl.ds(start, count), :], ROWS, preferred_element_type=jnp.int32)
         return exact.astype(jnp.float32) * self.rows[:, pl.ds(start, count)]

@@ -1,10 +1,10 @@
-"""Attention that runs everywhere, the reference for the other forms: float32 softmax, a block at a time.
+"""Attention that runs everywhere, the reference for the other forms: float32 softmax, a tile of scores at a time.
 
-Nothing is padded: the last block of queries or keys starts earlier instead, and what it sees a second time is masked
-(keys) or written again with the same values (queries). The bounds of the loops are known only at run time: this form
-has no reverse mode. docs/attention.md has the precision of each product.
+Nothing is padded: the last tile of queries and the last chunk of keys start earlier instead. Keys that a chunk repeats
+are masked, and outputs that a tile repeats are written again with the same values. The bounds of the loops are known
+only at run time: this form has no reverse mode. docs/attention.md has the precision of each product.
 
-Shapes: B batch, H heads, S queries, T keys, D features of a head; Q queries and C keys of a block.
+Shapes: B batch, H heads, S queries, T keys, D features of a head; Q queries of a tile, C keys of a chunk.
 
 Source: online softmax, Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); blocked over queries
 and keys as in Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021).
@@ -32,7 +32,7 @@ def without_padding(x_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array
 
 
 def limits(causal: bool, window: Window | None) -> Window:
-    """Returns how many keys a query sees to the left and to the right of its own index; None: no limit there."""
+    """Returns how many keys a query sees to the left and right of its own index; None on a side without a limit."""
     left, right = window if window is not None else (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
@@ -42,11 +42,11 @@ def limits(causal: bool, window: Window | None) -> Window:
 def visible(
     rows_S: jax.Array, columns_T: jax.Array, lengths_B: jax.Array | None, causal: bool, window: Window | None
 ) -> jax.Array:
-    """Returns which keys each query sees by lengths, causality and window; a mask comes on top.
+    """Returns which keys each query sees by lengths, causality and window; the caller's mask is not applied here.
 
     Args:
         rows_S: int32 [S], indices of queries.
-        lengths_B: int32 [B], numbers of valid keys; None: all are.
+        lengths_B: int32 [B], numbers of valid keys; None: all keys are valid.
         window: Farthest key to the left and to the right that is seen.
 
     Returns:
@@ -78,7 +78,7 @@ def sees_a_key(queries: int, keys: int, lengths_B: jax.Array | None, causal: boo
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """The arguments of `attention`, for each block; all but the arrays are known before tracing."""
+    """The arguments of `attention`; all but the arrays are known before tracing."""
 
     q: jax.Array  # [B, H, S, D]
     k: jax.Array  # [B, H, T, D]
@@ -91,12 +91,12 @@ class _Inputs:
     block_q: int
     block_kv: int
 
-    def key_blocks(self, first_row: Any) -> tuple[Any, Any]:
-        """Returns the range of the key blocks that a query block sees: the first one's number, and the end."""
+    def chunks(self, first_row: Any) -> tuple[Any, Any]:
+        """Returns the chunks that the tile of queries at `first_row` sees: the first, and the chunk after the last."""
         left, right = limits(self.causal, self.window)
         keys = self.k.shape[2]
         if keys <= self.block_kv:
-            return 0, 1  # a loop whose length the program knows, as a plan must
+            return 0, 1  # Python integers: a plan must know the length of the loop
         end = jnp.int32(keys) if self.lengths is None else jnp.minimum(jnp.max(self.lengths), keys)
         if right is not None:
             end = jnp.minimum(end, first_row + self.block_q + right)
@@ -104,10 +104,10 @@ class _Inputs:
         return start, (end + self.block_kv - 1) // self.block_kv
 
     def scores(self, q_BHQD: jax.Array, first_row: Any, first_column: Any, unseen: Any) -> jax.Array:
-        """Returns the scores of a block, float32 [B, H, Q, C], with -inf for what takes no part.
+        """Returns the scores of a tile and a chunk, float32 [B, H, Q, C], with -inf for keys that take no part.
 
         Args:
-            unseen: Index of the first key that no block before this one held.
+            unseen: Index of the first key that is in no earlier chunk.
         """
         k_BHCD = lax.dynamic_slice_in_dim(self.k, first_column, self.block_kv, axis=2)
         precision = lax.Precision.HIGHEST if q_BHQD.dtype == jnp.float32 else None
@@ -127,20 +127,20 @@ class _Inputs:
         return jnp.where(seen, s_BHQC, -jnp.inf)
 
 
-def _outputs_of_block(inputs: _Inputs, first_row: Any) -> jax.Array:
-    """Returns the outputs of one block of queries, [B, H, Q, D] of q's dtype."""
+def _outputs_of_tile(inputs: _Inputs, first_row: Any) -> jax.Array:
+    """Returns the outputs of the tile of queries that starts at `first_row`, [B, H, Q, D] of q's dtype."""
     q_BHQD = lax.dynamic_slice_in_dim(inputs.q, first_row, inputs.block_q, axis=2)
     batch, heads, queries, _ = q_BHQD.shape
     keys, size = inputs.v.shape[2:]
 
-    def step(j: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds a block of keys by online softmax: to the running maximum, the sums and the outputs."""
+    def add_chunk(j: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Adds a chunk of keys by online softmax: to the running maximum, the sums and the outputs."""
         peak_BHQ1, sum_BHQ1, o_BHQD = carry
         unseen = j * inputs.block_kv
         first_column = jnp.minimum(unseen, keys - inputs.block_kv)
         s_BHQC = inputs.scores(q_BHQD, first_row, first_column, unseen)
         after_BHQ1 = jnp.maximum(peak_BHQ1, s_BHQC.max(-1, keepdims=True))
-        # -inf - -inf is NaN: a row that has seen no key yet is measured from 0.
+        # -inf - -inf is NaN: scores of a query that has seen no key yet are measured from 0.
         origin_BHQ1 = jnp.where(after_BHQ1 == -jnp.inf, 0.0, after_BHQ1)
         p_BHQC = jnp.exp(s_BHQC - origin_BHQ1)
         shrink_BHQ1 = jnp.exp(peak_BHQ1 - origin_BHQ1)
@@ -155,7 +155,7 @@ def _outputs_of_block(inputs: _Inputs, first_row: Any) -> jax.Array:
         jnp.zeros((batch, heads, queries, 1), jnp.float32),
         jnp.zeros((batch, heads, queries, size), jnp.float32),
     )
-    _, sum_BHQ1, o_BHQD = lax.fori_loop(*inputs.key_blocks(first_row), step, start)
+    _, sum_BHQ1, o_BHQD = lax.fori_loop(*inputs.chunks(first_row), add_chunk, start)
     o_BHQD = jnp.where(sum_BHQ1 == 0, 0.0, o_BHQD / jnp.where(sum_BHQ1 == 0, 1.0, sum_BHQ1))
     return o_BHQD.astype(q_BHQD.dtype)
 
@@ -175,24 +175,25 @@ def attention(
     block_q: int = 512,
     block_kv: int = 1024,
 ) -> jax.Array:
-    """Returns softmax(scale * q k^T + mask) v, computed in float32 a block at a time.
+    """Returns softmax(scale * q k^T + mask) v, computed in float32 a tile at a time.
 
-    `dispatch.attention` has the other arguments, and says what is returned.
+    `dispatch.attention` describes the other arguments and the result.
 
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
-        mask: bool (True takes part) or float (added to the scaled scores), [B or 1, H or 1, S, T]. It is read a block
-            at a time, but it is held in memory whole, so it must be small.
-        block_q: Queries of a block, at most.
-        block_kv: Keys of a block, at most. A block of scores has B * H * block_q * block_kv float32.
+        mask: bool (True takes part) or float (added to the scaled scores), [B or 1, H or 1, S, T]. The whole mask is
+            in memory, so it must be small.
+        block_q: Queries of a tile, at most.
+        block_kv: Keys of a chunk, at most. The scores in memory are B * H * block_q * block_kv float32.
     """
     queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
     block_q, block_kv = min(block_q, queries), min(block_kv, keys)
     inputs = _Inputs(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask, scale, causal, window, block_q, block_kv)
 
-    def step(i: Any, o_BHSD: jax.Array) -> jax.Array:
+    def write_tile(i: Any, o_BHSD: jax.Array) -> jax.Array:
+        # The last tile overlaps the tile before it, so that all tiles have the same size.
         first_row = jnp.minimum(i * block_q, queries - block_q)
-        return lax.dynamic_update_slice_in_dim(o_BHSD, _outputs_of_block(inputs, first_row), first_row, axis=2)
+        return lax.dynamic_update_slice_in_dim(o_BHSD, _outputs_of_tile(inputs, first_row), first_row, axis=2)
 
     o_BHSD = jnp.zeros((*q_BHSD.shape[:3], v_BHTD.shape[3]), q_BHSD.dtype)
-    return lax.fori_loop(0, -(-queries // block_q), step, o_BHSD)
+    return lax.fori_loop(0, -(-queries // block_q), write_tile, o_BHSD)

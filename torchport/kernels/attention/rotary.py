@@ -1,4 +1,4 @@
-"""A norm and rotary positions of queries and keys in one pass, which leaves heads where an all-to-all wants them.
+"""A norm and rotary positions of queries and keys in one pass, with heads laid out as an all-to-all needs them.
 
 XLA takes eight passes over q and k for this, most of them to turn pairs of features that lie side by side; a kernel
 reads them once and writes them once, and swaps neighbours in registers.
@@ -33,7 +33,7 @@ class Norm:
 
     weight: jax.Array  #: Gains: [D] of each head, or [F] of all heads together.
     bias: jax.Array | None  #: Offsets, likewise; or None.
-    #: Added to the mean square.
+    #: The number that is added to the mean square.
     eps: float = dataclasses.field(metadata={"static": True})
     #: Whether the mean is subtracted first: LayerNorm.
     centred: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -42,7 +42,7 @@ class Norm:
     twice: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def is_over_all(self, size: int) -> bool:
-        """Returns whether it is of all heads together, where a head has `size` features."""
+        """Returns whether the norm is of all heads together, where a head has `size` features."""
         return int(self.weight.shape[0]) != size
 
     def scaled(self, normal: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -58,11 +58,11 @@ class Norm:
 
 
 def normalised(x_BSF: jax.Array, norm: Norm | None, axis: str | None = None) -> jax.Array:
-    """Returns projections after a norm, of their own dtype.
+    """Returns projections after a norm, in the projections' dtype.
 
     Args:
         norm: None: the projections are returned as they are.
-        axis: The mesh's axis that parts F, where the norm is of all heads together and devices have parts of it.
+        axis: The mesh's axis that splits F, if the norm is of all heads together; its devices exchange means.
     """
     if norm is None:
         return x_BSF
@@ -78,7 +78,7 @@ def normalised(x_BSF: jax.Array, norm: Norm | None, axis: str | None = None) -> 
 
 
 ROWS = 256
-"""Tokens of a block: two of them, in and out, take 4 MiB of VMEM at 2,048 features."""
+"""Tokens of a tile: two tiles, in and out, take 4 MiB of VMEM at 2,048 features."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Heads:
 
     size: int  #: D.
     padded: int  #: P: 128 or 64.
-    groups: int = 1  #: N, into which the heads are parted.
+    groups: int = 1  #: N, the groups into which the heads are split.
 
     def lanes(self, x: jax.Array) -> jax.Array:
-        """Returns features [..., D] of one head as a register has them, [..., 128]: padded, and once per head in it."""
+        """Returns features [..., D] of one head as a register, [..., 128]: padded, and repeated if it has two heads."""
         padding = [(0, 0)] * (x.ndim - 1) + [(0, self.padded - self.size)]
         padded = jnp.pad(x, padding) if self.padded > self.size else x
         return padded if self.padded == LANES else jnp.concatenate([padded] * (LANES // self.padded), axis=-1)
@@ -123,13 +123,13 @@ def norm_rotary(
 
     Args:
         x_BSF: Projections [B, S, F], heads spread as `heads` says; S a multiple of 256.
-        norm: Of the unpadded features; None where they are normalised already.
+        norm: The norm of the unpadded features; None if the projections are normalised already.
         cos_SD: Cosines, float32, each twice.
         interpret: Run the kernel as plain JAX, on any platform.
-        samples: Those that are taken, which lie one after another; all of them by default.
+        samples: The samples to compute; None: all samples.
 
     Returns:
-        [B, N, S, F / N] of x's dtype, B those that are taken; rounded as `norm` says and then once more.
+        [B, N, S, F / N] of x's dtype, B only of `samples`; rounded as `norm` says, and again after the rotation.
     """
     batch, tokens, features = x_BSF.shape
     rows, part = min(ROWS, tokens), features // heads.groups
@@ -176,8 +176,10 @@ def alone(
     centred: int,
     bias: int,
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns `norm_rotary` as a function of arrays, and the arrays' shapes, to be compiled alone by `plan`. The last
-    four are 0 or 1: no norm; a norm of all heads together; a LayerNorm (else RMSNorm); a norm with offsets.
+    """Returns `norm_rotary` as a function of arrays, and the arrays' shapes; `plan` compiles the kernel with them.
+
+    The last four arguments are 0 or 1: no norm; a norm of all heads together; a LayerNorm (else an RMSNorm); a norm
+    with offsets.
     """
 
     def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
@@ -199,18 +201,18 @@ def _gains(norm: Norm | None, heads: Heads) -> list[jax.Array]:
 
 
 def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
-    """Computes `norm_rotary` for a block of tokens, in registers of 128 features.
+    """Computes `norm_rotary` for a tile of tokens, in registers of 128 features.
 
     Args:
         x: Reference to queries or keys [rows, F].
-        others: References to gains and offsets [1, 128 or F], as far as `norm` has them; to cosines and sines
+        others: References to the norm's gains and offsets [1, 128 or F], where it has them; to cosines and sines
             [rows, 128]; and to the output [N, rows, F / N].
     """
     *gains, cos, sin, out = others
     groups, _, part = out.shape
     per_group = part // LANES
     row, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), dim) for dim in (0, 1))
-    # Of each pair (a, b) it makes (-b, a): the matrix unit turns, sums and spreads at no cost to the other units.
+    # The product with this matrix turns each pair (a, b) into (-b, a), in the matrix unit, which is free otherwise.
     turn = jnp.where(row == lane + 1, -1.0, 1.0) * ((row ^ lane) == 1)
 
     def column(i: int) -> jax.Array:
@@ -239,10 +241,10 @@ def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax.Array | None, jax.Array]:
-    """Returns mean and reciprocal deviation [rows, 1 or 128], of each head or of all; None as mean of an RMSNorm.
+    """Returns mean and reciprocal deviation [rows, 1 or 128], of each head or of all heads; an RMSNorm's mean is None.
 
     Args:
-        columns: Features [rows, 128] that are normalised together: those of all heads, or a register of them.
+        columns: Features [rows, 128] that are normalised together: the registers of all heads, or a single register.
     """
     count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
@@ -258,7 +260,7 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
 
     wide, mean = [column.astype(jnp.float32) for column in columns], None
     if norm.centred:
-        # Not by `total`: that takes the unit that the squares need.
+        # By a product, not by `total`: this leaves `total`'s unit to the squares.
         row, at = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), dim) for dim in (0, 1))
         same_head = jnp.where(over_all | (row // heads.padded == at // heads.padded), 1.0, 0.0)
         mean = functools.reduce(jnp.add, (_product(column, same_head) for column in columns)) / count

@@ -15,7 +15,7 @@ from torchport.kernels.attention.dispatch import attention
 from torchport.progress import size_text
 
 MASK_LIMIT = 2**30
-"""Bytes of the largest mask that is held in memory: 1 GiB, a bool mask of 32,768 x 32,768."""
+"""The most bytes of a mask: 1 GiB, a bool mask of 32,768 x 32,768."""
 
 
 def scaled_dot_product_attention(
@@ -34,8 +34,8 @@ def scaled_dot_product_attention(
     order of keys does not change the result. Any other mask is applied as it is, if it fits into `MASK_LIMIT` bytes.
 
     Args:
-        query: [..., S, D], two dims or more; the one before S are the heads.
-        key: [..., T, D]; a batch or head of one stands for all of the queries', and the other way round.
+        query: [..., S, D], two dims or more; the dim before S are the heads.
+        key: [..., T, D]; a batch or head dim of 1 stands for all of the queries', and the other way round.
         attn_mask: bool or float, broadcast to [..., S, T].
         dropout_p: 0.
 
@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     q, k, v = (_with_four_dims(x) for x in (query, key, value))
     if enable_gqa:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
-    # A batch or head of one stands for all. Other sizes that differ are refused below.
+    # A batch or head dim of 1 stands for all. Other sizes that differ are refused by `attention`.
     lead = [max(sizes) for sizes in zip(q.shape[:2], k.shape[:2], v.shape[:2], strict=True)]
     q, k, v = (
         jnp.broadcast_to(x, [*(m if n == 1 else n for n, m in zip(x.shape[:2], lead, strict=True)), *x.shape[2:]])
@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
-    """Returns keys or values with each head as often as the queries' heads use it."""
+    """Returns keys or values with each head repeated for all queries' heads that share it (grouped-query attention)."""
     if heads % x.shape[1]:
         fact = f"Queries have {heads} heads, and keys or values {x.shape[1]}"
         raise AttentionError("scaled_dot_product_attention", fact, "With enable_gqa it must divide")
@@ -89,19 +89,20 @@ def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 def _with_four_dims(x: jax.Array) -> jax.Array:
-    """Returns an array with dims of 1 before its own, up to four: [T] becomes [1, 1, 1, T]."""
+    """Returns an array with dims of 1 in front, up to four dims: [T] becomes [1, 1, 1, T]."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def _one_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Returns an array of five or more dims with four: [2, 5, H, S, D] becomes [10, H, S, D] for the batch (2, 5)."""
+    """Returns an array with its batch dims as a single dim: [2, 5, H, S, D] becomes [10, H, S, D] for (2, 5)."""
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
     return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
-    """Returns attention under a mask over keys: valid keys are moved to the front, and their number is a length. If the
-    mask differs by head, each head becomes a sample.
+    """Returns attention under a mask over keys: valid keys are moved to the front, and their number becomes a length.
+
+    If the mask differs by head, each head becomes a sample.
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -118,7 +119,7 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
 
 
 def _full_mask(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
-    """Returns a mask as [B or 1, H or 1, S, T]; refuses one of more than `MASK_LIMIT` bytes."""
+    """Returns a mask as [B or 1, H or 1, S, T]; refuses a mask of more than `MASK_LIMIT` bytes."""
     mask = _with_four_dims(mask)
     shape = (*mask.shape[:2], query[2], keys)
     size = math.prod(shape) * mask.dtype.itemsize

@@ -1,10 +1,12 @@
-"""Self-attention of tokens that have positions and lie apart: norms, positions, exchanges and kernel in one.
+"""Self-attention of tokens that have positions and are split over devices: norms, positions, exchanges and kernel.
 
-Each device projects its own tokens; one pass normalises and turns q and k and parts their heads; an all-to-all gives
+Each device projects its own tokens; one pass normalises and rotates q and k and splits their heads; an all-to-all gives
 every device all tokens of its own heads (Ulysses, over `sp`); the kernel reads tokens and heads as they arrive. Nothing
-is joined, padded or turned on the way. docs/attention.md has the steps.
+is joined, padded or transposed on the way. docs/attention.md has the details.
 
-Shapes: B batch, S tokens, T further ones, D features of a head, H heads, F = H * D; K ways of `tp`, N of `sp`.
+Further tokens have no positions, such as a text's; every device of `sp` has all of them.
+
+Shapes: B batch, S tokens, T further tokens, D features of a head, H heads, F = H * D; K ways of `tp`, N of `sp`.
 
 Source: Ulysses is DeepSpeed's (arXiv 2309.14509).
 """
@@ -36,27 +38,27 @@ class Tokens:
     q: jax.Array  #: Queries [B, S, F].
     k: jax.Array  #: Keys, likewise.
     v: jax.Array  #: Values, likewise.
-    #: The queries' norm; None where they are normalised already, or never.
+    #: The queries' norm; None if queries are normalised already, or are not normalised at all.
     norm_q: Norm | None = None
     norm_k: Norm | None = None  #: The keys'.
 
 
 def mesh_ways() -> tuple[int, int]:
-    """Returns the sizes of the axes `tp` and `sp` of the mesh that is traced for; 1 for an axis that it lacks."""
+    """Returns the sizes of the axes `tp` and `sp` of the current mesh; 1 for an axis that the mesh lacks."""
     shape = jax.sharding.get_abstract_mesh().shape
     return shape.get("tp", 1), shape.get("sp", 1)
 
 
 def uses_kernel() -> bool:
-    """Returns whether calls go to the kernel here: on a TPU, and no other implementation is named."""
+    """Returns whether the program's calls go to the kernel: on a TPU, unless another implementation is named."""
     settings = current()
     may_use_kernel = settings.implementation in (None, "splash_transposed", "splash_int8")
     return may_use_kernel and (settings.interpret or platform()[0] == "tpu")
 
 
 def fits(batch: int, heads: int, head_size: int) -> bool:
-    """Returns whether `attention` here computes such a call: the kernel may be used and takes the head size, and the
-    current mesh divides samples and heads.
+    """Returns whether `attention` of this module computes a call of these sizes: the kernel may be used and takes the
+    head size, and the current mesh divides samples and heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
     divided = heads % math.prod(mesh_ways()) == 0 and batch % mesh.shape.get("dp", 1) == 0
@@ -64,7 +66,7 @@ def fits(batch: int, heads: int, head_size: int) -> bool:
 
 
 def multiple() -> int:
-    """Returns the number that must divide the count of tokens: the size of `sp`, times 256 for the kernel."""
+    """Returns the divisor that the count of tokens must have: the size of `sp`, times 256 for the kernel."""
     return mesh_ways()[1] * (TAIL if uses_kernel() else 1)
 
 
@@ -78,14 +80,14 @@ def attention(
     heads: int,
     bound: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns attention over the tokens that have positions and the valid ones of the further tokens.
+    """Returns attention of tokens and further tokens over all valid tokens and all valid further tokens.
 
     Args:
         tokens: S a multiple of `multiple`.
-        further: T tokens, the valid ones first; or None.
-        cos_SD: Cosines of the tokens' positions, float32, each twice, one row for each valid token: tokens beyond them
+        further: T tokens, valid tokens first; or None.
+        cos_SD: Cosines of the tokens' positions, float32, each twice, one row for each valid token. Tokens after these
             are padding, and no keys.
-        lengths_B: How many further tokens of each sample are valid, integers; None: all of them.
+        lengths_B: How many further tokens of each sample are valid, integers; None: all are valid.
         bound: Name of the bound of |q . k| in `Context.bounds`.
 
     Returns:
@@ -140,7 +142,7 @@ def _on_shards(
     lengths: jax.Array | None,
     size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Calls `run` on each device's tokens and heads by `shard_map`; on everything, if there is no mesh."""
+    """Calls `run` on each device's tokens and heads by `shard_map`; without a mesh, on whole arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return run(tokens, further, cos, sin, lengths)
@@ -178,14 +180,14 @@ def _local(
     sin_SD: jax.Array,
     lengths_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes one device's part of `attention`: it exchanges its tokens of `heads` heads for all tokens of some heads,
-    `valid` of which are no padding, attends, and exchanges the outputs back. Returns outputs [B, 1, N, S, F / N] of its
-    tokens, and [B, T, F] of the further tokens.
+    """Computes a device's part of `attention`. The device exchanges its tokens of `heads` heads for all tokens of some
+    heads, `valid` of which are no padding, attends, and exchanges the outputs back. Returns outputs
+    [B, 1, N, S, F / N] of its tokens, and [B, T, F] of the further tokens.
     """
     (ways, groups), size, interpret = mesh_ways(), problem.head_size, problem.interpret
     group, padded = transposed.grouping(heads, size)
     layout = Heads(size, padded, groups)
-    if ways > 1:  # a norm over all heads needs the sums of other devices, which `norm_rotary` has not
+    if ways > 1:  # a norm over all heads needs sums of other devices, so it cannot wait for `norm_rotary`
         tokens = _normalised(tokens, size, only_over_all=True)
     q, k, v = (layout.spread(x) for x in (tokens.q, tokens.k, tokens.v))
     further_qkv = None if further is None else _heads_of_device(further, layout)
@@ -195,7 +197,7 @@ def _local(
         taken = slice(samples.start, samples.stop)
 
         def with_positions(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:
-            """Returns queries or keys of all tokens and this device's heads, normalised and turned, [B, S, F / N]."""
+            """Returns queries or keys of all tokens and this device's heads, normalised and rotated, [B, S, F / N]."""
             x = norm_rotary(x_BSF, norm, cos_SD, sin_SD, layout, interpret=interpret, samples=samples)
             x_BNSF = _all_to_all(x, groups)  # the tokens that came from each device, which become one sequence
             return x_BNSF.reshape(x_BNSF.shape[0], -1, x_BNSF.shape[3])
@@ -217,8 +219,8 @@ def _local(
         return out, None if further_qkv is None else layout.gathered(over_all_keys(further_qkv[0][taken]))
 
     # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
-    step = q.shape[0] if groups == 1 else 1
-    parts = [attend(range(first, first + step)) for first in range(0, q.shape[0], step)]
+    at_once = q.shape[0] if groups == 1 else 1
+    parts = [attend(range(first, first + at_once)) for first in range(0, q.shape[0], at_once)]
     out = _joined([part for part, _ in parts])[:, None]
     if lengths_B is None:
         return out, None
@@ -236,15 +238,16 @@ def _int8(problem: Problem) -> bool:
 
 
 def _joined(parts: list[jax.Array]) -> jax.Array:
-    """Returns the results of several samples as one array."""
+    """Returns arrays of samples [B, ...] as a single array, joined along B."""
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> Tokens:
-    """Returns tokens after their norms; with `only_over_all`, after those that are of all heads together."""
+    """Returns tokens after their norms; with `only_over_all`, only norms over all heads together are applied."""
     axis = "tp" if mesh_ways()[0] > 1 else None
 
     def after(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, Norm | None]:
+        """Returns x after a norm, with None for the norm; or x and the norm, if the norm is left for later."""
         over_all = norm is not None and norm.is_over_all(size)
         if only_over_all and not over_all:
             return x, norm
@@ -255,14 +258,12 @@ def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> To
 
 
 def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
-    """Returns, on device n of `sp`, part n of every device, in the devices' order."""
+    """Exchanges parts along N between the devices of `sp`: device n returns part n of each device, in their order."""
     return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
 
 
 def _heads_of_device(tokens: Tokens, layout: Heads) -> list[jax.Array]:
-    """Returns normalised queries, keys and values [B, T, F / N] of this device's heads, where every device of `sp` has
-    all heads of the tokens.
-    """
+    """Returns normalised queries, keys and values [B, T, F / N] of this device's heads; `tokens` have all heads."""
     tokens = _normalised(tokens, layout.size)
     qkv = [layout.spread(x) for x in (tokens.q, tokens.k, tokens.v)]
     if layout.groups == 1:

@@ -27,14 +27,14 @@ HIDDEN = -(2.0**100)
 """Score of a padded key: exact in bfloat16, far below any real score, and far above the kernel's own -2.4e38."""
 
 FEATURES = 8
-"""Features added to a head for the padding; one would do, eight are a whole sublane."""
+"""Features added to a head for the padding: a single feature would do, eight are a whole sublane."""
 
 
 def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
     """Returns the keys less the mean of each sample's and head's valid keys: softmax stays the same.
 
-    All scores of a query move by the same amount. In float32 this gains precision where keys have a strong common part.
-    It costs one rounding of the difference to k's dtype. In bfloat16 that rounding is as large as the rounding of the
+    All scores of a query move by the same amount. In float32 precision is gained where keys have a strong common part.
+    The cost is a rounding of the difference to k's dtype. In bfloat16 this rounding is as large as the rounding of the
     keys themselves: at scores of about 100 the output's error goes from 0.0025 to 0.03, and there is no gain.
     """
     k32_BHTD = without_padding(k_BHTD, lengths_B).astype(jnp.float32)
@@ -43,7 +43,7 @@ def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
 
 
 def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
-    """Returns the kernel's mask for a window of keys around each query: none, causal, or local."""
+    """Returns the kernel's mask for a window of keys around each query: full, causal, or local."""
     if (left, right) == (None, None):
         return splash_attention_mask.FullMask((queries, keys))
     if (left, right) == (None, 0):
@@ -72,7 +72,7 @@ def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -
     """Returns queries, keys or values as [B * H, tokens, D], padded with zeros; with `first_BT`, with more features.
 
     Args:
-        first_BT: First of `FEATURES` further features, [B, tokens]; the others are 0. None: none is added.
+        first_BT: The first of `FEATURES` added features, [B, tokens]; the others are 0. None: no feature is added.
     """
     batch, heads, have, size = x_BHTD.shape
     more = 0 if first_BT is None else FEATURES
@@ -99,13 +99,13 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by JAX's Splash Attention kernel, padding masked exactly.
 
-    `dispatch.attention` has the other arguments, and says what is returned.
+    `dispatch.attention` describes the other arguments and the result.
 
     Args:
         q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
         tile: How the work is cut, at most. The larger tiles need a larger scoped VMEM than XLA's default
             (`xla_tpu_scoped_vmem_limit_kib`).
-        padding: How padded keys are hidden: by a further feature, or by segment ids, which is for matrix units 128 wide
+        padding: How padded keys are hidden: by an added feature, or by segment ids, which suit matrix units 128 wide
             (v5e, v5p) with a head size of 128 or a multiple.
     """
     batch, heads, queries, _ = q_BHSD.shape
@@ -118,7 +118,7 @@ def attention(
     if lengths_B is not None or all_keys > keys:
         ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B
         valid_BT = jnp.arange(all_keys) < ends_B[:, None]
-        if padding == "feature":
+        if padding == "feature":  # q's is 1 and a padded key's is HIDDEN, so their product hides the key
             one_BS, hidden_BT, valid_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN), None
     mask = _mask(all_queries, all_keys, *limits(causal, window))
     q_NSD = _padded(q_BHSD, all_queries, one_BS)
@@ -139,7 +139,7 @@ def _run(
     valid_BT: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
-    """Runs the kernel over N = B * H heads at once, or sample by sample where each has segment ids of its own."""
+    """Runs the kernel over N = B * H heads at once; with `valid_BT`, sample by sample with its segment ids."""
     rows = q_NSD.shape[0]
     heads = rows if valid_BT is None else rows // valid_BT.shape[0]
     precise = jax.default_matmul_precision("highest") if q_NSD.dtype == jnp.float32 else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention on NVIDIA GPUs, and XLA's own everywhere.
+"""Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention on NVIDIA GPUs, and XLA's on any platform.
 
 Both mask with a large negative number, not with minus infinity: a query that sees no key would get the mean of all
 values. Its output is set to 0 here, as eager PyTorch has it. Padded keys and values are set to 0 beforehand, since
@@ -39,7 +39,7 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v by cuDNN or by XLA.
 
-    `dispatch.attention` has the other arguments, and says what is returned.
+    `dispatch.attention` describes the other arguments and the result.
 
     Args:
         q_BHSD: Queries [B, H, S, D]; bfloat16 or float32 for `xla`, bfloat16 or float16 for `cudnn`.
@@ -60,7 +60,7 @@ def attention(
             jnp.swapaxes(without_padding(v_BHTD, lengths_B), 1, 2),
             scale=scale,
             is_causal=right == 0,
-            # Neither backend defines the result for zero valid keys; it is overwritten below.
+            # Neither implementation defines the result for zero valid keys; it is overwritten below.
             key_value_seq_lengths=None if lengths_B is None else jnp.maximum(lengths_B, 1).astype(jnp.int32),
             local_window_size=None if left is None and right in (0, None) else local,
             implementation=implementation,
@@ -71,7 +71,7 @@ def attention(
 
 
 def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None:
-    """Refuses a call that cuDNN cannot compute here, by its dtype, head size and window, and then by this GPU."""
+    """Refuses a call that cuDNN cannot compute: by dtype, head size and window, and then by this machine's GPU."""
     size, dtype = q_BHSD.shape[3], str(q_BHSD.dtype)
     if dtype not in CUDNN_DTYPES:
         fact = f"queries are {dtype}"

@@ -24,7 +24,7 @@ from torchport.progress import size_text
 LANES = 128
 SUBLANES = 8
 SLOTS = 2
-"""Chunks of keys, and of values, that are held at once: the current one, and one on its way."""
+"""Chunks of keys, and of values, that are in vector memory at once: the current chunk, and a chunk on its way."""
 TAIL = 256
 """Keys of a piece of the last, incomplete chunk: the depth of the matrix unit."""
 
@@ -36,12 +36,12 @@ def rounded_up(number: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How an attention kernel cuts queries and keys into blocks."""
+    """How an attention kernel cuts queries into tiles and keys into chunks."""
 
     #: Queries of a tile, at most; a multiple of 128. Tiles are made equally large.
     block_q: int
     block_kv: int  #: Keys of a chunk; a multiple of 256.
-    #: Queries of a cell, which is what one product takes; a multiple of 128.
+    #: Queries of a cell: the queries of one product; a multiple of 128.
     columns: int = 512
 
     def __post_init__(self) -> None:
@@ -55,13 +55,13 @@ class Tile:
     @property
     def cells_at_once(self) -> int:
         """Cells (of `columns` queries) that the kernel computes at once on the last keys, which fill no whole chunk. It
-        divides the number of cells, and is five at most.
+        is the largest divisor of the number of cells up to five.
         """
         cells = self.block_q // self.columns
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
 
     def fitted(self, queries: int, keys: int) -> Tile:
-        """Returns the tile for this many queries and keys: equal tiles, and no chunk larger than all keys."""
+        """Returns the tile for these numbers of queries and keys: equal tiles, and no chunk larger than all keys."""
         tiles = math.ceil(queries / self.block_q)
         block_q = rounded_up(math.ceil(queries / tiles), LANES)
         block_kv = min(self.block_kv, max(TAIL, keys // TAIL * TAIL))
@@ -95,7 +95,7 @@ class SplashTile:
     block_kv_compute: int  #: Keys that are computed at once; a multiple of 128.
 
     def fitted(self, queries: int, keys: int) -> SplashTile:
-        """Returns the tile for this many queries and keys, as `splash.attention` takes it: none larger than needed."""
+        """Returns the tile for these numbers of queries and keys, no larger than needed, for `splash.attention`."""
         compute = min(self.block_kv_compute, rounded_up(keys, LANES))
         block_kv = min(self.block_kv // compute * compute, rounded_up(keys, compute))
         return SplashTile(min(self.block_q, rounded_up(queries, LANES)), block_kv, compute)
@@ -109,7 +109,7 @@ KernelName = Literal["splash_transposed", "splash_int8", "splash"]
 
 
 def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
-    """Returns the tile if it fits into so many bytes of VMEM, and refuses it otherwise."""
+    """Returns the tile if it fits into `vmem` bytes of a core less `RESERVED`, and refuses it otherwise."""
     needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
     limit = vmem - RESERVED
     if needed <= limit:
@@ -157,9 +157,9 @@ class _Row(Frozen):
     head_size: pydantic.PositiveInt
     """D, as the kernel pads it."""
     tokens: pydantic.PositiveInt
-    """The length for which the tile is the best: as many queries as keys."""
+    """The number of queries, and of keys, for which the tile is the best."""
     peak_percent: float
-    """Useful arithmetic of a whole call at that length, over what the matrix units could do in its bundles, or time."""
+    """Useful arithmetic of a whole call at this length, over the matrix units' peak in the call's bundles, or time."""
     steady_percent: float
     """Likewise, of the steady loop alone."""
     ranked_by: Literal["schedule", "time"]
@@ -214,19 +214,18 @@ def table() -> TileTable:
 
 
 def read_table(file: Path) -> TileTable:
-    """Returns a file's table of tiles; refuses two rows with the same key."""
+    """Returns the table of tiles in a file; refuses two rows with the same key."""
     document = read_document(file, file.name)
     contents = validated(TileTable, document)
     for implementation in get_args(KernelName):
         rows: list[Row] = getattr(contents, implementation)
         keys = [key(row) for row in rows]
-        again = next((at for at, row_key in enumerate(keys) if row_key in keys[:at]), None)
-        if again is not None:
-            first = document.line([implementation, keys.index(keys[again])])
-            fact = (
-                f"The row of {rows[again].chip} with head size {rows[again].head_size} stands here and on line {first}"
-            )
-            raise WrongTypeError(document.place([implementation, again]), fact, "Keep one of the two")
+        second = next((at for at, row_key in enumerate(keys) if row_key in keys[:at]), None)
+        if second is not None:
+            line = document.line([implementation, keys.index(keys[second])])
+            double = rows[second]
+            fact = f"The row of {double.chip} with head size {double.head_size} stands here and on line {line}"
+            raise WrongTypeError(document.place([implementation, second]), fact, "Keep one of the two")
     return contents
 
 
@@ -236,8 +235,8 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool) -
     Args:
         chip: v5e, v5p, v6e or tpu7x.
         implementation: `splash_transposed`, `splash_int8`, or JAX's own `splash`.
-        head_size: D; a size between those of the table takes the next larger one's, to which the kernel pads.
-        bounded: Whether there is a bound of the scores; only `splash_transposed` has tiles for either.
+        head_size: D; a size that is not in the table takes the next larger size, to which the kernel pads.
+        bounded: Whether there is a bound of the scores; only `splash_transposed` has tiles with and without.
     """
     best_row = row(chip, implementation, head_size, bounded)
     kind = SplashTile if isinstance(best_row, SplashRow) else Tile
@@ -245,9 +244,10 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool) -
 
 
 def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Row:
-    """Returns the table's row with the best tile, and its figures; raises if the chip or the head size has none."""
+    """Returns the table's row with the best tile and its figures; raises for a chip or head size without a row."""
     rows: list[Row] = getattr(table(), implementation)
     rows = [row for row in rows if not isinstance(row, TransposedRow) or row.bounded == bounded]
+    # The kernel pads heads to the row's size, so the smallest sufficient size is the best.
     of_chip = [row for row in rows if row.chip == chip]
     enough = [row for row in of_chip if row.head_size >= head_size]
     if enough:

@@ -1,4 +1,4 @@
-"""`splash_transposed`: the project's own kernel (see `transposed_kernel`), and the layout of q, k and v for it.
+"""`splash_transposed`: torchport's kernel (see `transposed_kernel`), and the arrangement of q, k and v for it.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
 W = g * D features of a group, F = G * W; N parts of the values.
@@ -24,14 +24,14 @@ from torchport.kernels.attention.transposed_kernel import Plan, Softmax, kernel,
 
 @dataclasses.dataclass(frozen=True)
 class KernelSettings:
-    """How a call of the kernel computes: all that its shapes do not say."""
+    """The settings of a call of the kernel: everything but its shapes."""
 
-    scale: float  #: What scores are multiplied by.
+    scale: float  #: The factor of scores.
     bounded: bool  #: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
     tile: Tile  #: How the work is cut, before it is fitted to the shapes.
     vmem_bytes: int
-    #: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
-    #: exponentials of scores of this dtype; None: neither.
+    #: Queries and keys are multiplied in eight bits, which needs a bound, bfloat16 and heads of 128 features; then the
+    #: dtype of scores whose exponentials are taken. None: not in eight bits.
     int8: Exponent | None = None
     interpret: bool = False  #: Run the kernel as plain JAX, on any platform.
 
@@ -58,7 +58,7 @@ def attention(
     heads, head_size = grouping(all_heads, size)
     if lengths_B is None:
         lengths_B = jnp.full((batch,), keys, jnp.int32)
-    # Tokens first, as projections have them: the caller's own transposes cancel these.
+    # Tokens come before heads, as in projections: XLA cancels these transposes against the caller's.
     q, k, v = (
         _heads_side_by_side(x, head_size, n)
         for x, n in ((q_BHSD, queries), (k_BHTD, rounded_up(keys, TAIL)), (v_BHTD, rounded_up(keys, TAIL)))
@@ -74,7 +74,7 @@ class Keys:
 
     keys: jax.Array  #: [B, T, F], T a multiple of 256.
     values: jax.Array  #: [B, N, F, T / N], T / N a multiple of 128.
-    #: int32 [B], 0 to T: keys and values from there on may hold anything.
+    #: int32 [B], 0 to T: later keys and values may hold anything.
     lengths: jax.Array
 
 
@@ -85,12 +85,12 @@ def side_by_side(
 
     Args:
         q_BSF: Queries [B, S, F], bfloat16 or float32.
-        arrays: Keys and values; the first should hold most of them.
+        arrays: Keys and values; most of them should be in the first array, whose whole chunks are copied ahead.
         heads: g.
         head_size: D; g * D is a multiple of 128.
 
     Returns:
-        [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.
+        [B, S, F] of q's dtype; 0 for a sample without keys. The precision is that of `attention`.
     """
     int8 = settings.int8
     plan = Plan(
@@ -131,10 +131,10 @@ def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool)
         ),
         out_shape=jax.ShapeDtypeStruct(q_BSF.shape, q_BSF.dtype),
         compiler_params=pltpu.CompilerParams(
-            # Heads are independent; a tile finds its first chunk fetched by the tile before it.
+            # Heads are independent; tiles are not, as a tile fetches the first chunk of the next tile.
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=vmem_bytes,
-            # Every copy lies within its array, and a check takes bundles of the steady loop.
+            # Every copy is within its array; checks would lengthen the steady loop.
             disable_bounds_checks=True,
         ),
         name="splash_int8" if is_int8 else "splash_transposed",
@@ -144,10 +144,10 @@ def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool)
 
 
 def grouping(heads: int, size: int) -> tuple[int, int]:
-    """Returns how many heads share a tile, and the head size to which features are padded with zeros.
+    """Returns how many heads share a tile, and the head size to which features are padded: (24, 40) -> (2, 64).
 
-    Two heads of at most 64 features lie side by side in the 128 lanes; the matrix unit takes no longer for both than
-    it would for zeros in their place.
+    Two heads of at most 64 features lie side by side in the 128 lanes: the matrix unit takes no longer than for a
+    single head with zeros beside it.
     """
     if size <= LANES // 2 and heads % 2 == 0:
         return 2, LANES // 2

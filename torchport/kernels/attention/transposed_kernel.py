@@ -39,10 +39,10 @@ class Plan:
     groups: int  #: G, H / g.
     scale: float  #: What scores are multiplied by, in units of log 2.
     bounded: bool  #: Whether exp2 of a score can neither overflow nor vanish.
-    #: Of the products: float32 needs `HIGHEST` to be float32.
+    #: Of the products: `HIGHEST` for float32, which would otherwise be multiplied as bfloat16.
     precision: lax.Precision | None
-    arrays: int = 1
-    #: dtype of queries and keys, where it is not that of the values.
+    arrays: int = 1  #: The number of arrays in which keys and values come.
+    #: dtype of queries and keys, where the values have another dtype.
     scores: Any = None
     packed: bool = False  #: Whether probabilities wait as pairs of bfloat16 in int32.
 
@@ -52,7 +52,7 @@ class Plan:
         return self.heads * self.head_size
 
     def cells(self) -> list[Cell]:
-        """Returns the cells of a chunk; the last queries may be fewer."""
+        """Returns the cells of a tile, which all of a chunk's keys meet; cells with the last queries may be smaller."""
         width, end = self.tile.columns, self.tile.block_q
         return [(g, a, min(width, end - a)) for a in range(0, end, width) for g in range(self.heads)]
 
@@ -85,9 +85,9 @@ class Refs:
 
 
 class Chunks:
-    """Copies keys and values from HBM into two slots in turn.
+    """The copies of an array's keys and values from HBM into two slots of vector memory, which chunks take in turn.
 
-    It fetches chunk 0 of the next tile of the same heads while this tile's tail is computed.
+    Chunk 0 of the next tile of the same heads is fetched while this tile's tail is computed.
     """
 
     def __init__(self, plan: Plan, refs: Refs, row: Any, array: int) -> None:
@@ -104,7 +104,7 @@ class Chunks:
         return pltpu.make_async_copy(source, refs.keys.at[slot], refs.chunk_done.at[0, slot])
 
     def start_values(self, first: Any, columns: range, slot: Any) -> None:
-        """Starts to copy some columns of 128 keys' values of a chunk, whose first column is `first`, into a slot."""
+        """Starts to copy values of a chunk into a slot: `columns` of 128 keys each, counted from column `first`."""
         self._start_columns(first, columns, self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
 
     def wait_for_values(self, slot: Any) -> None:
@@ -127,7 +127,7 @@ class Chunks:
         self.start_values(0, range(self.block // LANES), 0)
 
     def fetch_tail(self, start: Any) -> None:
-        """Copies keys and values of a piece of the tail from HBM, and waits for them."""
+        """Copies keys and values of the piece of the tail at key `start` from HBM, and waits for both copies."""
         refs, tokens = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
         source = self.k_hbm.at[self.sample, tokens, self.features]
         keys = pltpu.make_async_copy(source, refs.tail_keys, refs.tail_done.at[0])
@@ -147,7 +147,7 @@ def scratch(plan: Plan, dtype: Any) -> list[Any]:
     """Returns the shapes of the kernel's scratch buffers, in the order of the fields of `Refs`, from `acc` on."""
     block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
     width = g * plan.head_size
-    # A bound leaves the maximum unused; a reference has to be there.
+    # A bound leaves the maximum unused, but `Refs` needs a reference: it gets the smallest size.
     statistics = pltpu.VMEM((g, SUBLANES, LANES if plan.bounded else block_q), jnp.float32)
     waiting = (block_kv // 2, jnp.int32) if plan.packed else (block_kv, dtype if plan.bounded else jnp.float32)
     scores = plan.scores or dtype
@@ -183,7 +183,7 @@ class Softmax:
     refs: Refs
 
     def clear(self) -> None:
-        """Resets sums and maximum for a new tile of queries, and separates the queries of its heads."""
+        """Resets outputs, sums and maximum for a new tile of queries, and separates the queries of its heads."""
         refs, plan = self.refs, self.plan
         refs.acc[...] = jnp.zeros_like(refs.acc)
         refs.sums[...] = jnp.zeros_like(refs.sums)
@@ -196,8 +196,11 @@ class Softmax:
                 is_of_head = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
                 refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
-    def first(self, keys: jax.Array, cell: Cell) -> None:
-        """Multiplies keys [C, W] with a cell's queries; stores probabilities for `second`, without a bound scores."""
+    def multiply_keys(self, keys: jax.Array, cell: Cell) -> None:
+        """Multiplies keys [C, W] with a cell's queries, and stores the result for `add_values`.
+
+        The result are probabilities under a bound of the scores, and scores without a bound.
+        """
         head, start, count = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:
@@ -208,8 +211,8 @@ class Softmax:
             self.refs.peaks[head, :, pl.ds(start, count)] = _by_sublane(s).max(0)
             self._store(cell, s)
 
-    def second(self, values: Any, cell: Cell) -> None:
-        """Adds the values [C / 128, W, 128] of a chunk, weighted with the probabilities that `first` has stored."""
+    def add_values(self, values: Any, cell: Cell) -> None:
+        """Adds values [C / 128, W, 128] of a chunk to the outputs, weighted by the results of `multiply_keys`."""
         head, start, count = cell
         columns = range(count // LANES)
         left = jnp.concatenate([self.refs.waiting[head, lax.div(start, LANES) + i] for i in columns], axis=1)
@@ -218,8 +221,8 @@ class Softmax:
         else:
             self._add_online(values, cell, left, self.refs.peaks[head, :, pl.ds(start, count)])
 
-    def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
-        """Computes a piece of the tail: `first` and `second` in one; `valid` [TAIL, 1] says which keys count."""
+    def add_tail(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
+        """Adds a piece of the tail to the outputs of some cells; `valid` [TAIL, 1] says which keys count."""
         # All scores first: while some are exponentiated, others are multiplied.
         scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
@@ -234,7 +237,7 @@ class Softmax:
                 self._add_online(values, cell, s, _by_sublane(s).max(0))
 
     def _store(self, cell: Cell, x: jax.Array) -> None:
-        """Stores x [C, queries] for `second`, as columns of 128 queries."""
+        """Stores x [C, queries] for `add_values`, as columns of 128 queries."""
         head, start, count = cell
         for i in range(count // LANES):
             self.refs.waiting[head, lax.div(start, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
@@ -249,7 +252,7 @@ class Softmax:
         head, start, count = cell
         place = (head, slice(None), pl.ds(start, count))
         before = self.refs.maximum[place]
-        # One maximum for all sublanes of a query: its sums are added up only at the end.
+        # All sublanes of a query get the same maximum: their sums are added up only at the end.
         after = jnp.maximum(before, peaks.max(0, keepdims=True))
         self.refs.maximum[place] = after
         p, shrink = jnp.exp2(scores - after[:1]), jnp.exp2(before - after)
@@ -257,7 +260,7 @@ class Softmax:
         self._add(values, cell, p, shrink[:1])
 
     def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
-        """Adds the values weighted with p [C, queries] to the outputs, which `shrink` multiplies first."""
+        """Adds the values weighted with p [C, queries] to the outputs, which are multiplied by `shrink` first."""
         head, start, count = cell
         place = (self.plan.rows(head), pl.ds(start, count))
         head_values = self._head_values(values, head)
@@ -272,8 +275,8 @@ class Softmax:
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
         """Returns the scores [C, queries] of keys [C, W], in units of log 2."""
         head, start, count = cell
-        some = pl.ds(start, count)
-        q = self.refs.q[some, :] if self.plan.heads == 1 else self.refs.heads[head, some, :]
+        queries = pl.ds(start, count)
+        q = self.refs.q[queries, :] if self.plan.heads == 1 else self.refs.heads[head, queries, :]
         # In float32, after the product: a scaled q, rounded to bfloat16 again, would cost precision.
         return self._product(keys, q, ROWS) * self.plan.scale
 
@@ -291,8 +294,9 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
     """Computes one tile of queries against all keys of its sample: whole chunks first, then the tail.
 
     Args:
-        kind: Computes products and softmax; the one for eight bits takes the scales of scores besides.
-        inputs: References: those scales [1, block_q] in eight bits, the queries, and the others of `Refs` in its order.
+        kind: The class that computes products and softmax; `Int8Softmax` also takes the scales of scores.
+        inputs: References: with `Int8Softmax` those scales [1, block_q]; the queries; then the fields of `Refs` in
+            their order, with a reference for each array of keys and of values.
     """
     n = plan.arrays
     *scales, q = inputs[: 1 if plan.scores is None else 2]
@@ -314,39 +318,38 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
 
 
 def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
-    """Adds all whole chunks of keys: computes scores of chunk j beside the outputs of chunk j - 1."""
+    """Adds all whole chunks of keys, `full` of them: scores of chunk j are computed beside outputs of chunk j - 1."""
     refs, plan, last = softmax.refs, softmax.plan, full - 1
     slot = functools.partial(lax.rem, y=SLOTS)  # chunk j lies in slot j mod SLOTS
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each_cell(plan, lambda cell: softmax.first(refs.keys[0], cell))
+    _each_cell(plan, lambda cell: softmax.multiply_keys(refs.keys[0], cell))
 
-    def step(j: Any, _: None) -> None:
+    def add_chunk(j: Any, _: None) -> None:
         """Adds the values of chunk j - 1 and computes the scores of chunk j, while the next chunk is copied."""
         chunks.keys(j, slot(j)).wait()
         chunks.wait_for_values(slot(j - 1))
-        # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
-        # the compiler schedules as one.
+        # The last iteration fetches its keys again rather than branch: the compiler does not schedule across a branch.
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
         keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
         cells, count, target = plan.cells(), plan.tile.block_kv // LANES, slot(j)
         first = j * count
         for cell, columns in zip(cells, _shares(count, len(cells)), strict=True):
             chunks.start_values(first, columns, target)
-            softmax.second(values, cell)
-            softmax.first(keys[...], cell)
+            softmax.add_values(values, cell)
+            softmax.multiply_keys(keys[...], cell)
 
-    lax.fori_loop(1, full, step, None)
+    lax.fori_loop(1, full, add_chunk, None)
     chunks.keys(last, slot(full)).wait()
     chunks.wait_for_values(slot(last))
-    _each_cell(plan, lambda cell: softmax.second(refs.values.at[slot(last)], cell))
+    _each_cell(plan, lambda cell: softmax.add_values(refs.values.at[slot(last)], cell))
 
 
 def _shares(copies: int, cells: int) -> list[range]:
-    """Spreads the starts of copies over the cells of a chunk: returns which copies to start before each cell.
+    """Returns which of a chunk's copies to start before each cell: (2, 5) -> [], [], [0], [], [1].
 
-    Where several are started at once, the products stand still. But a copy that is started between two cells keeps
-    their products apart, of which few cells have none to spare: they have all copies before the first.
+    Products wait while several copies are started at once, so copies are spread over the cells. But products of two
+    cells do not overlap if a copy is started between them. Few cells cannot afford that: all copies come before them.
     """
     if cells < 2 * copies:
         return [range(copies), *[range(0)] * (cells - 1)]
@@ -354,7 +357,7 @@ def _shares(copies: int, cells: int) -> list[range]:
 
 
 def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
-    """Adds the keys after the last whole chunk, in pieces of `TAIL`."""
+    """Adds the keys from `start` to `length`, which fill no whole chunk, in pieces of `TAIL`."""
     refs = softmax.refs
 
     def piece(i: Any, _: None) -> None:
@@ -367,14 +370,14 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
         shape = refs.tail_values.shape
         key = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
         refs.tail_values[...] = jnp.where(key < left, refs.tail_values[...], jnp.zeros_like(refs.tail_values))
-        work = functools.partial(softmax.both, refs.tail_keys[...], refs.tail_values, valid)
+        work = functools.partial(softmax.add_tail, refs.tail_keys[...], refs.tail_values, valid)
         _each(softmax.plan, work, softmax.plan.tile.cells_at_once)
 
     lax.fori_loop(0, lax.div(length - start + TAIL - 1, TAIL), piece, None)
 
 
 def _finish(softmax: Softmax) -> None:
-    """Writes the outputs, divided by the sums of probabilities; 0 where there was no key."""
+    """Writes the outputs of a tile, divided by the sums of probabilities; 0 for queries without a key."""
     refs, plan = softmax.refs, softmax.plan
 
     def work(cells: Sequence[Cell]) -> None:
@@ -390,25 +393,25 @@ def _finish(softmax: Softmax) -> None:
 
 
 def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) -> None:
-    """Calls `work` for all cells, in a loop: what runs once for each tile need not be unrolled.
+    """Calls `work` on all cells of a tile, in a loop of the program: unrolled, the code would be long for little gain.
 
     Args:
         work: Called with some of the cells: all heads of the same queries.
-        at_once: For how many cells' queries it is called at once: a divisor of their number.
+        at_once: How many cells of each head `work` gets at once: a divisor of their number.
     """
     width, end = plan.tile.columns, plan.tile.block_q
 
-    def step(i: Any, _: None) -> None:
+    def call(i: Any, _: None) -> None:
         starts = [pl.multiple_of((i * at_once + cell) * width, LANES) for cell in range(at_once)]
         work([(g, a, width) for a in starts for g in range(plan.heads)])
 
-    lax.fori_loop(0, end // width // at_once, step, None)
-    if end % width:
+    lax.fori_loop(0, end // width // at_once, call, None)
+    if end % width:  # the last cells are smaller
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
 def _each_cell(plan: Plan, work: Callable[[Cell], None]) -> None:
-    """Calls `work` for every cell, as `_each` does."""
+    """Calls `work` on each cell of a tile by itself, in a loop of the program."""
 
     def work_on_heads(cells: Sequence[Cell]) -> None:
         for cell in cells:

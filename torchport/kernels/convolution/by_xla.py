@@ -1,8 +1,8 @@
-"""What a convolution takes, and the convolution through XLA: for platforms and sizes that `kernel` does not take.
+"""A convolution's arguments, and the convolution through XLA: for platforms and sizes that `kernel` does not take.
 
-It is one convolution of the frames, as if they were a batch of pictures, with three times as many channels out: one for
-each tap in time. These are added one and two frames later. On a CPU XLA's convolution in 3 dims takes three times as
-long, and for a TPU it compiles five times as long.
+XLA convolves the frames as a batch of pictures, with D channels out for each of three taps in time. The taps' results
+are then added, zero, one and two frames later. XLA's convolution in 3 dims takes three times as long on a CPU, and
+compiles five times as long for a TPU.
 
 Shapes: H rows, W columns, T frames, C channels in, D channels out.
 """
@@ -20,13 +20,13 @@ DIMS = ("NHWC", "HWIO", "NHWC")
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionRequest:
-    """What kind of convolution a caller wants; `Operands` are its further arrays."""
+    """The options of a convolution; `Operands` are its optional arrays."""
 
     #: Whether the video is padded with its nearest row and column; otherwise with 0.
     edges: bool
     #: Whether there are chunks of time before and after this one.
     chunked: bool = False
-    #: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
+    #: Whether the padding before the first frame repeats this frame; otherwise it is 0. None: as `edges`.
     still: bool | None = None
     zoom: int = 1  #: How often rows and columns of x are repeated first, which is upsampling.
 
@@ -34,20 +34,20 @@ class ConvolutionRequest:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a convolution may take beside its input, weights and bias; None: it does without."""
+    """A convolution's optional arrays, beside input, weights and bias; None for an array that it does without."""
 
     #: [C], gains of an RMSNorm over channels: the input becomes SiLU(RMSNorm(input)) first.
     gains: jax.Array | None = None
     #: [H, W, T, D], added to the output. If that is upsampled, H and W may be smaller; then they are repeated, too.
     residual: jax.Array | None = None
-    #: float32 [H, W + 2, T, C]: the input becomes SiLU(input * scale + shift) first. It has a row more at each end if
-    #: the input has. A row or column of it may be for several of the input's. The first and the last column are for
-    #: `sides`. Scale and shift are 0 outside the video.
+    #: float32 [H, W + 2, T, C]: the input becomes SiLU(input * scale + shift) first. The scale has a row more at each
+    #: end if the input has. A row or column of the scale may be for several of the input's. The first and the last
+    #: column are for `sides`. Scale and shift are 0 outside the video.
     scale: jax.Array | None = None
     shift: jax.Array | None = None  #: Like the scale.
-    #: [2, H, W, D] float32, what the chunk before adds to the first two frames.
+    #: [2, H, W, D] float32, the chunk before's part in the first two frames: products of taps that reach back in time.
     carry: jax.Array | None = None
-    #: Whether this is the first chunk, and `carry` is not to be used; known only when the program runs.
+    #: Whether this is the first chunk, which does not use `carry`; known only when the program runs.
     first: jax.Array | None = None
     #: int32 []: how many frames from the first on count as 0, after the norm; all if there are fewer.
     lead: jax.Array | None = None
@@ -62,7 +62,7 @@ def convolved(
     bias: jax.Array | None,
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the convolution [H, W, T, D] of x's dtype, and what it adds to the first two frames of the next chunk.
+    """Returns the convolution [H, W, T, D] of x's dtype, and the carry for the next chunk, [2, H, W, D].
 
     Args:
         rows: Whether x has a row more at each end.
@@ -103,8 +103,9 @@ def convolved(
 def _sum_of_taps(
     products: jax.Array, outputs: int, still: bool, carry: jax.Array | None, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds up the products of the three taps in time [T, H, W, 3 D]; returns frames, and what the next chunk adds."""
+    """Adds up the products of the three taps in time [T, H, W, 3 D]; returns frames, and the carry [2, H, W, D]."""
     oldest, older, newest = (products[..., n * outputs : (n + 1) * outputs] for n in range(3))
+    # Two still frames before the first frame would add these products to the first two frames.
     start = jnp.stack([oldest[0] + older[0], oldest[0]])
     start = start if still else jnp.zeros_like(start)
     before = start if carry is None else carry if first is None else jnp.where(first, start, carry)
@@ -114,7 +115,7 @@ def _sum_of_taps(
 
 
 def _upsampled(x: jax.Array, times: int, rows: bool) -> jax.Array:
-    """Repeats rows and columns of x (nearest-neighbour upsampling); those of neighbours, at the ends, come once."""
+    """Repeats rows and columns of x (nearest-neighbour upsampling); of a neighbour's border, at the ends, once."""
     if times == 1:
         return x
     cut = slice(times - 1, 1 - times)
@@ -127,7 +128,7 @@ def activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
     """Returns SiLU of RMSNorm over the last dim, as `torch.nn.functional.normalize` computes it, of x's dtype.
 
     Args:
-        channels: How many of the last dim are no padding, which is 0.
+        channels: The size of the last dim without padding, which is 0.
     """
     wide = x.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))

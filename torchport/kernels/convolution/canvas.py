@@ -18,12 +18,12 @@ from torchport.kernels.attention.tiles import rounded_up
 
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """How a video's latents lie on a mesh, and all that a decoder makes of them, at a multiple of these sizes."""
+    """How a video's latents lie on a mesh; a decoder's larger videos lie likewise, at a multiple of these sizes."""
 
     frames: int  #: T with padding, which is before the first frame and after the last.
     height: int  #: H with padding, which is below.
     width: int  #: W with padding, which is on the right.
-    lead: int  #: Frames of padding before the first, which repeat it.
+    lead: int  #: Frames of padding before the first frame, which repeat it.
     valid_height: int  #: H.
     valid_width: int  #: W.
     rows: tuple[str, ...] = ()  #: The axes of the mesh that split rows.
@@ -33,12 +33,12 @@ class Canvas:
     single: bool = True
 
     def lead_of(self, frames: int) -> int:
-        """Returns how many frames of padding are before the first valid one, where a video has `frames` in all."""
+        """Returns the frames of padding before the first valid frame, in a video of `frames` frames in all."""
         times = frames // self.frames
         return (self.lead + 1) * times - 1 if self.single else self.lead * times
 
     def valid_rows(self, height: int) -> int:
-        """Returns how many rows are no padding, where a video, larger than the latents, has `height` rows in all."""
+        """Returns the rows that are no padding, in a video of `height` rows in all, a multiple of the latents'."""
         return self.valid_height * (height // self.height)
 
     def valid_columns(self, width: int) -> int:
@@ -46,7 +46,7 @@ class Canvas:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Where an array [B, C, T, H, W] lies."""
+        """The sharding of an array [B, C, T, H, W]."""
         return PartitionSpec(None, None, None, self.rows or None, self.columns or None)
 
 
@@ -56,13 +56,13 @@ _CANVAS: contextvars.ContextVar[Canvas] = contextvars.ContextVar("canvas", defau
 
 
 def current() -> Canvas:
-    """Returns the canvas of the video that is decoded now."""
+    """Returns the canvas of the video that is being decoded."""
     return _CANVAS.get()
 
 
 @contextlib.contextmanager
 def using(canvas: Canvas) -> Iterator[None]:
-    """Sets the current canvas, how a video is sharded and padded, while the context lasts."""
+    """Sets the current canvas while the context lasts: how the video that is decoded in it is sharded and padded."""
     token = _CANVAS.set(canvas)
     try:
         yield
@@ -71,7 +71,7 @@ def using(canvas: Canvas) -> Iterator[None]:
 
 
 def on_parts(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns `run`, a function of each device's parts, as a function of whole arrays; without a mesh it is `run`."""
+    """Returns `run`, a function of each device's parts, as a function of whole arrays; without a mesh returns `run`."""
     if jax.sharding.get_abstract_mesh().empty:
         return run
     sharded: Callable[..., Any] = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -79,15 +79,16 @@ def on_parts(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable
 
 
 def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paired: bool = False) -> Canvas:
-    """Returns how latents lie on the current mesh (`jax.set_mesh`), with padding and the axes that split them.
+    """Returns the canvas of latents on the current mesh (`jax.set_mesh`), with padding and the axes that split rows
+    and columns.
 
-    Each axis splits the columns or the rows, so that a device has the fewest positions, with the borders of its
-    neighbours. Rows are split only if it then has a tenth less of them: joining rows with a border is a copy.
+    The split is the one with the fewest positions on a device, the borders of its neighbours included. Rows are split
+    only if a device then has a tenth fewer positions: joining rows with a border is a copy.
 
     Args:
-        multiple: T is padded to a multiple of this.
-        paired: Whether latent frames are decoded in pairs: then padding is after the last, but for one frame before an
-            odd number of them, so that each pair begins at an even frame.
+        multiple: The number to a multiple of which T is padded.
+        paired: Whether latent frames are decoded in pairs. Then padding is after the last frame; an odd number of
+            frames also gets a frame of padding before them, so that each pair begins at an even frame.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
@@ -96,7 +97,7 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
         for chosen in itertools.combinations(sizes, count):
             others = tuple(name for name in sizes if name not in chosen)
             splits.append((chosen, others))
-    # Of two ways that are as good, the one with more axes for columns comes first.
+    # Of two equally good splits `min` takes the first, which has more axes for columns.
     rows, columns = min(splits, key=lambda split: _positions(height, width, sizes, *split))
     lead = frames % 2 if paired else -frames % multiple
     return Canvas(
@@ -116,8 +117,9 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> float:
-    """Returns how many positions a device computes, with its neighbours' borders, if these axes split rows and columns.
-    Split rows count for a tenth more: each convolution's input is copied then, to join it with its neighbours' rows.
+    """Returns the positions that a device computes, with its neighbours' borders, if these axes split rows and columns.
+
+    Split rows count for a tenth more: each convolution's input is then copied, to join it with its neighbours' rows.
     """
     sides = []
     for size, axes in ((height, rows), (width, columns)):
@@ -127,5 +129,5 @@ def _positions(
 
 
 def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """Returns into how many parts these axes of a mesh split a dim."""
+    """Returns the number of parts into which some axes of a mesh split a dim."""
     return math.prod(sizes[axis] for axis in axes)

@@ -1,10 +1,10 @@
 """A video decoder's parts for patches: functions of torch tensors, traced into JAX, and computed in PyTorch otherwise.
 
-In PyTorch the whole video is computed at once, and there is no padding: what upstream computes.
+In PyTorch the whole video is computed at once and without padding, as upstream computes it.
 
-Traced, a decoder runs on chunks of time, one after the other, as one loop of the program. What each leaves to the next
-are values. The same function runs on every chunk, so that it is compiled once. A convolution in it takes what it left
-of the chunk before, and leaves what the next one needs. `_Tape` brings these, in the order of the calls.
+Traced, a decoder runs on chunks of time, one after the other, in a loop of the program. The same function runs on every
+chunk, so that it is compiled once. A causal convolution in it needs some values of the chunk before (its carry), and
+leaves such values to the chunk after. `_Tape` has the carries of all convolutions, in the order of their calls.
 
 Shapes: B batch, C channels, T frames, H rows, W columns.
 """
@@ -30,22 +30,22 @@ from torchport.kernels.convolution import canvas
 from torchport.kernels.convolution.canvas import Canvas
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
-"""What makes a video of a video."""
+"""A function from a video to a video."""
 CHUNK = 8
 """Frames of a chunk of time, at most."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Tape:
-    """What the convolutions of one chunk of time leave to those of the next, in the order of the calls."""
+    """The carries of convolutions from a chunk of time to the next chunk, in the order of the calls."""
 
-    values: list[Any] | None  #: What those of the chunk before have left; None: it is not known yet what they leave.
+    values: list[Any] | None  #: The carries from the chunk before; None while their shapes are being found out.
     number: Any  #: The chunk's number, from 0.
     count: int  #: How many chunks the video has.
-    left: list[Any] = dataclasses.field(default_factory=list)  #: What the calls of this chunk have left so far.
+    left: list[Any] = dataclasses.field(default_factory=list)  #: The carries that this chunk's calls have left so far.
 
     def take(self) -> Any:
-        """Returns what the same call has left in the chunk before; None if that is not known."""
+        """Returns the carry that the same call has left in the chunk before; None if carries are not known."""
         return None if self.values is None else self.values[len(self.left)]
 
 
@@ -58,14 +58,14 @@ def spread(
 ) -> Iterator[tuple[torch.Tensor, Canvas]]:
     """Yields latents with padding, sharded over the devices, and the canvas that is the current one inside.
 
-    Frames of padding before the first repeat it: a convolution that is `still` computes the same for each of them, and
-    another takes them as 0. Rows and columns of padding hold anything, and so do frames after the last.
+    Frames of padding before the first frame repeat it: a `still` convolution computes the same for each of them, and
+    other convolutions take them as 0. Rows and columns of padding, and frames after the last, hold anything.
 
     Args:
-        multiple: Where the kernel computes, T is padded to a multiple of this; it wants one of 8.
-        paired: Whether upstream decodes two latent frames at a time, and three at first where their number is odd. Then
-            each pair begins at an even frame, `batch_moments` knows which frames are decoded together, and T is padded
-            to whole chunks.
+        multiple: The number to a multiple of which T is padded for the kernel, itself a multiple of 8.
+        paired: Whether upstream decodes two latent frames at a time, and first three if their number is odd. Then each
+            pair begins at an even frame, `batch_moments` knows which frames are decoded together, and T is padded to
+            whole chunks.
     """
     frames, height, width = latents_BCTHW.shape[2:]
     if not engine.is_traced(latents_BCTHW):
@@ -97,20 +97,20 @@ def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
 
 
 def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Returns which frames of a video or chunk come from the first latent frame, or pad before it: bool [T, 1, 1]."""
+    """Returns which frames of a video or chunk are made of the first latent frame or its padding: bool [T, 1, 1]."""
     numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
     first: torch.Tensor = numbers < _lead(x_BCTHW) + 1
     return first[:, None, None]
 
 
 def _frames_in_all(x_BCTHW: torch.Tensor) -> int:
-    """Returns how many frames the whole video has, of which x may be a chunk."""
+    """Returns the number of frames of the whole video, of which x may be a chunk."""
     tape = _tape(x_BCTHW)
     return x_BCTHW.shape[2] * (1 if tape is None else tape.count)
 
 
 def _lead(x_BCTHW: torch.Tensor) -> Any:
-    """Returns the number of the last frame made of the first latent frame; in a chunk, counted from there."""
+    """Returns the index of the first valid frame, counted from the start of x: negative in a later chunk."""
     lead, tape = canvas.current().lead_of(_frames_in_all(x_BCTHW)), _tape(x_BCTHW)
     return lead if tape is None else lead - tape.number * x_BCTHW.shape[2]
 
@@ -135,14 +135,14 @@ def conv3d(
     """Returns a convolution that is causal in time and as large as its input, [B, D, T, H, W].
 
     Args:
-        x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
+        x_BCTHW: A video, or inside `by_chunks` a chunk of it.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
         edges: Whether the video is padded with its nearest row and column; otherwise with 0.
         gains_C: Gains of an RMSNorm over channels: x becomes SiLU(RMSNorm(x)) first.
         residual_BDTHW: Added to the output. With `zoom` it may have fewer rows or columns, which are repeated, too.
-        scaling: Scale and shift, both [B, C, T, H, W]: x becomes SiLU(x * scale + shift) first. Their H and W may
-            divide x's: a row or column of them is then for several of x's.
-        still: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
+        scaling: Scale and shift, both [B, C, T, H, W]: x becomes SiLU(x * scale + shift) first. They may have fewer
+            rows and columns than x, each of which is then for several of x's.
+        still: Whether the padding before the first frame repeats this frame; otherwise it is 0. None: as `edges`.
         zoom: How often rows and columns of x are repeated first: nearest-neighbour upsampling.
     """
     still, taps = edges if still is None else still, weight_DCTHW.shape[2]
@@ -178,14 +178,14 @@ def conv3d(
 
 
 def _repeated(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
-    """Returns a video with its rows and columns repeated to as many as another has."""
+    """Returns a small video with its rows and columns repeated, to as many as the large video has."""
     for dim in (3, 4):
         small = small.repeat_interleave(large.shape[dim] // small.shape[dim], dim)
     return small
 
 
 def _has_no_lead(x_BCTHW: torch.Tensor) -> bool:
-    """Returns whether a video has no frames of padding before its first one."""
+    """Returns whether a video has no frames of padding before its first frame."""
     form = canvas.current()
     return form is canvas.NONE or form.lead_of(_frames_in_all(x_BCTHW)) == 0
 
@@ -195,32 +195,32 @@ def unfolded(
 ) -> torch.Tensor:
     """Returns the sum of a video and a shortcut, whose channels become 2 rows, 2 columns, and 1 or 2 frames each.
 
-    Of channels [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]; those of the shortcut are repeated for it. A
-    decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here
-    it becomes two equal ones, like every frame: `crop` leaves out what is too many.
+    Channels [B, r1 r2 r3 c, T, H, W] become [B, c, r1 T, r2 H, r3 W], after the shortcut's channels are repeated. If
+    r1 is 2, upstream still makes a single frame of the first latent frame, from channels in another order. Here it
+    becomes two equal frames, so that all frames are alike: `crop` leaves out the surplus.
 
     Args:
         repeats: How often each channel of the shortcut is repeated.
         makes_frames: Whether r1 is 2; else it is 1.
     """
     times = 2 if makes_frames else 1
-    out = _spread(hidden_BCTHW, times) + _spread(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
+    out = _by_position(hidden_BCTHW, times) + _by_position(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
     if makes_frames:
-        first = _spread(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
-        first = first + _spread(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
+        first = _by_position(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
+        first = first + _by_position(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
         out = torch.where(is_first(shortcut_BCTHW), first, out)
     out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
     batch, channels, frames, _, height, _, width, _ = out.shape
     return out.reshape(batch, channels, frames * times, height * 2, width * 2)
 
 
-def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Returns channels by the positions that they become: [B, r1, 2, 2, c, T, H, W]."""
+def _by_position(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Returns channels by the frame, row and column that they become: [B, times, 2, 2, c, T, H, W]."""
     return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
 
 
 def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns a video, or a chunk of it, with the last `count` frames before it in front; before the first, 0."""
+    """Returns a video or chunk with the `count` frames before it in front, which are 0 before the first frame."""
     tape = _tape(x_BCTHW)
     kept = None if tape is None else tape.take()
     before = torch.zeros_like(x_BCTHW[:, :, :1]).repeat(1, 1, count, 1, 1) if kept is None else kept
@@ -231,12 +231,12 @@ def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mean and variance of groups of channels, over all frames that upstream decodes together with each frame.
+    """Returns mean and variance of groups of channels, over all frames that upstream decodes in the same batch.
 
-    Padding does not count. It is for videos of `spread(..., paired=True)`, and their chunks.
+    Padding does not count. The video must be from `spread(..., paired=True)`, or a chunk of such a video.
 
     Returns:
-        Two of float32, [B, groups, T].
+        Mean and variance for each frame, float32 [B, groups, T].
     """
     if engine.is_traced(x_BCTHW):
         from torchport.kernels.convolution import moments
@@ -249,8 +249,8 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
 
     def over_batch(moments_BGT: torch.Tensor) -> torch.Tensor:
-        """Returns, for each frame, the mean of a moment over the frames that are decoded together with it."""
-        # No product of matrices, which a TPU rounds.
+        """Returns, for each frame, the mean of a moment over its batch of frames."""
+        # A sum, as a TPU rounds the operands of a product of matrices.
         return (moments_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
 
     joined = over_batch(mean)
@@ -258,7 +258,10 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which frames upstream decodes together: each frame's batch [T], and valid frames [batches, T]."""
+    """Returns the batches that upstream decodes: each frame's batch [T], and 1.0 for a batch's frames [batches, T].
+
+    Frames of padding have 0.0 in all batches.
+    """
     frames, form, tape, total = x_BCTHW.shape[2], canvas.current(), _tape(x_BCTHW), _frames_in_all(x_BCTHW)
     device, times = x_BCTHW.device, total // form.frames
     first = torch.tensor(True).to(device) if tape is None else tape.number == 0
@@ -272,44 +275,45 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return batch, ((batch == every_batch) & ~is_padding).float()
 
 
-def by_chunks(step: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Applies a function to a video a few frames at a time, so that only they are in memory; returns the whole result.
+def by_chunks(layer: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Applies a layer to a video a chunk at a time, to save memory; returns the whole result.
 
-    What looks back in time in the function must be `conv3d` or `with_frames_before`.
+    The layer must look back in time by `conv3d` and `with_frames_before` alone.
 
     Args:
-        step: Called with `CHUNK` frames, or fewer where these do not divide T. It returns as many for each, or more.
+        layer: Called with `CHUNK` frames, or fewer if `CHUNK` does not divide T. Returns as many frames, or a multiple.
     """
     frames = x_BCTHW.shape[2]
     if not engine.is_traced(x_BCTHW) or frames <= CHUNK:
-        return step(x_BCTHW)
+        return layer(x_BCTHW)
     size = math.gcd(CHUNK, frames)
-    video: torch.Tensor = engine.call_jax(functools.partial(_scan_chunks, step, size), x_BCTHW)
+    video: torch.Tensor = engine.call_jax(functools.partial(_scan_chunks, layer, size), x_BCTHW)
     return video
 
 
-def _scan_chunks(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Array:
-    """Applies a function of torchax tensors to chunks of `size` frames in one `lax.scan`; returns the whole result."""
+def _scan_chunks(layer: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Array:
+    """Applies a layer of torchax tensors to chunks of `size` frames in a single `lax.scan`; returns the whole video."""
     batch, channels, frames, height, width = x_BCTHW.shape
     count = frames // size
 
     def run(values: list[Any] | None, number: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
-        """Applies the function to one chunk; returns its result, and what it leaves to the next chunk."""
+        """Applies the layer to one chunk, given the carries from the chunk before; returns its result and carries."""
 
-        def chunk(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
-            """Calls `step` in PyTorch on a chunk; a `_Tape` passes values from its convolutions to the next chunk's."""
+        def in_torch(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
+            """Does the same with torchax tensors, under a tape for the layer's convolutions."""
             tape = _Tape(values, number, count)
             token = _TAPE.set(tape)
             try:
-                out = step(x)
+                out = layer(x)
             finally:
                 _TAPE.reset(token)
             return out, tape.left
 
-        made: tuple[Any, list[Any]] = engine.call_torch(chunk, values, number, x)
-        return made
+        outputs: tuple[Any, list[Any]] = engine.call_torch(in_torch, values, number, x)
+        return outputs
 
     chunks = jnp.moveaxis(x_BCTHW.reshape(batch, channels, count, size, height, width), 2, 0)
+    # The first chunk's carries need shapes; a trace without carries says which shapes the calls leave.
     left = jax.eval_shape(functools.partial(run, None), jnp.int32(0), chunks[0])[1]
     start = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in left]
 
@@ -323,7 +327,7 @@ def _scan_chunks(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> j
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Applies layers and then `last` to a video: from the last layer that adds frames on, in chunks of time.
+    """Applies layers and then `last` to a video; from the last layer that adds frames on, in chunks of time.
 
     Args:
         layers: A layer that adds frames has an attribute `add_temporal_upsample` that is true.
@@ -342,8 +346,8 @@ def frame_attention(
 ) -> torch.Tensor:
     """Returns attention of each latent position to its own frame and, if causal, to all earlier ones; one head.
 
-    All keys are brought to every device, and each computes its own queries, a frame at a time. So the scores of a frame
-    are all that is held of the (T H W) x (T H W) there are.
+    Every device gets all keys and computes its own queries, a frame at a time. So only the scores of a frame are in
+    memory, of (T H W) x (T H W) in all.
     """
     if engine.is_traced(q_BCTHW):
         run = functools.partial(_frame_attention, causal)
@@ -383,20 +387,21 @@ def _local_attention(
     k, v = (x.reshape(batch, channels, -1) for x in (k_BCTS, v_BCTS))
     frame_of_key = jnp.repeat(jnp.arange(frames), rows * columns)
 
-    def sample(item: tuple[jax.Array, jax.Array]) -> jax.Array:
-        # Frames of padding are the first frame once more.
-        seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(item[0], lead))
-        return _one_head(item[1], k, v, seen)
+    def attend(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+        number, queries = frame
+        # Frames of padding repeat the first frame: their queries see it, and their keys take no part.
+        seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(number, lead))
+        return _one_head(queries, k, v, seen)
 
     if causal:
-        out = lax.map(sample, (jnp.arange(frames), q))
+        out = lax.map(attend, (jnp.arange(frames), q))
     else:
         out = lax.map(lambda item: _one_head(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
     return jnp.moveaxis(out, 0, 2).reshape(q_BCTHW.shape)
 
 
 def _one_head(q_BCS: jax.Array, k_BCT: jax.Array, v_BCT: jax.Array, seen_T: jax.Array | None = None) -> jax.Array:
-    """Returns softmax(q^T k / sqrt(C)) v of one head, [B, C, S]; keys that are not `seen` take no part."""
+    """Returns softmax(q^T k / sqrt(C)) v of a single head, [B, C, S]; keys that are not `seen` take no part."""
     scores = jnp.einsum("bcs,bct->bst", q_BCS * q_BCS.shape[1] ** -0.5, k_BCT, preferred_element_type=jnp.float32)
     scores = scores if seen_T is None else jnp.where(seen_T, scores, -jnp.inf)
     return jnp.einsum("bst,bct->bcs", jax.nn.softmax(scores, axis=-1).astype(v_BCT.dtype), v_BCT)

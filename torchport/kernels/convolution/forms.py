@@ -1,7 +1,7 @@
-"""One door to causal convolutions of a video: the kernel on a TPU, XLA elsewhere, on each device's part.
+"""The only door to causal convolutions of a video: the kernel on a TPU, XLA elsewhere, on each device's part.
 
-On a TPU a convolution whose frames are a multiple of 8 goes through the kernel. Its float32 products are as many
-bfloat16 ones as the precision asks for (`jax.default_matmul_precision`): `default` 1, `high` 3, `highest` 6.
+On a TPU a convolution whose frames are a multiple of 8 goes through the kernel. A float32 product is made of 1, 3 or 6
+bfloat16 products, with `jax.default_matmul_precision` at `default`, `high` or `highest`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torchport.kernels.convolution.by_xla import ConvolutionRequest, Operands
 from torchport.kernels.convolution.canvas import Canvas
 
 PARTS = {None: 1, "default": 1, "high": 2, "highest": 3}
-"""Parts of a float32 operand, by the precision of a card."""
+"""The number of bfloat16 parts of a float32 operand, by the precision of a card."""
 PAIRED = 8
-"""Latent frames of one chunk where they are decoded in pairs."""
+"""Latent frames of a chunk, if latent frames are decoded in pairs."""
 MOST_FRAMES = 64
-"""More frames than this are taken in several calls: a row of them would not fit vector memory."""
+"""The most frames of a call of the kernel: a row of more frames would not fit vector memory."""
 
 
 def uses_kernel() -> bool:
@@ -44,10 +44,10 @@ def convolved(
     """Returns a causal convolution of a video on the current canvas (shards and padding), and the next chunk's carry.
 
     Args:
-        x_BCTHW: As the canvas has it.
+        x_BCTHW: The video, with the padding of the canvas.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
-        operands: Those of `Operands` that it takes, or None: residual [B, D, T, H, W], scale and shift [B, C, T, H, W],
-            and the carry that the chunk before returned, [B, 2, H, W, D].
+        operands: Fields of `Operands`, or None: residual [B, D, T, H, W], scale and shift [B, C, T, H, W], and the
+            carry that the chunk before returned, [B, 2, H, W, D].
     """
     form = canvas.current()
     spec = form.spec
@@ -83,7 +83,7 @@ def convolved(
 
 
 def _operands_of(form: Canvas, number: int, operands: Operands) -> Operands:
-    """Returns one sample's operands, laid out as [H, W, T, C], with neighbours' borders for scale and shift."""
+    """Returns the operands of sample `number` as [H, W, T, C], with neighbours' borders for scale and shift."""
     residual = None if operands.residual is None else operands.residual[number].transpose(2, 3, 1, 0)
     carry = None if operands.carry is None else operands.carry[number]
     scale = None if operands.scale is None else _scaling(form, operands.scale[number])
@@ -100,14 +100,14 @@ def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
 
 
 def ways(axes: tuple[str, ...]) -> int:
-    """Returns into how many parts these axes of the mesh split a dim; inside a `shard_map`."""
+    """Returns the number of parts into which some axes of the mesh split a dim; call it inside a `shard_map`."""
     return int(lax.axis_size(axes)) if axes else 1
 
 
 def _with_neighbours(
     form: Canvas, x: jax.Array, valid_rows: int, valid_columns: int, edges: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns a part [H, W, T, C], with a row more at each end if rows are split; and the columns on its two sides."""
+    """Returns a device's part [H, W, T, C], with a row more at each end if rows are split; and the columns beside."""
     if form.rows:
         x, (above, below) = _with_slices_beside(
             x, 0, form.rows, valid_rows, padded=form.height != form.valid_height, edges=edges
@@ -123,8 +123,8 @@ def _with_slices_beside(
 
     Args:
         valid: How many slices of the whole video are no padding.
-        padded: Whether some are padding.
-        edges: Whether padding, and what lies beyond the video, is the nearest valid slice; otherwise it is 0.
+        padded: Whether some slices are padding.
+        edges: Whether padding and slices beyond the video become the nearest valid slice; otherwise 0.
     """
     if not padded:
         return x, slices_beside(x, dim, axes, edges)
@@ -132,7 +132,7 @@ def _with_slices_beside(
     before, after = slices_beside(x, dim, axes, edges)
     size = x.shape[dim]
     last = lax.index_in_dim(x, size - 1, dim)
-    # After the last valid slice comes the video's padding, and not the neighbour's part, which is padding alone.
+    # After the last valid slice comes the video's padding, not the neighbour's part, which is all padding.
     is_end = valid_from_here(size, axes, valid) <= size
     return x, (before, jnp.where(is_end, last if edges else jnp.zeros_like(last), after))
 
@@ -146,7 +146,7 @@ def _by_kernel(
     bias: jax.Array | None,
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
+    """Computes `by_xla.convolved` by the kernel, in several calls if a row of frames would not fit vector memory."""
     conv, count = _sizes_and_calls(request, rows, x, weight, operands)
     height, width = conv.height, conv.width
     context = dispatch.current()
@@ -163,26 +163,27 @@ def _by_kernel(
         out, kept = run(x, sides, weights, bias, dataclasses.replace(operands, carry=carry, first=is_first))
         return out, empty if kept is None else kept
 
-    def parts(array: jax.Array) -> jax.Array:
+    def by_call(array: jax.Array) -> jax.Array:
+        # [H, W, T, C] as [calls, H, W, frames of a call, C].
         return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
 
-    def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
-        """Calls the kernel on some frames, with the carry of the frames before them."""
-        number, x, sides, chunk = item
-        here = None if lead is None else lead - number * conv.frames
-        chunk |= {"gains": operands.gains, "carry": kept, "first": is_first & (number == 0), "lead": here}
+    def call(kept: jax.Array, frames: Any) -> tuple[jax.Array, jax.Array]:
+        """Calls the kernel on some frames, with the carry of the frames before them; returns carry and output."""
+        number, x, sides, chunk = frames
+        left = None if lead is None else lead - number * conv.frames
+        chunk |= {"gains": operands.gains, "carry": kept, "first": is_first & (number == 0), "lead": left}
         out, after = run(x, sides, weights, bias, Operands(**chunk))
         return (kept if after is None else after), out
 
     framed = {"residual": operands.residual, "scale": operands.scale, "shift": operands.shift}
-    kept, outs = lax.scan(step, carry, (jnp.arange(count), *jax.tree.map(parts, (x, sides, framed))))
+    kept, outs = lax.scan(call, carry, (jnp.arange(count), *jax.tree.map(by_call, (x, sides, framed))))
     return jnp.moveaxis(outs, 0, 2).reshape(*outs.shape[1:3], x.shape[2], -1), kept
 
 
 def _sizes_and_calls(
     request: ConvolutionRequest, rows: bool, x: jax.Array, weight: jax.Array, operands: Operands
 ) -> tuple[kernel.Conv, int]:
-    """Returns the sizes of a call of the kernel, and how many calls there are; `rows`: x has its neighbours' rows."""
+    """Returns the sizes of a call of the kernel, and the number of calls; with `rows`, x has its neighbours' rows."""
     frames = x.shape[2]
     count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
     width = x.shape[1]
@@ -212,8 +213,8 @@ def slices_beside(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) ->
     """Returns the slices before and after a device's part along a dim: its neighbours', or the video's padding.
 
     Args:
-        axes: The axes of the mesh that split the dim; none: it is whole here.
-        edges: Whether the slice beyond the video's end is the nearest one; otherwise it is 0.
+        axes: The axes of the mesh that split the dim; () if the part has the whole dim.
+        edges: Whether the slice beyond the video's end is the nearest slice; otherwise it is 0.
     """
     first, last = (lax.index_in_dim(x, n, dim) for n in (0, x.shape[dim] - 1))
     before, after = (first, last) if edges else (jnp.zeros_like(first), jnp.zeros_like(last))
@@ -227,10 +228,10 @@ def slices_beside(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) ->
 
 
 def padding_replaced(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
-    """Returns a device's part with padding after the valid slices replaced by the last valid one, or by 0.
+    """Returns a device's part with the last valid slice, or 0 without `edges`, in place of padding after it.
 
-    A device that has padding alone keeps it: nobody reads it but its neighbour, which has the last valid slice, and
-    takes no other (`_with_slices_beside`).
+    A device without a valid slice may get any values: only its neighbour with the last valid slice reads from it, and
+    drops the values (`_with_slices_beside`).
     """
     size = x.shape[dim]
     count = valid_from_here(size, axes, valid)
@@ -242,6 +243,6 @@ def padding_replaced(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, 
 
 
 def valid_from_here(size: int, axes: tuple[str, ...], valid: int) -> jax.Array:
-    """Returns how many valid slices there are from this device's first one on: also those of devices after it."""
+    """Returns the number of valid slices of this device and all devices after it; 0 or less if all are padding."""
     number = lax.axis_index(axes) if axes else jnp.int32(0)
     return valid - number * size

@@ -1,9 +1,10 @@
 """A 3 x 3 x 3 convolution, causal in time, of one device's part of a video: a Pallas kernel for TPU.
 
-A grid step makes one row; docs/decoders.md says how. Of two bfloat16 parts of a float32 operand three products are made
-and of three six: all but those whose size is that of the rounding.
+A grid step makes a row of the output for a block of B of the D channels out; docs/decoders.md says how. float32
+operands are split into two or three bfloat16 parts, and multiplied as three or six products of parts: products as small
+as the rounding are left out.
 
-Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
+Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns, for three taps in time.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torchport.kernels.attention.tiles import LANES, rounded_up
 from torchport.kernels.convolution.by_xla import Operands, activated
 
 ROWS = 256
-"""Positions of one product: the weights, which have to be loaded for each, are loaded less often with more."""
+"""Positions of a product. Each product loads the weights again, so few positions are slow."""
 BLOCK = 256
-"""Channels out of one grid step: three times as many columns fill the matrix units."""
+"""The most channels out of a grid step, and the depth of a matrix unit."""
 VMEM = 110 * 2**20
 """Bytes of vector memory that a kernel may take of the 128 MiB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """One call of the kernel: its sizes, and all else that is known before tracing."""
+    """The sizes and options of a call of the kernel."""
 
     height: int  #: H of the input.
     width: int  #: W.
@@ -47,80 +48,81 @@ class Conv:
     normal: bool = False  #: Whether the input goes through RMSNorm and SiLU first.
     residual: int = 0  #: Rows of the residual for each row of the input; 0: there is none.
     carried: bool = False  #: Whether there are chunks before and after this one.
-    led: bool = False  #: Whether some of its frames, from the first on, may count as 0.
+    led: bool = False  #: Whether frames of padding may come first, which count as 0.
     dtype: str = "float32"  #: Of input, output and residual.
     #: Whether the padding before the first frame repeats that frame; otherwise it is 0. None: as `edges` says.
     still: bool | None = None
     #: 2: rows and columns of the input are repeated first, which is upsampling, and the output has twice as many.
     zoom: int = 1
-    #: How many rows and columns of the output share one scale and shift, if the input becomes SiLU(input * scale +
-    #: shift) first; 0: it does not.
+    #: How many rows, and columns, of the input share a scale and a shift, if the input becomes SiLU(input * scale +
+    #: shift) first; 0: without scale and shift.
     scaled: int = 0
 
     @property
     def channels(self) -> int:
-        """C, as the ring has it."""
+        """C, padded to whole registers in the ring of input rows."""
         return rounded_up(self.inputs, LANES)
 
     @property
     def depth(self) -> int:
-        """Channels of a tap in a product: C, in whole registers of the weights."""
+        """C, padded to whole registers of the weights: the rows of a tap's weights in a product."""
         return rounded_up(self.inputs, 16)
 
     @property
     def side(self) -> int:
-        """Taps in space along a side. After upsampling two of three meet the same position, and are one: their sum."""
+        """Taps in space along a side. With upsampling, two of three meet the same position, and become their sum."""
         return 3 if self.zoom == 1 else 2
 
     @property
     def phases(self) -> int:
-        """How many positions of the output come of one of the input; each has weights of its own."""
+        """How many positions of the output come of a position of the input; each phase has different weights."""
         return self.zoom**2
 
     @property
     def weight_parts(self) -> int:
-        """P of the weights. Sums of weights have more bits than bfloat16."""
+        """P of the weights: at least 2 with upsampling, as sums of weights have more bits than bfloat16."""
         return self.parts if self.zoom == 1 else max(2, self.parts)
 
     @property
     def deep(self) -> bool:
-        """Whether the rows of taps in space are a loop, which keeps the kernel's code short."""
+        """Whether the kernel loops over rows of taps in space, as unrolled code would be too long."""
         return self.side**2 * self.channels > 9 * BLOCK
 
     @property
     def together_taps(self) -> int:
-        """Taps in space of one product, which leave little of a matrix unit's depth of 256 empty."""
+        """Taps in space that are joined in a product, to leave little of a matrix unit's depth of 256 empty."""
         whole = BLOCK % self.depth == 0 or self.depth % BLOCK == 0
         return max(1, (BLOCK if whole else 3 * BLOCK) // self.depth)
 
     @property
     def pitch(self) -> int:
-        """Columns of a tap in time: B, or a few where all taps fit the lanes."""
+        """Columns of a tap in time in a product: B, or 32 if the channels out of all taps then fit the 128 lanes."""
         return LANES // 4 if self.taps == 3 and self.outputs <= LANES // 4 else self.block
 
     @property
     def sums(self) -> int:
-        """N."""
+        """N: columns of a product, for all taps in time."""
         return rounded_up(self.taps * self.pitch, LANES)
 
     @property
     def block(self) -> int:
-        """B."""
+        """B: channels out of a grid step."""
         return min(BLOCK, rounded_up(self.outputs, LANES))
 
     @property
     def blocks(self) -> int:
+        """Blocks of B channels into which the D channels out are cut, a grid step for each."""
         return -(-self.outputs // self.block)
 
     @property
     def columns(self) -> int:
-        """Columns of one product's positions: a divisor of W."""
+        """Columns of the video in a product: the divisor of W whose positions in all frames are closest to `ROWS`."""
         fits = [n for n in range(1, self.width + 1) if self.width % n == 0 and n * self.frames <= 2.5 * ROWS]
         return min(fits or [1], key=lambda n: (abs(n * self.frames - ROWS), n % 8 != 0))
 
     @property
     def columns_at_once(self) -> int:
-        """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
+        """Columns of the input that enter the ring at once: W, or with a norm or scale a divisor with 64 registers."""
         if not self.normal and not self.scaled:
             return self.width
         unit = max(self.scaled, 1)
@@ -129,12 +131,12 @@ class Conv:
 
     @property
     def split(self) -> bool:
-        """Whether the ring holds parts; float32 is split for each tap where bfloat16 does not fill its sublanes."""
+        """Whether the ring has bfloat16 parts; else it has float32, as frames do not fill bfloat16's 16 sublanes."""
         return self.frames % 16 == 0
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """Which parts of the input meet which of the weights, the largest last."""
+        """Pairs (part of the input, part of the weights) that are multiplied, the smallest products first."""
         pairs = []
         for a in range(self.parts):
             pairs += [(a, b) for b in range(self.weight_parts - a)]
@@ -154,7 +156,7 @@ class Conv:
 
 
 def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits x into bfloat16 arrays, whose sum is x: each has the next 8 bits."""
+    """Returns x as `count` bfloat16 arrays, whose sum is x: each has the next 8 bits."""
     parts: list[jax.Array] = []
     for _ in range(count):
         parts.append(x.astype(jnp.bfloat16))
@@ -173,7 +175,7 @@ def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
 
 
 def _weight_parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """Returns `parts_of` x. XLA takes it out of the loop over chunks: nothing in it grows."""
+    """Returns `parts_of` x by operations that XLA moves out of the loop over chunks: no output exceeds its input."""
     parts: list[jax.Array] = []
     for _ in range(count):
         part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -183,7 +185,10 @@ def _weight_parts(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _phase(weight: jax.Array, dim: int, phase: int) -> jax.Array:
-    """Returns two taps for the three along a dim: of the first or the second row or column that comes of one."""
+    """Returns the two taps along a dim that compute phase 0 or 1, the first or second of two upsampled rows or columns.
+
+    Two of the three taps meet copies of the same position, and are added up.
+    """
     first, middle, last = jnp.split(weight, 3, dim)
     return jnp.concatenate([first + middle, last] if phase else [first, middle + last], dim)
 
@@ -212,14 +217,14 @@ def convolved(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the convolution, and what it adds to the first two frames of the next chunk.
+    """Returns the convolution, and the carry for the next chunk.
 
     Args:
         x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C].
-        sides: The columns before and after it, of as many rows, [H, 1, T, C].
+        sides: The columns before and after x, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
-        operands: The arrays that `conv` says it takes. In the first chunk `conv.still` says what replaces `carry`.
-        interpret: Run it as plain JAX.
+        operands: The arrays for which `conv` has an option. In the first chunk `carry` is replaced, by `conv.still`.
+        interpret: Run the kernel as plain JAX.
 
     Returns:
         [zoom * H, zoom * W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
@@ -262,10 +267,13 @@ def _row(vector: jax.Array | None, size: int) -> jax.Array:
 
 
 def _inputs(conv: Conv) -> list[pl.BlockSpec]:
-    """Returns the block specs of the operands, by the block of channels out and the row of the input."""
+    """Returns the block specs of the operands for a grid of (n: phase and block of channels out, s: row).
+
+    Step s takes row s - 1 of the input, as row -1 is padding, and writes row s - 2 of the output.
+    """
 
     def row(times: int) -> Callable[..., tuple[Any, ...]]:
-        """Returns the index map of an array that has one row for `times` rows of the output."""
+        """Returns the index map of an array with a row for each `times` rows of the input."""
 
         def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
             inside = jnp.clip(s - 1, 0, conv.height - 1) // times
@@ -273,7 +281,7 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
 
         return here
 
-    def beside(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+    def of_residual(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         row = jnp.maximum(s - 2, 0)
         return (row if conv.residual == 1 else 2 * row + n // conv.blocks // 2, 0, 0, n % conv.blocks)
 
@@ -287,20 +295,21 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     specs = [line(conv.width, 1), *[line(1, 1)] * 2, *[weights] * conv.weight_parts]
     specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n % conv.blocks)))
     specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
-    specs += [pl.BlockSpec((1, conv.width, conv.frames, block), beside)] if conv.residual else []
+    specs += [pl.BlockSpec((1, conv.width, conv.frames, block), of_residual)] if conv.residual else []
     specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2 if conv.scaled else []
     return specs + ([_carry_block(conv)] if conv.carried else [])
 
 
 def _carry_block(conv: Conv) -> pl.BlockSpec:
-    """Returns the block spec of the carry, [2, H, W, D]: of a row of the output, and a block of channels out."""
+    """Returns the block spec of the carry, [2, H, W, D]: a grid step has a row, and a block of channels out."""
     block = min(conv.block, conv.outputs)
     return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
 
 
 def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]]:
-    """Returns block specs and shapes of what the kernel writes: the video, and the next chunk's carry if there are
-    chunks. An upsampled video has its two rows and columns as dims.
+    """Returns block specs and shapes of the kernel's outputs: the video, and with chunks the next chunk's carry.
+
+    An upsampled video is [H, 2, W, 2, T, D].
     """
     block = min(conv.block, conv.outputs)
 
@@ -322,12 +331,16 @@ def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]
 
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
-    """Takes one row of the input into the ring of three rows, and makes one row of the output from it."""
+    """Takes a row of the input into the ring of three rows, and makes a row of the output from the ring.
+
+    Args:
+        refs: References to operands, outputs, sums and rings; `names` below has their order.
+    """
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.weight_parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", bool(conv.residual)), ("scale", conv.scaled), ("shift", conv.scaled))
     more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
     names += [name for name, on in (*flags, *more) if on]
-    step = _Step(
+    step = _GridStep(
         conv,
         dict(zip(names, refs, strict=False)),
         rings=refs[len(names) :],
@@ -341,8 +354,8 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
-    """One step of the kernel's grid, with its references by name."""
+class _GridStep:
+    """A step of the kernel's grid, with its references by name."""
 
     conv: Conv
     ref: dict[str, Any]
@@ -351,22 +364,22 @@ class _Step:
     is_first: Any
     lead: Any  #: How many frames count as 0.
     row: Any  #: The input's row, of H + 2.
-    #: Whether it makes the first or the second of the rows, and of the columns, that come of one.
+    #: 0 or 1 for the first or second of two upsampled rows, and columns.
     phase: tuple[Any, Any]
 
     def take_row(self) -> None:
         """Puts a row of the input, and the columns on its two sides, into the ring of the last three rows."""
-        conv, some = self.conv, self.conv.columns_at_once
+        conv, count = self.conv, self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
-            x = self._columns("x", number * some, some, 1)
-            beside = [self._columns(name, 1 + number * (some // conv.scaled), some, conv.scaled) for name in scaling]
-            self._enter_columns(x, 1 + number * some, beside)
+            x = self._columns("x", number * count, count, 1)
+            scales = [self._columns(name, 1 + number * (count // conv.scaled), count, conv.scaled) for name in scaling]
+            self._enter_columns(x, 1 + number * count, scales)
             return 0
 
         scaling = ("scale", "shift") if conv.scaled else ()
-        if some < conv.width:
-            jax.lax.fori_loop(0, conv.width // some, write_columns, 0)
+        if count < conv.width:
+            jax.lax.fori_loop(0, conv.width // count, write_columns, 0)
         else:
             write_columns(0, 0)
         for side, column in (("left", 0), ("right", conv.width + 1)):
@@ -376,7 +389,7 @@ class _Step:
             )
 
     def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
-        """Returns `count` columns of an operand's row, [count, T, C] in float32, each repeated `times` times."""
+        """Returns `count` columns of an operand's row, [count, T, C] in float32, each read column `times` times."""
         conv = self.conv
         x = self.ref[name][0, pl.ds(start, count // times)].astype(jnp.float32)
         if conv.channels != conv.inputs:
@@ -410,7 +423,7 @@ class _Step:
                 self._make_columns(number, 0)
 
     def _make_columns(self, number: Any, _: Any) -> Any:
-        """Multiplies all taps in space with the input, and writes the result: for the columns of one product."""
+        """Computes and writes the output for the columns of product `number`."""
         start, sums, side = number * self.conv.columns, self.ref["sums"], self.conv.side
         if self.conv.deep:
             sums[...] = jnp.zeros_like(sums)
@@ -431,23 +444,23 @@ class _Step:
         return 0
 
     def _product(self, start: Any, group: Any, count: int) -> jax.Array:
-        """Returns the sum of products of a group of taps in space, [columns * T, N]."""
+        """Returns the sum of products of a group of `count` taps in space, [columns * T, N]."""
         conv = self.conv
         total: Any = None
         for tap in range(0, count, conv.together_taps):
-            some = range(tap, min(tap + conv.together_taps, count))
-            lhs = [self._positions(start, group, n, count) for n in some]
-            by_part = zip(*lhs, strict=True)
+            taps = range(tap, min(tap + conv.together_taps, count))
+            inputs = [self._positions(start, group, n, count) for n in taps]
+            by_part = zip(*inputs, strict=True)
             joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in by_part]
-            here = pl.ds((group * count + tap) * conv.depth, len(some) * conv.depth)
-            for mine, theirs in conv.products:
-                weight = self.ref[f"weight{theirs}"][0, here]
-                product = jnp.dot(joined[mine], weight, precision="default", preferred_element_type=jnp.float32)
+            rows = pl.ds((group * count + tap) * conv.depth, len(taps) * conv.depth)
+            for part, weight_part in conv.products:
+                weight = self.ref[f"weight{weight_part}"][0, rows]
+                product = jnp.dot(joined[part], weight, precision="default", preferred_element_type=jnp.float32)
                 total = product if total is None else total + product
         return total
 
     def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
-        """Returns the input that a tap in space is multiplied with, [columns * T, depth], in its parts."""
+        """Returns the input of tap `number` in space of a group, [columns * T, depth], an array for each part."""
         conv = self.conv
         row, column = divmod(number, conv.side) if count > conv.side else (group, number)
         slot = (self.row + row + self.phase[0] + 1) % 3  # the output's row is two behind the input's
@@ -456,7 +469,7 @@ class _Step:
         return rows if conv.split else parts_of(rows[0], conv.parts)
 
     def _finish(self, start: Any) -> None:
-        """Adds up the taps in time, each some frames later, and the bias; writes output and carry of the next chunk."""
+        """Adds up the taps in time, each some frames later, and the bias; writes the output and the next carry."""
         conv, here = self.conv, pl.ds(start, self.conv.columns)
         total = [x.reshape(conv.columns, conv.frames, conv.block) for x in self._taps(slice(None))]
         out = total[-1] + self.ref["bias"][...]
@@ -477,7 +490,7 @@ class _Step:
         self.ref["out"][(0, here) if conv.zoom == 1 else (0, 0, here, 0)] = out.astype(conv.dtype)
 
     def _taps(self, rows: Any) -> list[jax.Array]:
-        """Returns rows of the summed products, one array for each tap in time."""
+        """Returns some rows of the summed products, as an array for each tap in time."""
         if self.conv.pitch < LANES:
             taps = self.ref["sums"].at[0][rows]
             return [taps, *(pltpu.roll(taps, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
@@ -486,11 +499,11 @@ class _Step:
         return [jnp.concatenate(part, -1) for part in parts]
 
     def _rows_of_frame(self, number: int) -> Any:
-        """Returns which rows of the sums [columns * T, N] are of a frame."""
+        """Returns the rows of the sums [columns * T, N] that belong to frame `number`."""
         return pl.ds(number, self.conv.columns, stride=self.conv.frames)
 
     def _from_earlier_frames(self, here: Any) -> list[jax.Array]:
-        """Returns what earlier frames add to the first two output frames, [columns, B] each; [] if that is nothing."""
+        """Returns the earlier frames' part in the first two output frames, [columns, B] each; [] if it is always 0."""
         head = self._taps(self._rows_of_frame(0))
         still = self.conv.edges if self.conv.still is None else self.conv.still
         start = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
@@ -498,7 +511,7 @@ class _Step:
             return start if still else []
         missing = self.conv.block - self.ref["carry"].shape[-1]
         carry = [jnp.pad(self.ref["carry"][n, 0, here], ((0, 0), (0, missing))) for n in range(2)]
-        return [jnp.where(self.is_first, mine, carried) for mine, carried in zip(start, carry, strict=True)]
+        return [jnp.where(self.is_first, before, carried) for before, carried in zip(start, carry, strict=True)]
 
 
 def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
@@ -530,7 +543,7 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
 
 
 def trips(conv: Conv) -> tuple[int, ...]:
-    """Returns how often each of the kernel's loops runs, by their order: see `torchport.plan.tpu.bundles.Trips`."""
+    """Returns the iterations of each of the kernel's loops, in the order of `torchport.plan.tpu.bundles.Trips`."""
     tiles = conv.width // conv.columns
     deep = (conv.side,) if conv.deep else ()
     if conv.columns % 8 == 0 or not conv.carried:

@@ -1,7 +1,7 @@
-"""Mean and variance of a video's channels in groups, for each frame, where its parts are on several devices.
+"""Mean and variance of a video's channels in groups, for each frame, if its parts are on several devices.
 
-Sums are float32, and of differences to a value of the video: so nothing is lost where the mean is much larger than the
-variance. The video is read once, as fast as memory gives it, and no copy of it is made: on TPU by a Pallas kernel.
+Sums are float32, of differences to the values at the video's first position: so no precision is lost if the mean is
+much larger than the deviation. The video is read once and not copied: on TPU by a Pallas kernel.
 
 Shapes: B batch, C channels, G groups of them, T frames, H rows, W columns.
 """
@@ -27,7 +27,7 @@ from torchport.kernels.convolution.kernel import VMEM
 
 
 def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance [B, G, T] in float32, on the current canvas; padding does not count."""
+    """Returns mean and variance of each frame's groups of channels, float32 [B, G, T]; padding does not count."""
     form = canvas.current()
     run = canvas.on_parts(functools.partial(_local, groups, form), form.spec, (PartitionSpec(), PartitionSpec()))
     mean, variance = run(x_BCTHW)
@@ -35,27 +35,30 @@ def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of the whole video's groups, from a device's part and its channels' sums."""
+    """Returns mean and variance of the whole video's groups, from each device's part x [B, C, T, H, W]."""
     height, width = x.shape[3:]
     rows, columns = (
         _valid_slices(form.rows, height, form.valid_rows),
         _valid_slices(form.columns, width, form.valid_columns),
     )
-    # A device that has padding alone counts for nothing.
+    # Positions of padding are left out of the sums. A device with padding alone has a count of 0.
     is_padded = form.height != form.valid_height or form.width != form.valid_width
     takes = forms.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
     run = _by_kernel if takes else _by_xla
     samples = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
-    near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))
-    near = jnp.where(rows * columns > 0, near, 0.0)  # padding may hold anything, and NaN times 0 is NaN
+    base, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))
+    base = jnp.where(rows * columns > 0, base, 0.0)  # padding may hold anything, and NaN times 0 is NaN
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
     offset = total / count
     spread = squares / count - offset * offset
-    return _over_groups(groups, form, near + offset, spread, (rows * columns).astype(jnp.float32))
+    return _over_groups(groups, form, base + offset, spread, (rows * columns).astype(jnp.float32))
 
 
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the values at the first position, sums of differences to them, and of their squares; see `summed`."""
+    """Returns the values at the first position, sums of differences to them, and sums of squared differences.
+
+    Arrays are as in `summed`. With `is_padded`, only the first `rows` and `columns` count.
+    """
     wide = x.astype(jnp.float32)
     difference = wide - wide[0, 0]
     if is_padded:
@@ -65,7 +68,7 @@ def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) 
 
 
 def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the first values, and the sums of differences and of squares, as `_by_xla` does, but by the kernel."""
+    """Computes `_by_xla` by the kernel, and notes the call for a plan."""
     height, width, frames, channels = x.shape
     call = Sums(height, width, frames, channels, is_padded, x.dtype.name)
     context = attention.current()
@@ -78,7 +81,7 @@ def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Arra
 def _over_groups(
     groups: int, form: Canvas, mean: jax.Array, variance: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of groups on all devices, from those of each channel on one device, [B, C, T]."""
+    """Returns mean and variance of groups on all devices, from each channel's on this device's `count` positions."""
     axes = (*form.rows, *form.columns)
     share = count / lax.psum(count, axes) if axes else jnp.float32(1)
 
@@ -92,13 +95,13 @@ def _over_groups(
 
 
 def _valid_slices(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> jax.Array:
-    """Returns how many of a device's rows or columns are no padding."""
+    """Returns how many of a device's `size` rows or columns are no padding; `valid_of` maps a video's size to them."""
     return jnp.clip(forms.valid_from_here(size, axes, valid_of(size * forms.ways(axes))), 0, size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """One call of the kernel that adds up a part of a video: all that is known before tracing."""
+    """The sizes and options of a call of the kernel that adds up a part of a video."""
 
     height: int  #: H.
     width: int  #: W.
@@ -109,7 +112,7 @@ class Sums:
 
     @property
     def columns_at_once(self) -> int:
-        """Columns that are added at once, a divisor of W: of 32 to 64 registers, or all where there is none."""
+        """Columns that are added at once: the largest divisor of W with 32 to 64 registers of values, or else W."""
         size = self.frames * self.channels
         fits = [n for n in range(1, self.width) if self.width % n == 0 and 32 * 1024 <= n * size <= 64 * 1024]
         return max(fits, default=self.width)
@@ -123,7 +126,7 @@ class Sums:
 def summed(
     sums: Sums, x: jax.Array, valid: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the values at the first position, sums of differences to them, and of their squares: float32 [T, C].
+    """Returns the values at the first position, sums of differences to them, and of squared differences: [T, C].
 
     Args:
         x: [H, W, T, C].
@@ -131,7 +134,7 @@ def summed(
     """
     whole = pl.BlockSpec((sums.frames, sums.channels), lambda row, valid: (0, 0))
     shape = jax.ShapeDtypeStruct((sums.frames, sums.channels), jnp.float32)
-    near, total, squares = pl.pallas_call(
+    base, total, squares = pl.pallas_call(
         functools.partial(_sums_kernel, sums),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -144,31 +147,31 @@ def summed(
         interpret=interpret,
         name=sums.name,
     )(valid, x)
-    return near, total, squares
+    return base, total, squares
 
 
-def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares: Any) -> None:
-    """Adds one row of the video to the sums; the first row also sets the values to which differences are taken."""
-    row, some = pl.program_id(0), sums.columns_at_once
+def _sums_kernel(sums: Sums, valid: Any, x: Any, base: Any, total: Any, squares: Any) -> None:
+    """Adds a row of the video to the sums; the first row also sets the values from which differences are taken."""
+    row, at_once = pl.program_id(0), sums.columns_at_once
 
     def start() -> None:
-        near[...] = x[0, 0].astype(jnp.float32)
+        base[...] = x[0, 0].astype(jnp.float32)
         total[...] = jnp.zeros_like(total)
         squares[...] = jnp.zeros_like(squares)
 
     pl.when(row == 0)(start)
-    origin = near[...]
+    origin = base[...]
 
     def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Adds the differences of some columns of the row, and their squares, to the sums `so_far`."""
-        difference = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
+        """Returns the sums `so_far` with the differences of some columns of the row, and with their squares."""
+        difference = x[0, pl.ds(number * at_once, at_once)].astype(jnp.float32) - origin
         if sums.padded:
-            column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)
+            column = number * at_once + jax.lax.broadcasted_iota(jnp.int32, (at_once, 1, 1), 0)
             difference = jnp.where(jnp.logical_and(row < valid[0], column < valid[1]), difference, 0.0)
         return so_far[0] + jnp.sum(difference, axis=0), so_far[1] + jnp.sum(difference * difference, axis=0)
 
     zeros = jnp.zeros((sums.frames, sums.channels), jnp.float32)
-    count = sums.width // some
+    count = sums.width // at_once
     of_row = jax.lax.fori_loop(0, count, add, (zeros, zeros)) if count > 1 else add(0, (zeros, zeros))
     total[...] += of_row[0]
     squares[...] += of_row[1]

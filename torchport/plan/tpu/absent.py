@@ -50,7 +50,10 @@ def installed() -> bool:
 
 
 def describe(machine: Machine) -> Any:
-    """Returns JAX's description of an absent TPU slice, such as v6e:2x4: programs can be compiled for its `devices`."""
+    """Returns JAX's description of an absent TPU slice, such as v6e:2x4: programs can be compiled for its `devices`.
+
+    Raises if libtpu is missing or does not know the slice, or if the process lacks the variables of `environment`.
+    """
     place = f"machine {machine.name}"
     if machine.platform != "tpu":
         raise TopologyError(place, f"It is of kind '{machine.platform}'", f"It must be a TPU: {', '.join(TPU_CHIPS)}")

@@ -56,12 +56,12 @@ class Region:
     """Consecutive bundles `[start, end)`: the whole kernel, a loop's body, or code that a predicate can skip."""
 
     kind: Kind
-    #: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
+    #: The first bundle. Delay slots of the branch that skips a predicated region lie before it.
     start: int
-    #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
+    #: The bundle after the last. Delay slots of the branch that closes a loop belong to the loop.
     end: int
-    depth: int  #: How many loops surround its bundles; a loop counts itself.
-    inside: tuple[Region, ...] = ()  #: The regions directly in it.
+    depth: int  #: How many loops surround the bundles; a loop counts itself.
+    inside: tuple[Region, ...] = ()  #: The regions directly in this region.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,10 @@ def read(folder: Path, kernel: str) -> KernelBundles:
 
 
 def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str, Path]:
-    """Returns the full name and the file of a kernel; raises if it has none, or several: one for each call."""
+    """Returns the compiler's name and the file of a kernel among `files`, pairs of name and file.
+
+    Raises if no call of the kernel has a file, or if several calls have files and `kernel` names none of them.
+    """
     stem = re.sub(r"[^\w.-]", "_", kernel)  # libtpu replaces other characters, and adds a number for each call
     calls = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(stem)}(\.\d+)?", name)]
     exact = [(name, file) for name, file in calls if name == stem] or calls
@@ -126,7 +129,10 @@ def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[
 
 
 def _read_counts(file: Path) -> tuple[dict[str, int], numpy.typing.NDArray[numpy.int64]]:
-    """Returns the capacity of each slot, and the slots in use, [bundle, slot]; raises if the file has no such table."""
+    """Returns the capacity of each slot by name, and the slots in use, [bundle, slot]; raises for another table.
+
+    Line 2 has the slots' names, separated by commas; line 3 the capacities; lines 5 on have a row for each bundle.
+    """
     lines = file.read_text(encoding="utf-8").splitlines()
     names = [name.strip() for name in lines[1].split(",")] if len(lines) > 4 else []
     capacities = lines[2].split() if names else []
@@ -139,23 +145,26 @@ def _read_counts(file: Path) -> tuple[dict[str, int], numpy.typing.NDArray[numpy
 
 @dataclasses.dataclass(frozen=True)
 class _Bundle:
-    marks: str
-    depth: int
+    """A line of `*-final_bundles.txt`."""
+
+    marks: str  #: Such as `LB`, at the first bundle of a loop's body.
+    depth: int  #: How many loops surround it.
     empty: bool
-    branches: list[int] = dataclasses.field(default_factory=list)
+    branches: list[int] = dataclasses.field(default_factory=list)  #: The regions to which it may jump.
 
 
 def _read_regions(file: Path) -> Region:
-    """Returns a kernel's root region, with the others nested in it; checked against the file's marks and depths."""
+    """Returns a kernel's whole region with the other regions nested in it; raises if branches contradict the marks."""
     bundles, starts = _read_bundles(file)
     missing = {name for bundle in bundles for name in bundle.branches} - set(starts)
     nameless = [at for at, bundle in enumerate(bundles) if "PF" in bundle.marks and at not in starts.values()]
     if len(missing) == len(nameless) == 1:
-        # An empty bundle has no comment to name its region: the exit, to which v5p's second core may jump.
+        # An empty bundle has no comment that names its region. It is the exit, to which v5p's second core may jump.
         starts[missing.pop()] = nameless[0]
     if not bundles or missing:
         fact = f"A branch goes to region {min(missing)}, which begins nowhere" if missing else "There is no bundle"
         raise TopologyError(str(file), fact, _FORM)
+    # Bundles of a branch and of its target; code after a branch's delay slots is `after` bundles behind it.
     jumps = [(at, starts[name]) for at, bundle in enumerate(bundles) for name in bundle.branches]
     after = 1 + _delay_slots(bundles, jumps)
     # A loop ends with the last jump to its beginning.
@@ -210,7 +219,11 @@ def _delay_slots(bundles: list[_Bundle], jumps: list[tuple[int, int]]) -> int:
 
 
 def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, int, Any]]) -> Region:
-    """Returns a region with the regions nested in it, which it takes from `spans`: sorted by start, longest first."""
+    """Returns a region with the regions nested in it, and removes their spans from `spans`.
+
+    Args:
+        spans: (first bundle, bundle after the last, kind), sorted by first bundle, the longest first.
+    """
     inside = []
     while spans and spans[0][0] < end:
         first, last, inner = spans.popleft()
@@ -221,7 +234,7 @@ def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, 
 def compile_kernel(build: str, arguments: dict[str, Any], machine: Machine) -> KernelBundles:
     """Compiles a function for one device of an absent TPU, and returns the bundles of its only Pallas kernel.
 
-    It compiles in a child process: libtpu reads its settings once, and may end the process.
+    Compiling runs in a child process: libtpu reads its settings once, and may end the process.
 
     Args:
         build: `module:function`; the function returns the callable to compile and its operands as a list of
@@ -243,7 +256,7 @@ def compile_kernel(build: str, arguments: dict[str, Any], machine: Machine) -> K
 
 
 def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> list[str]:
-    """Compiles, and returns the names of the program's Pallas kernels; runs in the child of `compile_kernel`."""
+    """Compiles what `build` returns, and returns the names of its Pallas kernels; runs in `compile_kernel`'s child."""
     devices = describe(machine).devices
     module, _, function = build.partition(":")
     call, operands = getattr(importlib.import_module(module), function)(**arguments)
@@ -260,7 +273,7 @@ def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str
 
 
 def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
-    """Returns the error for a compiler's message: `VmemError` if it is about VMEM, with the bytes."""
+    """Returns the error for a compiler's message; about VMEM, a `VmemError` with the bytes asked for and allowed."""
     scoped, allocation = _SCOPED.search(text), _ALLOCATION.search(text)
     if scoped and "memory space vmem" in text:
         sizes = [float(scoped[n]) * 1024 ** " KMG".index(scoped[n + 1] or " ") for n in (1, 3)]
@@ -277,7 +290,7 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
 
 
 OVERHEAD = 40
-"""Bundles that tell loops apart: those of the compiler have 7 to 33, a kernel's 50 or more (libtpu 0.0.51)."""
+"""Bundles that tell loops apart: the compiler's loops have 7 to 33, a kernel's 50 or more (libtpu 0.0.51)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,10 +304,10 @@ class Trips:
 
 
 def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
-    """Returns the modelled seconds of a kernel: by its schedule, or by its memory traffic if that takes longer."""
+    """Compiles a kernel, and returns its modelled seconds: by its schedule, or by its memory traffic if longer."""
     chip = machine.require_tpu()
     kernel = compile_kernel(call.build, dict(call.arguments), machine)
-    loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])
+    loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])  # cores share the grid's steps
     count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # the compiler unrolls others
     return max(count / chip.clock, call.bytes / chip.bandwidth)
 
@@ -326,7 +339,7 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     passes, work = dict(zip(loops, trips.loops, strict=True)), kernel.matrix_work
 
     def count(region: Region, times: int) -> int:
-        """Returns the sum of the weights of a region's bundles if the code around it runs so many `times`."""
+        """Returns the sum of the weights of a region's bundles in all their runs, if code around it runs `times`."""
         times *= passes.get(region, 1)
         busy = [bool(work[part.start : part.end].any()) for part in region.inside]
         total, at = 0, region.start
@@ -341,10 +354,11 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
 
 
 def _loops(kernel: KernelBundles) -> list[Region]:
-    """Returns the loops that the kernel's code has, without the compiler's, in the order in which they begin."""
+    """Returns the loops of the kernel's code, without loops of the compiler, in the order in which they begin."""
     work, loops = kernel.matrix_work, list[Region]()
 
     def visit(region: Region) -> None:
+        """Adds a region to the loops if it is a loop of the kernel, and then visits the regions in it."""
         busy = work[region.start : region.end].any()
         if region.kind == "predicated" and not busy and work.any():  # a kernel of sums has no matrix work anywhere
             return

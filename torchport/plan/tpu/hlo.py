@@ -44,6 +44,8 @@ class SourceLine:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+    """An instruction of HLO text, with the fields that a plan needs."""
+
     name: str  #: Without its `%`; unique in its computation.
     opcode: str  #: As HLO names it, `fusion` or `all-reduce-start`.
     #: Dtype and shape of its output; of each array where the output is a tuple.
@@ -55,7 +57,7 @@ class Instruction:
     #: The compiler's estimate for one execution, or None without one. It may be negative for a convolution with many
     #: passes.
     cycles: int | None = None
-    #: The innermost line of Python that is not internal. A fusion without one has that of its root.
+    #: The innermost line of Python that is not internal. A fusion without a line has the last line in it.
     source: SourceLine | None = None
     target: str = ""  #: A custom call's target, such as tpu_custom_call.
     #: A collective's groups of devices, as positions in the program's order of devices; a permutation's [source,
@@ -78,7 +80,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """An HLO computation: its instructions by name, in schedule order; `root` is the one whose value it returns."""
+    """An HLO computation: its instructions by name, in schedule order; `root` names the instruction of its result."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -89,7 +91,7 @@ KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
 _BUFFERS = {"ConcatBitcast", "AllocateBuffer"}
 _LONGEST = 100_000
-"""A loop that runs more often than this is not counted: none of a model's does."""
+"""Simulating a loop ends after so many iterations: no loop of a model runs more often."""
 _COMPUTED: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"), int),
     "add": operator.add,
@@ -110,6 +112,8 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class InstructionRuns:
+    """An instruction, and how often it runs in one run of a program."""
+
     instruction: Instruction
     times: int
     #: Whether it runs asynchronously (by DMA, or on the SparseCore): a `-start` instruction starts it, and a `-done`
@@ -120,12 +124,12 @@ class InstructionRuns:
 
     @property
     def estimated(self) -> int:
-        """The cycles that the compiler estimates for all its runs together; 0 without an estimate."""
+        """The compiler's estimate of the cycles of all runs together; 0 without an estimate."""
         return (self.instruction.cycles or 0) * self.times
 
     @property
     def cycles(self) -> int:
-        """The cycles of all its runs together: the compiler's estimate, but no less than the arithmetic takes."""
+        """The cycles of all runs together: the compiler's estimate, but no less than the arithmetic takes."""
         return max(self.estimated, self.least * self.times)
 
 
@@ -147,6 +151,8 @@ class CollectiveExecution:
 
 @dataclasses.dataclass(frozen=True)
 class HloLoop:
+    """A loop of a program, and how often it runs."""
+
     body: str  #: The name of its body's computation.
     trips: int  #: Iterations of one execution.
     times: int  #: Executions.
@@ -167,9 +173,10 @@ class HloProgram:
     flops_per_cycle: float = math.inf
 
     def walk(self, computation: str | None = None, times: int = 1, beside: bool = False) -> Iterator[InstructionRuns]:
-        """Yields every instruction that runs, and how many times it runs; a fusion is one instruction. A loop's
-        condition runs once more than its body. Of a conditional, only the longest branch is taken to run. The whole
-        computation runs so many `times`, and asynchronously if it runs `beside` another one.
+        """Yields every instruction that runs, with the number of its runs; a fusion is one instruction.
+
+        A loop's condition runs once more than its body. Of a conditional, only the longest branch is taken to run. The
+        computation itself runs `times` times, asynchronously if `beside`.
         """
         for instruction in self.computations[computation or self.entry].instructions.values():
             least = math.ceil(instruction.flops / self.flops_per_cycle)
@@ -178,31 +185,31 @@ class HloProgram:
                 yield from self.walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
     def constants(self) -> int:
-        """Returns the bytes of the constants in the program, on each device."""
+        """Returns the bytes of all constants in the program, on each device."""
         instructions = [
             instruction for part in self.computations.values() for instruction in part.instructions.values()
         ]
         return sum(instruction.bytes for instruction in instructions if instruction.opcode == "constant")
 
     def cycles(self, computation: str | None = None) -> int:
-        """Returns the cycles of all instructions with an estimate; Pallas kernels and collectives have none."""
+        """Returns the cycles of all instructions with an estimate; Pallas kernels and collectives have no estimate."""
         return sum(run.cycles for run in self._priced(computation))
 
     def kernels(self, computation: str | None = None) -> dict[str, int]:
-        """Returns how often each Pallas kernel runs, by its name."""
+        """Returns the number of runs of each Pallas kernel by its name, kernels in fusions included."""
         count: Counter[str] = Counter()
         for run in self.walk(computation):
-            for _, inner in self._inner(run.instruction):
+            for _, inner in self._with_fused(run.instruction):
                 if inner.kernel:
                     count[inner.kernel] += run.times
         return dict(count)
 
     def largest(self, number: int, computation: str | None = None) -> list[InstructionRuns]:
-        """Returns the `number` instructions with the most cycles in all their runs, the largest first."""
+        """Returns the `number` instructions with the most cycles in all runs together, the largest first."""
         return sorted(self._priced(computation), key=lambda run: -run.cycles)[:number]
 
     def underestimated(self) -> list[InstructionRuns]:
-        """Returns the instructions that count with more than the compiler's estimate, the largest difference first."""
+        """Returns the instructions whose arithmetic takes longer than the estimate, the largest difference first."""
         raised = [run for run in self._priced(None) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
@@ -213,7 +220,7 @@ class HloProgram:
             instruction, cycles = run.instruction, run.instruction.cycles
             free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
             free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
-            parts = [inner for _, inner in self._inner(instruction)]
+            parts = [inner for _, inner in self._with_fused(instruction)]
             modelled = any(part.kernel or part.opcode.removesuffix("-start") in KINDS for part in parts)
             known = (cycles is not None and cycles >= 0) or run.least > 0
             if not (run.beside or free or modelled or known):
@@ -221,16 +228,17 @@ class HloProgram:
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
     def collectives(self, computation: str | None = None) -> list[CollectiveExecution]:
-        """Returns the collectives that run, also those in fusions."""
+        """Returns the collectives that run, also collectives in fusions."""
         sent = []
         for run in self.walk(computation):
-            for fusion, inner in self._inner(run.instruction):
+            for fusion, inner in self._with_fused(run.instruction):
                 kind, size = inner.opcode.removesuffix("-start"), inner.bytes
                 if kind not in KINDS:
                     continue
-                parts = [part.target for _, part in self._inner(fusion)] if inner.chain and fusion is not None else []
-                if parts and "AsyncCollectiveStart" not in parts:  # counted in the fusion of its chain that starts it
-                    continue
+                if inner.chain and fusion is not None:
+                    targets = [part.target for _, part in self._with_fused(fusion)]
+                    if "AsyncCollectiveStart" not in targets:
+                        continue  # all fusions of a chain repeat the collective; only the fusion that starts it counts
                 if fusion is not None and self._scatters(fusion):
                     kind, size = "reduce-scatter", fusion.bytes
                 source = inner.source or run.instruction.source
@@ -238,8 +246,9 @@ class HloProgram:
         return sent
 
     def loop_bodies(self) -> list[HloLoop]:
-        """Returns the loops that run, nested ones too; the one with the most estimated cycles comes first. If a model's
-        blocks run in a loop, `cycles(loop.body)` and other methods with `loop.body` are for one block.
+        """Returns the loops that run, nested loops too, the loop with the most estimated cycles first.
+
+        If a model's blocks run in a loop, `cycles(loop.body)` and other methods with `loop.body` are for one block.
         """
         loops = []
         for run in self.walk():
@@ -249,7 +258,7 @@ class HloProgram:
         return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
 
     def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Returns the computations that one execution of an instruction runs, and how often; none for a fusion."""
+        """Returns the computations that one execution of an instruction runs, and how often; [] for a fusion."""
         if instruction.opcode == "while":
             condition, body = instruction.calls
             return [(condition, self._trips[body] + 1), (body, self._trips[body])]
@@ -260,25 +269,28 @@ class HloProgram:
         runs = instruction.opcode in ("call", "custom-call", "async-start")
         return [(called, 1) for called in instruction.calls] if runs else []
 
-    def _inner(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
-        """Yields pairs of the innermost fusion, None outside one, and an instruction: this one and all fused in it."""
+    def _with_fused(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
+        """Yields the instruction and all instructions fused in it, each as (innermost fusion around it, instruction).
+
+        The instruction itself comes with None.
+        """
         yield None, instruction
         if instruction.opcode == "fusion":
             for called in instruction.calls:
                 for inner in self.computations[called].instructions.values():
-                    yield from ((fusion or instruction, part) for fusion, part in self._inner(inner))
+                    yield from ((fusion or instruction, part) for fusion, part in self._with_fused(inner))
 
     def _scatters(self, fusion: Instruction) -> bool:
-        """Returns whether a fusion is an all-reduce and then a dynamic-slice, which is libtpu's reduce-scatter."""
+        """Returns whether a fusion is a reduce-scatter, which libtpu writes as an all-reduce and a dynamic-slice."""
         inside = self.computations[fusion.calls[0]]
         root = inside.instructions[inside.root]
         kept = inside.instructions[root.operands[0]] if root.operands else root
         return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
 
     def _priced(self, computation: str | None) -> Iterator[InstructionRuns]:
-        """Yields the instructions whose cycles count: those with an estimate, synchronous, and without a kernel."""
+        """Yields the instructions whose cycles count: synchronous, with an estimate, and without a kernel."""
         for run in self.walk(computation):
-            kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
+            kernel = any(inner.kernel for _, inner in self._with_fused(run.instruction))
             if run.cycles and not run.beside and not kernel:
                 yield run
 
@@ -305,7 +317,7 @@ class _LoopTrips(dict[str, int]):
         }
 
     def __missing__(self, body: str) -> int:
-        """Returns a loop's iterations, simulated if the compiler did not write them; raises if that is not possible."""
+        """Returns a loop's iterations, simulated if the compiler did not write them; raises if they stay unknown."""
         part, loop = self._loops[body]
         trips = loop.trips if loop.trips is not None else self._simulated(part, loop)
         if trips is None:
@@ -320,8 +332,8 @@ class _LoopTrips(dict[str, int]):
         condition, body = (self._computations[called] for called in loop.calls)
         known: dict[tuple[int, int], int | None] = {}
 
-        # Element `index` of the loop's state before iteration `trip`.
         def state(index: int, trip: int) -> int | None:
+            """Returns element `index` of the loop's state before iteration `trip`; None if not known."""
             if (index, trip) not in known:
                 before = functools.partial(state, trip=trip - 1)
                 later = self._element(body, body.root, index, before) if trip else None
@@ -337,8 +349,8 @@ class _LoopTrips(dict[str, int]):
     def _initial(self, part: Computation, loop: Instruction, index: int) -> int | None:
         """Returns an element of a loop's initial state; None if it is no constant, or if an outer loop changes it."""
 
-        # Element `outer` of the state of the loop around this one, if no iteration changes it.
-        def around(outer: int) -> int | None:
+        def outer_state(outer: int) -> int | None:
+            """Returns element `outer` of the state of the loop around this loop; None if iterations change it."""
             if part.name not in self._loops:
                 return None  # the program's own inputs are not known
             root = part.instructions[part.root]
@@ -346,17 +358,17 @@ class _LoopTrips(dict[str, int]):
             same = passed.opcode == "get-tuple-element" and passed.index == str(outer)
             return self._initial(*self._loops[part.name], outer) if same else None
 
-        return self._element(part, loop.operands[0], index, around)
+        return self._element(part, loop.operands[0], index, outer_state)
 
     def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns an integer element of a tuple; None if not known. `parameters` returns the computation's by index."""
+        """Returns an integer element of a tuple; None if not known. `parameters` maps an index to a parameter."""
         instruction = part.instructions[name]
         if instruction.opcode == "parameter":
             return parameters(index)
         return self._value(part, instruction.operands[index], parameters) if instruction.opcode == "tuple" else None
 
     def _value(self, part: Computation, name: str, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns the value of a scalar integer; None if it depends on anything but constants and known parameters."""
+        """Returns the value of an integer instruction; None if it needs more than constants and known parameters."""
         instruction = part.instructions[name]
         if instruction.opcode == "get-tuple-element":
             return self._element(part, instruction.operands[0], int(instruction.index), parameters)
@@ -386,8 +398,8 @@ INTERNAL = (
     rf"^{re.escape(str(Path(__file__).parents[2]))}/",
     r"/patches/(torch|torchax)/",
 )
-"""Patterns of files of libraries, whose lines are not shown as an operation's source: JAX, torch, torchax, torchport,
-and the patches of these."""
+"""Patterns of library files, whose lines are not shown as an operation's source: JAX, torch, torchax, torchport, and
+patches of torch and torchax."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _ROW = re.compile(r'(\d+) (?:"(?P<name>.*)"|\{(?P<numbers>.*)\})')
 _START = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{")
@@ -398,7 +410,7 @@ _OPCODE = re.compile(r" ([a-z][\w-]*)(?=\()")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sides>[\d,<=]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
 _UNKNOWN = 2**63 - 1
-"""The number of cycles that means no estimate, in a program of the SparseCore."""
+"""The number of cycles by which a program of the SparseCore says that there is no estimate."""
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _CHAIN = re.compile(r'\bchain_id="([^"]*)"')
@@ -418,7 +430,7 @@ def read(file: Path, flops_per_cycle: float = math.inf) -> HloProgram:
     """Returns the scheduled program in a file.
 
     Args:
-        file: An `*after_codegen.txt`, or a folder that has one of them.
+        file: A file named `*after_codegen.txt`, or a folder with exactly one file of that name.
         flops_per_cycle: The device's peak of bfloat16 operations in a cycle; see `HloProgram`.
     """
     files = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
@@ -434,9 +446,9 @@ class _HloReader:
     def __init__(self, file: Path) -> None:
         self.file = file
         text = file.read_text(encoding="utf-8", errors="replace").rstrip("\n")
-        # An attribute may be on a line of its own: it is joined, and blank lines keep the line numbers right.
+        # An attribute on a separate line is joined to its instruction; blank lines keep the line numbers right.
         self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
-        self.at = 0
+        self.at = 0  # the index of the current line, for errors
         self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
         self.sources: dict[int, SourceLine | None] = {0: None}
         self.computations: dict[str, Computation] = {}
@@ -516,7 +528,7 @@ class _HloReader:
             operands=operands,
             calls=calls,
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
-            # A fusion without a line has the last one in it.
+            # A fusion without a line has the last line in it.
             source=source or next((inner.source for inner in reversed(fused) if inner.source), None),
             target=attributes.get("custom_call_target", "").strip('"'),
             groups=self.groups(attributes.get("replica_groups") or attributes.get("source_target_pairs") or ""),
@@ -529,7 +541,10 @@ class _HloReader:
         )
 
     def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
-        """Returns a convolution's bfloat16 operations from its arrays, output first, or raises; else returns 0."""
+        """Returns a convolution's bfloat16 operations, and 0 for other opcodes; raises for an unknown window.
+
+        `values` are the arrays of the output and of each operand.
+        """
         if opcode != "convolution":
             return 0
         try:
@@ -539,7 +554,7 @@ class _HloReader:
             raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
 
     def close(self, text: str, start: int) -> int:
-        """Returns the index after the bracket that closes the one at `start`; raises if none closes it."""
+        """Returns the index after the bracket that closes the bracket at `start`; raises if no bracket closes it."""
         depth = 0
         for token in _TOKEN.finditer(text, start):
             depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -548,7 +563,7 @@ class _HloReader:
         raise self.refusal("A bracket is not closed")
 
     def calls(self, name: str, attributes: dict[str, str]) -> tuple[str, ...]:
-        """Returns the names of the computations that an instruction calls; raises if one was not read yet."""
+        """Returns the names of the computations that an instruction calls; raises if any was not read before."""
         texts = [attributes.get(key, "") for key in (*_CALLS, "called_computations")]
         names = tuple(called for text in texts for called in re.findall(r"%([\w.-]+)", text))
         missing = [called for called in names if called not in self.computations]
@@ -557,7 +572,10 @@ class _HloReader:
         return names
 
     def frame(self, number: int) -> SourceLine | None:
-        """Returns the innermost line of a stack of frames that is no library's, or None; see `INTERNAL`."""
+        """Returns the innermost line of a stack of frames outside of libraries (`INTERNAL`); None if all are internal.
+
+        `number` is the innermost frame's row in the table `StackFrames`.
+        """
         inner, source = [], None
         while number not in self.sources:
             self.sources[number] = None  # so that a cycle of frames ends
@@ -572,6 +590,7 @@ class _HloReader:
             # Frames are numbered from 1. The first has no parent: if its parent is 1, all parents are one too high.
             number = parent - self.row("StackFrames", 1, ("parent_frame_id",))[0]
         else:
+            # An earlier walk has met this frame.
             source = self.sources[number]
         self.sources.update(dict.fromkeys(inner, source))
         return source
@@ -584,7 +603,11 @@ class _HloReader:
         return [int(numbers[column]) for column in columns]
 
     def groups(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Returns a collective's groups of devices from their text: `{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)` (iota)."""
+        """Returns a collective's groups of devices from their text.
+
+        `{{0,1},{2,3}}` lists them. `[2,2]<=[2,2]T(1,0)` counts the devices in the second shape, transposes it, and has
+        the groups as rows of the first shape: {{0,2},{1,3}}.
+        """
         iota = _IOTA.fullmatch(text)
         if iota:
             shape, sides, order = (_numbers(part or "") for part in iota.groups())
@@ -612,7 +635,7 @@ class _HloReader:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Returns the numbers of `2,4,1`."""
+    """Returns the numbers in a text, of `2,4,1` (2, 4, 1)."""
     return tuple(int(number) for number in text.split(",") if number)
 
 
@@ -628,7 +651,7 @@ def _split(text: str) -> list[str]:
 
 
 def _shapes(opcode: str, text: str) -> list[tuple[str, tuple[int, ...], int]]:
-    """Returns dtype, shape and bytes of each array of an output; of a `-start` instruction, of its later result."""
+    """Returns dtype, shape and bytes of each array of an output; for a `-start`, of the output of its `-done`."""
     if opcode.endswith("-start") and opcode != "all-reduce-start" and text.startswith("("):
         text = _split(text[1:-1])[1]  # (operands, result, semaphores)
     shapes = []
@@ -667,13 +690,16 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
     wide = dtypes.count("f32")
     if wide + dtypes.count("bf16") < 2:
         return 0
-    # Of two float32 operands the products of the smallest parts are left out.
+    # By the number of float32 operands. Of two, the products of the smallest parts are left out.
     passes = (1, parts, parts * (parts + 1) // 2)[wide]
     return 2 * products * passes
 
 
 def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str], at: int) -> int:
-    """Returns how many pairs of an output and a kernel position along a dim fall on an input element, not padding."""
+    """Returns how many pairs of an output and a kernel position along a dim fall on an input element, not padding.
+
+    `window` has fields such as `pad`, with a part for each spatial dim: `1_1x1_1`. `at` is the dim's number.
+    """
 
     def field(name: str, default: str) -> str:
         return window[name].split("x")[at] if name in window else default
