@@ -87,7 +87,7 @@ def _run_or_reuse(
 
 @dataclasses.dataclass
 class _Slot:
-    """The tensors that a call of the network has kept for later steps. Each call of a step, as in guidance, has one."""
+    """The tensors that a call of the network has kept for later steps; guidance has several calls in a step."""
 
     shapes: dict[str, tuple[int, ...]]  #: Of the inputs, by path.
     #: The tensors kept by the last step in full, then their finite differences to the steps before, one for each order.
@@ -131,7 +131,7 @@ class StepCached:
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as JAX arrays, each where its rule puts it."""
+        """Returns the inputs as JAX arrays, each sharded by its rule."""
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:

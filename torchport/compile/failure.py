@@ -125,7 +125,7 @@ class Frame:
 
     @property
     def caller(self) -> str:
-        """The frame's function, or what runs at module level, as the subject of a sentence."""
+        """The frame's function, the script or the import of a module, as the subject of a sentence."""
         if self.function == "<module>":
             return "The script" if self.owner == "script" else f"The import of {self.module}"
         return self.function
@@ -181,7 +181,7 @@ def running_frames(owners: Owners) -> list[Frame]:
 
 
 def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
-    """Returns one of Python's frames as a `Frame`, with its owner and its statement."""
+    """Returns a frame of Python as a `Frame`, with its owner and its statement."""
     code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
     if counted.CALLS in code.co_freevars:  # a patch's wrapper, which counts calls, has upstream's names
         module = counted.__name__
@@ -247,7 +247,7 @@ class Failure:
         return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
-        """Returns the class of torchport's error for the exception, such as CudaError where it asks for CUDA."""
+        """Returns the class of torchport's error for the exception, such as CudaError for code that asks for CUDA."""
         if is_absence(self.error):
             return AbsentPackageError
         if is_cuda(self.error):
@@ -303,7 +303,7 @@ def _operator(failure: Failure) -> Cure:
 
 
 def _no_lowering(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for an operator without a lowering: an `op` patch if it is one of aten's."""
+    """Returns fact, remedy and patch entry for an operator without a lowering: for one of aten's an `op` patch."""
     target, deed = engine.missing_operator(failure.error), "calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
         return _rewrite(failure, f"{deed.capitalize()}.", deed, "Compute it with other operators")
@@ -364,7 +364,7 @@ def _shipped(owners: Owners, target: str) -> str | None:
 
 
 def _absent_package(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for a failed import: to install a package, or an entry with a stub of it."""
+    """Returns fact, remedy and patch entry for a failed import: to install the package, or the entry of a stub."""
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:

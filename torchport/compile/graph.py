@@ -219,7 +219,7 @@ def parts(thing: Any) -> dict[Part, Any]:
 
 
 def slots(thing: Any) -> dict[Part, Any]:
-    """Returns the values of a mutable object's `__slots__`, without those that are not bound."""
+    """Returns the values of a mutable object's `__slots__`, without unbound slots: `{("slot", "Point.x"): 3}`."""
     values: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -267,7 +267,7 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
-    """Replaces the values of a mutable object's `__slots__`; deletes those that `new` does not have."""
+    """Replaces the values of a mutable object's `__slots__` by `new`; deletes the values of other slots."""
     bound = slots(thing)
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -348,7 +348,7 @@ def changes(before: Iterable[tuple[Any, dict[Part, Any]]]) -> list[tuple[Any, Pa
 
 
 def _is_still(before: Any, after: Any) -> bool:
-    """Returns whether a part's value is unchanged: the same object, an equal constant, or a tuple of those."""
+    """Returns whether a part's value is unchanged: the same object, an equal constant, or a tuple of these."""
     if type(before) is tuple and type(after) is tuple:
         return len(before) == len(after) and all(map(_is_still, before, after))
     if isinstance(before, frozenset | numpy.dtype):
@@ -417,7 +417,7 @@ def value_of(term: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _rebuilt(kind: type, values: list[Any]) -> Any:
-    """Returns an immutable value of a type with these values in it: the reverse of `values_in`."""
+    """Returns an immutable value of a type, made of the values in `values`: the reverse of `values_in`."""
     if kind is functools.partial:
         function, arguments, keywords = values
         return functools.partial(function, *arguments, **dict(keywords))

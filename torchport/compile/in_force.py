@@ -62,7 +62,7 @@ def hushed(hush: bool) -> Iterator[None]:
 
 
 def _hush(logs: Any, undos: contextlib.ExitStack) -> None:
-    """Switches off logs and progress bars by a library's module `logs`; `undos` gets the calls that undo it."""
+    """Switches off logs and progress bars by a library's module `logs`; `undos` gets the calls to switch them on."""
     undos.callback(logs.set_verbosity, logs.get_verbosity())
     if logs.is_progress_bar_enabled():
         undos.callback(logs.enable_progress_bar)

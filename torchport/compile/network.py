@@ -44,7 +44,7 @@ from torchport.task.family_file import builder
 
 
 def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
-    """Returns a stage's parts as a checkpoint has them; patches must be in place.
+    """Loads a stage's parts from a checkpoint, and prepares them as the stage asks for; patches must be in place.
 
     Returns:
         By name: encoders and tokenizers with their weights, on the host; the network, and parts of which only the
@@ -242,8 +242,8 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
 
 
 def check_classes(task: Task) -> None:
-    """Raises one error for all classes of a card that do not exist, and for networks that are no torch modules. Patches
-    must be applied before: the classes' modules are imported.
+    """Raises a joint error for all classes of a card that do not exist, and for networks that are no torch modules.
+    Patches must be applied before: the classes' modules are imported.
     """
     networks = {stage.network for stage in task.stages}
     names = {name for stage in task.stages for name in (*stage.parts, *stage.meta, *stage.loads(task.settings))}
@@ -265,7 +265,7 @@ def check_classes(task: Task) -> None:
 
 def check_heads(task: Task) -> None:
     """Raises if the size of a mesh axis does not divide the number that the card's `divides` names for the axis, such
-    as `transformer.num_attention_heads`. Numbers are from the checkpoint, or if it is not here, from its class.
+    as `transformer.num_attention_heads`. Numbers are from the checkpoint's configuration, or as published.
     """
     networks = [] if task.original else [task.card.rule_key(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():

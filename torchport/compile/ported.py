@@ -242,7 +242,7 @@ class Ported(torch.nn.Module):
         return ((*outputs, *(tensors[n] for n in effects.written), *(buffer for *_, buffer in rebound)),)
 
     def _as_passed(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
-        """Returns `args` and `kwargs` as the caller passed them; `keywords`: passed by name; `given`: passed at all."""
+        """Splits arguments by name into `args` and `kwargs`: those `given` by the caller, the `keywords` by name."""
         args, kwargs = [], {name: arguments[name] for name in keywords if name in given}
         for name in given:
             kind = self.signature.parameters[name].kind

@@ -41,11 +41,12 @@ far smaller."""
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """What is known of a stage's network from shapes alone, once all its rules fit."""
+    """The facts on a stage's network that follow from shapes alone; all its rules fit."""
 
     module: torch.nn.Module
     weights: dict[str, WeightRule]  #: The rule of every parameter and buffer, with the spec that fits.
-    #: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
+    #: The verb's calls of the network, one for each set of shapes; none if the family lacks `like` for the stage's
+    #: inputs.
     calls: list[recorder.NetworkCall]
     inputs: dict[str, Rule]  #: The rule of every input of the largest call, with the spec that fits.
     #: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of the largest
@@ -74,7 +75,7 @@ def check(task: Task) -> None:
 
 
 def _check_guider(task: Task) -> None:
-    """Refuses a guider that does more than combine predictions, or a step whose count of them `dp` does not divide."""
+    """Refuses a guider that does more than combine predictions, or with a number of them that `dp` does not divide."""
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
@@ -152,7 +153,9 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
 
 
 def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a component's weights: by its files if they are here, else by the card; 0 if it is tiny."""
+    """Returns the bytes of a component's weights: by the checkpoint's files if they are here, else by the card; 0 for a
+    tiny checkpoint.
+    """
     if task.is_tiny:
         return 0
     dtype, root = task.settings.dtypes.get(component), checkpoint.described(task.checkpoint, task.card)

@@ -41,7 +41,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What determines a network's programs beside its mesh, its weights and its inputs."""
+    """All that determines a network's programs beside its mesh, its weights and its inputs."""
 
     module: torch.nn.Module
     inputs: Sequence[Rule]  #: The rules for the tensors that it is called with.
@@ -160,7 +160,7 @@ class Compiled:
         return [{"jax_cache": origin.jax_cache, "operators": origin.operators.row()} for origin in self._used.values()]
 
     def operators_text(self) -> str:
-        """Says in one line how many operators this run's programs have, and how many are the same as PyTorch's."""
+        """Returns a line on how many operators this run's programs have, and how many are the same as PyTorch's."""
         operators = self.network.operator_record()
         for origin in self._used.values():
             operators.found |= origin.operators.found
@@ -217,7 +217,7 @@ class Compiled:
             return self._program(arrays, static)[0].out_info
 
     def _arrays_and_static(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
-        """Returns the inputs with tensors in them as arrays, sharded by their rules, and the others as static ones."""
+        """Returns inputs with tensors in them as arrays, sharded by their rules, and others as static arguments."""
         arrays = self.place(**{name: value for name, value in inputs.items() if has_tensor(value)})
         return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
@@ -328,7 +328,7 @@ class Compiled:
             shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-        """Returns a program's weights, its inputs, and the inputs whose memory it may use for its outputs, by name."""
+        """Returns a program's three arguments: weights, inputs, and caches, whose memory the outputs may take."""
         caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
         return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 
@@ -380,7 +380,8 @@ class Compiled:
             return program, Origin(trace, bool(delivered), self.operators, (placed,) if placed else ())
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
-        """Returns a host tensor as an array sharded by its rule, and an array as it is; refuses them without values."""
+        """Returns a host tensor as an array sharded by its rule, or an array as it is; refuses a leaf without values.
+        """
         if isinstance(leaf, torch.Tensor):
             if leaf.is_meta:
                 fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"

@@ -52,7 +52,7 @@ class Rules:
 
     @property
     def inputs(self) -> list[Rule]:
-        """Its rules for inputs, those of a caller of `port` first."""
+        """The network's rules for inputs, after those that a caller of `port` has added."""
         return [*self.extra, *self.as_written.inputs]
 
     def _path(self, kind: str) -> list[str | int]:
@@ -78,7 +78,7 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
-    """Returns a component's sharding rules in a card's strategy; raises if there is no such strategy or component.
+    """Returns a component's sharding rules in a card's strategy; refuses an unknown strategy or component.
     Where an `extra` rule and a rule of the card match the same input, the `extra` rule holds.
     """
     if strategy not in card.strategies:
@@ -108,7 +108,7 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the rules of a shared strategy, for a module that has no model card; raises if there is no such strategy.
+    """Returns the rules of a shared strategy, for a module that has no model card; refuses an unknown strategy.
 
     Args:
         strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.

@@ -110,11 +110,11 @@ class Stacked(torch.nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The blocks' class: upstream may ask for it, and for attributes in which all blocks agree."""
+        """The blocks' class: upstream may ask for the class of a block in its list."""
         return type(self.__dict__["_modules"]["block"]) if self.__dict__.get("_modules") else Stacked
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the blocks that is the same in all: upstream may ask its block for it."""
+        """Returns an attribute that is the same in all blocks: upstream may read attributes of a block in its list."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -305,7 +305,7 @@ class Stacked(torch.nn.Module):
                 raise self._error(f"A block of '{self.name}' changes {_named(thing, part)} when it is called")
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Tensors:
-        """Returns a block's outputs as the next block's inputs; refuses another number, dtype or shape of them."""
+        """Returns a block's outputs as the next block's carry; refuses outputs of other number, dtypes or shapes."""
         takes, gives = ([f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in ts] for ts in (carry, outputs))
         if takes == gives:
             return tuple(outputs)
@@ -335,7 +335,7 @@ class _Block:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The blocks' class: upstream may ask for it."""
+        """The blocks' class: upstream may ask for the class of a block in its list."""
         return type(vars(self)["stacked"].block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -473,7 +473,7 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
 
 
 def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple[int, int]]) -> str | None:
-    """Returns, in words, how modules of one class differ in shapes of weights or in settings; None if they do not."""
+    """Returns, in words, how two modules of a class differ in shapes of weights or in settings; None if they agree."""
     for kind in ("_parameters", "_buffers"):
         tensors = [
             {key: (tuple(t.shape), t.dtype) for key, t in getattr(module, kind).items() if t is not None}

@@ -97,7 +97,7 @@ def _types(key: Any) -> Any:
 
 
 class Effects(NamedTuple):
-    """What each call of a program returns and changes: parts of objects, described as terms (`graph`), and tensors."""
+    """The effects of each call of a program: the value it returns and the parts of objects it changes, as terms."""
 
     returned: Any  #: The term of the return value.
     changed: dict[int, dict[Part, Any]]  #: By number of a changed node, the terms of its parts.
@@ -188,7 +188,7 @@ class State:
         raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
 
     def write_buffer(self, name: str, value: torch.Tensor, is_new: bool) -> torch.Tensor:
-        """Writes a buffer's value from the devices to the host, or binds the buffer to it if `is_new`; returns it."""
+        """Sets a buffer to a value from the devices: binds it if `is_new`, else writes in place; returns the buffer."""
         prefix, _, attribute = name.rpartition(".")
         owner = self.module.get_submodule(prefix)
         buffer = owner._buffers[attribute]
@@ -514,7 +514,7 @@ _HOOKS = ("hooks", "")
 
 
 def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
-    """Returns a path with a part's name at its end; None if one of the two has no name."""
+    """Returns a path with a part's name at its end; None without a path, or for a part without a name."""
     kind, name = part
     if path is None or kind not in _NAMES:
         return None
@@ -607,6 +607,6 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a value into a tensor in place; autograd does not follow it."""
+    """Copies a value into a tensor in place, outside autograd."""
     with torch.no_grad():
         tensor.copy_(value)

@@ -160,7 +160,7 @@ COMPILATION = 6 * 2**30
 
 
 def default_workers() -> int:
-    """Returns how many compilations this machine has room for: two processors and `COMPILATION` each, one at least."""
+    """Returns how many compilations this machine has room for, at least 1: each takes two CPUs and `COMPILATION`."""
     import psutil
 
     return max(1, min((os.cpu_count() or 1) // 2, psutil.virtual_memory().available // COMPILATION))

@@ -256,7 +256,7 @@ def any_process(mine: bool) -> bool:
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Refuses processes that differ in what they run: they would wait for each other, or compute nonsense.
+    """Refuses a run whose processes differ in these facts: they would wait for each other, or compute nonsense.
 
     Args:
         facts: All settings that decide which programs run, by name; data that JSON can hold.

@@ -69,7 +69,7 @@ class Summary:
 
 @dataclasses.dataclass(eq=False)
 class Journey:
-    """One run of a task: it reads and writes artefacts, and notes the facts for their manifests.
+    """A run of a task, which reads and writes artefacts, and notes the facts for their manifests.
 
     Only the first process of a run has the folder: it reads and writes, and sends the other processes what it read.
     """
@@ -130,7 +130,7 @@ class Journey:
             write_pictures()
 
     def revise(self) -> bool:
-        """Writes the finished video again if the job has another `fps` by now; returns whether it was written."""
+        """Writes the finished video again if the job has another `fps` by now; returns whether this was done."""
         fields = hosts.from_first(lambda: _video_at_jobs_rate(self.task, self.weights.digests))
         if fields is not None:
             self._note(self.task.stages[-1], Manifest.model_validate(fields))
@@ -483,7 +483,7 @@ def _log_profile(folder: Path, first: int, taken: int) -> None:
 
 @contextlib.contextmanager
 def _tracing(folder: Path) -> Iterator[None]:
-    """Traces what runs in the context, on the host and on the devices, with JAX's profiler."""
+    """Traces host and devices with JAX's profiler while the context lasts, and writes the trace to a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
     except OSError as error:

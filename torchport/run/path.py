@@ -252,7 +252,7 @@ def checkpoint_of(task: Task) -> checkpoint.Checkpoint:
 
 @contextlib.contextmanager
 def output_folder(folder: Path) -> Iterator[None]:
-    """Makes the output folder and locks it for this run; removes it again if an error leaves it empty."""
+    """Makes the output folder and locks it while the context lasts; removes a new folder that an error leaves empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.is_first() else []
     hosts.from_first(lambda: atomic.make_folder(folder))
     lock = contextlib.ExitStack()

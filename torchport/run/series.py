@@ -417,7 +417,7 @@ def _attempt(video: Video, work: Callable[[], None], loaded_stage: path.StageAtH
 
 
 def _is_everywhere(error: TorchportError) -> bool:
-    """Returns whether all processes of the run have this error: only then can they go on together."""
+    """Returns whether all processes of the run have this error: only then can the processes go on."""
     return hosts.processes() == 1 or error.on_every_process
 
 

@@ -281,7 +281,7 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part. The dtype stays,
-    even if it has 64 bits: `enable_x64` keeps JAX from halving it. Raises for a dtype that NumPy lacks.
+    even with 64 bits: `enable_x64` keeps JAX from taking 32. Raises for a dtype that NumPy lacks.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype == torch.bfloat16:  # NumPy has none: the bits go through int16

@@ -111,7 +111,7 @@ class Task:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the checkpoint is the card's tiny one."""
+        """Whether the checkpoint is the card's tiny checkpoint."""
         return is_tiny(self.checkpoint)
 
     @property
@@ -160,7 +160,7 @@ class Task:
 
     def identity(self, stage: StageName) -> dict[str, Any]:
         """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree:
-        `{"model": "wan", "height": 480, ...}`.
+        `{"model": "NAME", "height": 480, ...}`.
         """
         identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
@@ -274,7 +274,7 @@ def _sha256(file: Path) -> str:
 
 
 def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> Task:
-    """Returns the task of a request, after reading and checking all that it names.
+    """Returns the task of a request, after reading and checking card, job, family and files that the request names.
 
     Args:
         dry: Whether the task is not to be run, so that prompt, image and LoRA files may be missing.

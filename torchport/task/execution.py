@@ -42,7 +42,7 @@ COMPILED = Execution()
 
 
 def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
-    """Refuses flags that would have no effect on a request, or contradict it."""
+    """Refuses flags that would have no effect on these stages, or contradict the job or each other."""
     for flag, is_given in {"--no-jit": not execution.jit, "--strict": execution.strict}.items():
         if is_given and not any(stage.network for stage in stages):
             fact = f"'{stages[0].name}' has no network that is compiled"
