@@ -16,6 +16,7 @@ class FirstNotFinite:
     """Finds the first module of a network that returns NaN or infinity, by a forward hook on each module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
+        """Adds the hooks to all modules of the network `name`."""
         #: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.
         self.text = ""
         self.name = name

@@ -79,6 +79,7 @@ class Opaque:
     value: Any
 
     def __eq__(self, other: object) -> bool:
+        """Returns whether two values have one type and are equal, or the same object if they have no hash."""
         if not isinstance(other, Opaque) or type(self.value) is not type(other.value):
             return False
         if isinstance(self.value, numpy.generic):  # 0.0 is not -0.0

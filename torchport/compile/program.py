@@ -380,8 +380,7 @@ class Compiled:
             return program, Origin(trace, bool(delivered), self.operators, (placed,) if placed else ())
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
-        """Returns a host tensor as an array sharded by its rule, or an array as it is; refuses a leaf without values.
-        """
+        """Returns a tensor as an array sharded by its rule, or an array as it is; refuses a leaf without values."""
         if isinstance(leaf, torch.Tensor):
             if leaf.is_meta:
                 fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"

@@ -86,6 +86,7 @@ class Stacked(torch.nn.Module):
     def __init__(
         self, block: torch.nn.Module, count: int, carries: Sequence[str], name: str, place: str, first: int
     ) -> None:
+        """Notes the stack's blocks; their weights are stacked later, by `weights`."""
         super().__init__()
         self.block = block
         self.count = count
