@@ -170,8 +170,8 @@ class StepCached:
         return output
 
     def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
-        """Returns a new slot for the call at hand, with the tensors that a stopped run kept if their shapes fit. It
-        also compiles both programs, so that later steps need not.
+        """Compiles both programs for the call in progress, so that later steps need not, and returns a new slot for the
+        call, with the tensors that a stopped run kept if their shapes fit.
         """
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:

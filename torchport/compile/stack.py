@@ -299,7 +299,7 @@ class Stacked(torch.nn.Module):
         """Refuses a block that changes an argument, or an attribute that had a value: all blocks have one trace. A
         block may give a new attribute a value that depends on no input, such as a table: it is the same for all blocks.
         """
-        kept = {id(thing) for thing, _ in graph.photo([self.block])} - self.shared.keys()
+        kept = {id(thing) for thing, _ in graph.photo([self.block])} - self.shared.keys()  # of this block alone
         for thing, part, old, new in graph.changes(photo):
             of_inputs = any(engine.is_traced(engine.on_host(each)) for each, _ in graph.photo([new]))
             if old is not None or of_inputs or id(thing) not in kept:

@@ -323,7 +323,7 @@ def make(
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
             waiting = len(videos) + 1
-            # Again, as long as videos get done: another process with one `--out` may have unlocked some meanwhile.
+            # Again, as long as videos get done: another process with the same `--out` may have unlocked some meanwhile.
             while (left := sum(video.state == "waiting" for video in videos)) and left < waiting:
                 waiting = left
                 for key in dict.fromkeys(shape(video.task) for video in videos):
