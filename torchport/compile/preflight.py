@@ -45,8 +45,7 @@ class Rehearsal:
 
     module: torch.nn.Module
     weights: dict[str, WeightRule]  #: The rule of every parameter and buffer, with the spec that fits.
-    #: The verb's calls of the network, one for each set of shapes; none if the family lacks `like` for the stage's
-    #: inputs.
+    #: The verb's calls of the network, one for each set of shapes; none if the stage has no `like`.
     calls: list[recorder.NetworkCall]
     inputs: dict[str, Rule]  #: The rule of every input of the largest call, with the spec that fits.
     #: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of the largest
