@@ -35,16 +35,17 @@ CURVE = "curve"
 
 
 def stacks(cache: StepCache, card: Mapping[str, Stack]) -> dict[str, Stack]:
-    """Returns a card's stacks without the last blocks that every step computes: those stay unstacked."""
-    return {name: entry.model_copy(update={"last": max(entry.last, cache.last_blocks)}) for name, entry in card.items()}
+    """Returns a card's stacks, by path, without the last blocks that each step computes: these stay unstacked."""
+    lasts = {name: max(card_stack.last, cache.last_blocks) for name, card_stack in card.items()}
+    return {name: card_stack.model_copy(update={"last": lasts[name]}) for name, card_stack in card.items()}
 
 
 def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
-    """Returns a `how`, which calls a network, for a step cache: it also returns the tensors that are kept for later."""
-    is_state = isinstance(cache, DeepCache)
+    """Returns a `how` that uses a step cache: it returns a network's output and the tensors to keep for later steps."""
+    is_state = isinstance(cache, DeepCache)  # keeps the blocks' outputs, not what the blocks add to their inputs
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Calls the network; its inputs `MODE` and `KEPT` say whether it reuses blocks, and the kept values."""
+        """Calls the network. Its input `MODE` is `full` or `reuse`; `KEPT` has the values to reuse."""
         mode, old = inputs.pop(MODE, "full"), inputs.pop(KEPT, ())
         blocks = [part for part in module.modules() if isinstance(part, stack.Stacked)]
         if not blocks:
@@ -70,7 +71,12 @@ def _run_or_reuse(
     carry: tuple[torch.Tensor, ...],
     run: stack.Run,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns stacked blocks' outputs, computed or taken from `before`; appends to `kept` what later steps reuse."""
+    """Returns stacked blocks' outputs, and appends to `kept` the tensors that later steps reuse.
+
+    Args:
+        before: The tensors that an earlier step kept; None: the blocks are computed by `run(carry)`.
+        is_state: Whether the kept tensors are the outputs themselves; else they are the outputs less the carry.
+    """
     if before is not None:
         kept.append(tuple(before))
         return tuple(before) if is_state else tuple(x + added for x, added in zip(carry, before, strict=True))
@@ -81,37 +87,38 @@ def _run_or_reuse(
 
 @dataclasses.dataclass
 class _Slot:
-    """What one call of the network has kept for later steps. A step may call it several times, as guidance does."""
+    """The tensors that a call of the network has kept for later steps; guidance has several calls in a step."""
 
-    shapes: dict[str, tuple[int, ...]]
-    #: What the last step in full kept, and its finite differences to the steps before, one for each order.
+    shapes: dict[str, tuple[int, ...]]  #: Of the inputs, by path.
+    #: The tensors kept by the last step in full, then their finite differences to the steps before, one for each order.
     differences: list[Any] = dataclasses.field(default_factory=list)
-    step: int = -1
+    step: int = -1  #: The last step in full.
 
 
 class StepCached:
-    """Calls a network under a step cache: in some steps in full, in the others with an earlier step's blocks.
+    """Calls a network under a step cache: some steps compute it in full, the others reuse blocks of an earlier step.
 
     Args:
-        steps: The denoising loop's; a saved step's state includes what the cache kept.
+        steps: The denoising loop's. The loop gets `self.steps` in their place, whose saved state has the kept tensors.
+        total: How many denoising steps the job has.
     """
 
     batches = True
     drops = True
 
     def __init__(self, compiled: Compiled, cache: StepCache, steps: family.Steps, total: int) -> None:
-        """Takes over the step and the kept tensors of a stopped run, if there was one."""
+        """Starts at the first step, or at the step of a stopped run, with the tensors that it saved."""
         self.compiled = compiled
         self.cache = cache
         self.total = total
         self.full = frozenset(cache.computed(total))
         self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
         self.slots: list[_Slot] = []
-        #: By step, the norm of what was kept over that of the step before, the mean over tokens and the step's calls
+        #: By step, the norm of the kept tensors over their norm in the step before, the mean over tokens and calls
         #: (`calibrate`). A stage that goes on from another stage's steps goes on with its curve, too.
         self.curve: list[float] = []
         self._ratios: list[float] = []  # of the calls of the step in progress
-        self.saved: dict[str, torch.Tensor] = {}
+        self.saved: dict[str, torch.Tensor] = {}  # kept tensors of a stopped run, until their slots take them
         resume = steps.resume
         if resume is not None:
             self.saved = {key.removeprefix(STATE): t for key, t in resume[1].items() if key.startswith(STATE)}
@@ -124,7 +131,7 @@ class StepCached:
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as JAX arrays, each where its rule puts it."""
+        """Returns the inputs as JAX arrays, each sharded by its rule."""
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:
@@ -145,7 +152,7 @@ class StepCached:
         return output
 
     def _computed(self, slot: _Slot, inputs: Mapping[str, Any]) -> Any:
-        """Calls the program that computes all blocks, and keeps in the slot what later steps reuse."""
+        """Returns the output of the program that computes all blocks, and keeps in the slot the tensors to reuse."""
         before = slot.differences
         if not self.cache.differences and not isinstance(self.cache, Calibrate):
             slot.differences = before = []  # frees its memory before the call
@@ -163,8 +170,8 @@ class StepCached:
         return output
 
     def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
-        """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes. It
-        compiles both programs, so that later steps need not.
+        """Compiles both programs for the call in progress, so that later steps need not, and returns a new slot for the
+        call, with the tensors that a stopped run kept if their shapes fit.
         """
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:
@@ -188,7 +195,7 @@ class StepCached:
     def _finished(
         self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: family.Kept | None = None
     ) -> None:
-        """Ends a step: passes its state on to the loop, with the tensors to save if a resumed run needs them."""
+        """Ends a step: passes its state to the run's `finished`, with the kept tensors if a resumed run needs them."""
         self.step, self.calls = number, 0
         if self._ratios:
             self.curve.append(sum(self._ratios) / len(self._ratios))
@@ -213,7 +220,7 @@ class StepCached:
 
 @functools.partial(jax.jit, donate_argnums=1)
 def _differences(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
-    """Returns the finite differences of what is kept to what was kept before, one for each order."""
+    """Returns the finite differences of `kept`, from order 1 on, by those of the step in full `interval` steps ago."""
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, past: ((new - past) / interval).astype(past.dtype), rows[-1], old))

@@ -16,6 +16,7 @@ class FirstNotFinite:
     """Finds the first module of a network that returns NaN or infinity, by a forward hook on each module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
+        """Adds the hooks to all modules of the network `name`."""
         #: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.
         self.text = ""
         self.name = name
@@ -23,7 +24,8 @@ class FirstNotFinite:
             part.register_forward_hook(functools.partial(self._look, path), with_kwargs=True)
 
     def _look(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Checks a module's output for NaN and infinity: a forward hook. Submodules return before their parent does."""
+        """Notes the first module whose output has NaN or infinity, with the cause: a forward hook."""
+        # Submodules return before their parent does: the innermost module comes first.
         if self.text or not (bad := _not_finite_counts({"": output})):
             return
         count, size = next(iter(bad.values()))
@@ -40,17 +42,17 @@ class FirstNotFinite:
 
 
 def _not_finite_counts(trees: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns, for each tensor with NaN or infinite values, how many these are and how many values it has, by path."""
+    """Returns, for each tensor with NaN or infinite values, their number and the number of all values, by path."""
     tensors = {path: leaf for path, leaf in leaves(trees).items() if isinstance(leaf, torch.Tensor)}
     return {path: (count, leaf.numel()) for path, leaf in tensors.items() if (count := not_finite(leaf))}
 
 
 How = Callable[..., Any]
-"""How a network is called, `how(module, **inputs)`."""
+"""A function that calls a network: `how(module, **inputs)` returns the network's output."""
 
 
 def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
-    """Calls a module with its inputs alone: the `how` of a network whose family has no `Stage.call`."""
+    """Calls a module with its inputs and nothing else: the `how` of a network whose family has no `Stage.call`."""
     return module(**inputs)
 
 

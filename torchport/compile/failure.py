@@ -54,7 +54,7 @@ from torchport.task import Task
 ENGINE = {"torch", "torchax", "jax", "jaxlib", "numpy"}
 """Packages that every port runs on, beside Python's own modules: no frame of them is at fault."""
 HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly"}
-"""Functions of torchport that only pass a call on: what is raised there is for their caller to mend."""
+"""Functions of torchport that only pass a call on: the caller of such a function is at fault, not torchport."""
 Owner = Literal["upstream", "family", "patch", "script", "torchport", "library", "engine"]
 OURS: tuple[Owner, ...] = ("upstream", "family", "patch", "script")
 """Whose code a port can change: by a patch, or by an editor."""
@@ -74,19 +74,19 @@ class Owners:
     family: str = ""  #: The name of the family's module; empty without a family.
     #: Packages of upstream beside those that the card and the patches name.
     others: frozenset[str] = frozenset()
-    is_script: bool = False  #: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
-    #: Whether the patches are left out on purpose. One that would have helped is then named.
+    is_script: bool = False  #: Whether somebody's script called torchport, as by `port`. Its code can be at fault.
+    #: Whether the patches are left out on purpose. An error then names the patch that would have helped.
     unpatched: bool = False
 
     @classmethod
     def of_task(cls, task: Task) -> Owners:
-        """Returns what a task's card, patches and family say of whose code a module is."""
+        """Returns the owners of code by a task's card, patches and family."""
         card, family = task.card, task.family.__name__
         return cls(task.pack, card, task.card_document, lambda: task.patches(task.stages), family=family)
 
     @property
     def listed(self) -> str:
-        """Says where a patch entry is to be listed: in the card, or in the call of `torchport.applied`."""
+        """Where a patch is to be listed, for remedies: in the card, or in the call of `torchport.applied`."""
         if self.document is None:
             return "'patches' of torchport.applied(...)"
         if self.card is not None and self.card.model.startswith(DERIVED):  # a generated card: edits of it are lost
@@ -125,7 +125,7 @@ class Frame:
 
     @property
     def caller(self) -> str:
-        """The frame's function, or what runs at module level, as the subject of a sentence."""
+        """The frame's function, the script or the import of a module, as the subject of a sentence."""
         if self.function == "<module>":
             return "The script" if self.owner == "script" else f"The import of {self.module}"
         return self.function
@@ -139,12 +139,12 @@ class Frame:
 
 def frames_of(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
     """Returns the frames in the tracebacks of an exception and its causes, the innermost last."""
-    return [_frame(*at, owners) for cause in causes for at in traceback.walk_tb(cause.__traceback__)]
+    return [_frame(*pair, owners) for cause in causes for pair in traceback.walk_tb(cause.__traceback__)]
 
 
 def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
-    """Returns the innermost frame of upstream, a family, a patch or a script, whose code is at fault; None if the fault
-    is torchport's or a library's.
+    """Returns the frame whose code is at fault: the innermost of upstream, a family, a patch or a script. Returns None
+    if the fault is torchport's or a library's.
     """
     if is_absence(error):  # whoever imports the absent package is at fault, a library, too
         frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]
@@ -157,8 +157,8 @@ def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
 
 
 def _script_frame(frames: Sequence[Frame], owners: Owners) -> Frame | None:
-    """Returns the innermost frame that a script's author can change, where a library's code is at fault; None if there
-    is none. It is searched in the traceback, and then in the calls that are running.
+    """Returns the innermost frame that a script's author can change, for an exception of a library: first from the
+    traceback, then from the running calls; None if there is no such frame.
     """
     raised_in = next((frame for frame in reversed(frames) if frame.owner in OURS), None)
     called_from = next((frame for frame in reversed(running_frames(owners)) if frame.owner in (*OURS, "library")), None)
@@ -177,13 +177,13 @@ def shown_frames(frames: Sequence[Frame], culprit: Frame) -> list[Frame]:
 
 def running_frames(owners: Owners) -> list[Frame]:
     """Returns the frames of the calls that are running, the innermost last."""
-    return [_frame(*at, owners) for at in traceback.walk_stack(sys._getframe(1))][::-1]
+    return [_frame(*pair, owners) for pair in traceback.walk_stack(sys._getframe(1))][::-1]
 
 
 def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
-    """Returns one of Python's frames as a `Frame`, with its owner and its statement."""
+    """Returns a frame of Python as a `Frame`, with its owner and its statement."""
     code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
-    if counted.CALLS in code.co_freevars:  # a patched function's wrapper has upstream's names
+    if counted.CALLS in code.co_freevars:  # a patch's wrapper, which counts calls, has upstream's names
         module = counted.__name__
     linecache.checkcache(code.co_filename)  # the file may have changed since it was read
     statement = linecache.getline(code.co_filename, line, frame.f_globals).strip()
@@ -193,14 +193,14 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
     name = re.sub(r"(\.<locals>)?\.<\w+>.*", "", code.co_qualname)  # without comprehensions and lambdas inside it
     owner = _owner(module, file, owners)
     if owner == "patch" and module.split(".")[1:2] in [[package] for package in ENGINE]:
-        # A patch of torch that only passes a call on, such as the mode of `torch/autocast`, is as torch's own frames.
+        # A patch of torch that only passes a call on, such as the mode of `torch/autocast`, counts as torch's own code.
         passes_on = name.rpartition(".")[2] in HANDS_ON or "original(" in statement
         owner = "engine" if passes_on else owner
     return Frame(owner, module, file, line, name, statement)
 
 
 def _owner(module: str, file: str, owners: Owners) -> Owner:
-    """Returns whose code a module is, by its name, its file and what the port calls upstream."""
+    """Returns whose code a module is, by its name, its file, and the names of packages and family in `owners`."""
     if module.startswith(("torchport.engine", "torchport_patches.torchax")):  # they call what upstream's line asks for
         return "engine"
     package = module.partition(".")[0]
@@ -217,13 +217,13 @@ def _owner(module: str, file: str, owners: Owners) -> Owner:
 
 
 Cure = tuple[str, str, Proposal | None]
-"""Fact, remedy, and an entry to paste."""
+"""The fact and the remedy of an error, and a patch entry to paste; None without an entry."""
 EDITED = {
     "family": "It is the family's code: mend it there",
     "patch": "It is a patch's function: mend it there",
     "script": "It is your own code: mend it there",
 }
-"""Owners whose code is edited, not patched, and what is said of it."""
+"""Owners whose code is edited, not patched, each with the remedy."""
 
 
 def class_and_message(error: BaseException) -> str:
@@ -243,11 +243,11 @@ class Failure:
 
     @property
     def home(self) -> str:
-        """The module under whose name a patch entry is written; for a family or a patch, its path in `patches/`."""
+        """The module after which a drafted patch is named; `script` for a script; of a patch its path in `patches/`."""
         return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
-        """Returns the class of torchport's error for the exception, such as CudaError where it asks for CUDA."""
+        """Returns the class of torchport's error for the exception, such as CudaError for code that asks for CUDA."""
         if is_absence(self.error):
             return AbsentPackageError
         if is_cuda(self.error):
@@ -261,18 +261,20 @@ class Failure:
         return TracedValueError if engine.is_traced_value(self.error) else ForeignError
 
     def rewritten(self, why: str) -> Proposal | None:
-        """Returns a patch entry that rewrites the statement at fault; None outside upstream and outside functions."""
+        """Returns a patch entry, with its reason `why`, that rewrites the statement at fault; None outside upstream and
+        outside functions.
+        """
         if self.frame.owner in EDITED or not self.frame.file.endswith(".py"):
             return None
         text = "".join(linecache.getlines(self.frame.file))
         source = SourceFile(self.frame.module, self.frame.file, text)
         try:
             return proposal.statement(source, self.frame.line, why) if text else None
-        except UnreadableError:  # its file is another one by now, or nested too deep: there is no entry to paste
+        except UnreadableError:  # the file has changed meanwhile, or is nested too deep: there is no entry to paste
             return None
 
     def remedy(self, cure: str, entry: Proposal | None) -> str:
-        """Says what to do: paste the patch entry, or mend the code by hand."""
+        """Returns the remedy, with the sentence `cure`: to paste the entry, or without an entry to mend the code."""
         if entry is not None:
             text = entry.remedy(self.owners.listed)
             return f"{cure}: {text[0].lower()}{text[1:]}" if cure else text
@@ -284,7 +286,9 @@ def _rewrite(failure: Failure, why: str, deed: str, cure: str) -> Cure:
     """Returns fact, remedy and patch entry for a statement that a rewrite can replace.
 
     Args:
-        why: The patch entry's reason; `deed`: the statement's fault, as the predicate of the fact; `cure`: the remedy.
+        why: The patch entry's reason.
+        deed: What the statement does, as the predicate of the fact: "calls an operator that torchax cannot lower".
+        cure: How to mend the statement, for the remedy.
     """
     entry = failure.rewritten(why)
     return f"{failure.frame.caller} {deed}", failure.remedy(cure, entry), entry
@@ -299,7 +303,7 @@ def _operator(failure: Failure) -> Cure:
 
 
 def _no_lowering(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for an operator that torchax cannot lower."""
+    """Returns fact, remedy and patch entry for an operator without a lowering: for one of aten's an `op` patch."""
     target, deed = engine.missing_operator(failure.error), "calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
         return _rewrite(failure, f"{deed.capitalize()}.", deed, "Compute it with other operators")
@@ -308,7 +312,7 @@ def _no_lowering(failure: Failure) -> Cure:
 
 
 def _cuda(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for code that asks for CUDA: a shipped patch, or a new entry."""
+    """Returns fact, remedy and patch entry for code that asks for CUDA; the remedy may name a shipped patch instead."""
     import torch
 
     owners, target = failure.owners, _torch_cuda(failure)
@@ -336,7 +340,7 @@ def _cuda(failure: Failure) -> Cure:
 
 
 def _torch_cuda(failure: Failure) -> str | None:
-    """Returns the public name of torch.cuda that raised, as a patch's target; None if upstream's own frame raised."""
+    """Returns the function that raised as a target, `torch.cuda:synchronize`; None if the frame at fault raised."""
     import torch
 
     if failure.frame == failure.frames[-1]:
@@ -348,7 +352,7 @@ def _torch_cuda(failure: Failure) -> str | None:
 
 
 def _shipped(owners: Owners, target: str) -> str | None:
-    """Returns the shipped patch file for a target in torch, as a card lists it; None if there is none."""
+    """Returns the name under which a card lists the shipped patch of a target in torch; None if there is none."""
     folders = owners.pack.folders
     home = None if owners.card is None else owners.pack.home(owners.card.model).patches
     if "torch" not in patch.upstreams(folders if home is None else folders[folders.index(home) :]):
@@ -360,7 +364,7 @@ def _shipped(owners: Owners, target: str) -> str | None:
 
 
 def _absent_package(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for a failed import: to install the package, or a stub for it."""
+    """Returns fact, remedy and patch entry for a failed import: to install the package, or the entry of a stub."""
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:
@@ -378,7 +382,7 @@ def _absent_package(failure: Failure) -> Cure:
     why, frame, module = f"Imports {package}, which is not installed.", failure.frame, failure.frame.module
     tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    # A stub serves no import that is a call.
+    # A call such as `import_module("x")` gets a rewrite: a stub serves `import` statements alone.
     imported = next((n for n in imports if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
     entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
     if entry is None:
@@ -423,15 +427,15 @@ def explained(owners: Owners) -> Explained:
 
 
 def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
-    """Returns the error for an exception of foreign code; None for torchport's own exceptions and a lack of memory."""
-    causes = [exception]  # upstream wraps errors in errors that say less
+    """Returns the error for an exception of foreign code; None if torchport is at fault, and for a lack of memory."""
+    causes = [exception]  # the first cause says most: upstream wraps errors in errors that say less
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)
     first = causes[-1]
     if isinstance(first, MemoryError):  # no line of code is at fault
         return None
     frames = frames_of(causes, owners)
-    if isinstance(first, SyntaxError) and first.filename and first.lineno:  # the file itself never ran
+    if isinstance(first, SyntaxError) and first.filename and first.lineno:  # the file never ran, so it has no frame
         file, text = first.filename, (first.text or "").strip()
         frames.append(Frame("upstream", Path(file).stem, file, first.lineno, "<module>", text))
         frame: Frame | None = frames[-1]

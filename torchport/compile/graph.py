@@ -55,7 +55,7 @@ Part = tuple[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Stands in a term for a mutable object, which is a node of the graph, or for a tensor."""
+    """The part of a term that refers to a mutable object, which is a node of the graph, or to a tensor."""
 
     #: A `thing`, which is a node; a tensor that is an `input` or an `output` of the program; a `table`, a tensor of the
     #: host whose values are in the program; a `weight` or a buffer of the module; or a `new` buffer.
@@ -65,7 +65,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Describes an immutable value with others in it, such as a tuple; `attributes` are those of a subclass."""
+    """The term of an immutable value with other values in it, such as a tuple; `attributes` are those of a subclass."""
 
     type: type
     terms: tuple[Any, ...]
@@ -74,11 +74,12 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opaque:
-    """Describes a value that is not looked into. It is equal by type and value, or by identity if it has no hash."""
+    """The term of a value that is not looked into. Two are equal by type and value, or by identity without a hash."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
+        """Returns whether two values have one type and are equal, or the same object if they have no hash."""
         if not isinstance(other, Opaque) or type(self.value) is not type(other.value):
             return False
         if isinstance(self.value, numpy.generic):  # 0.0 is not -0.0
@@ -99,7 +100,7 @@ def is_hashable(value: Any) -> bool:
 
 
 def constant(value: Any) -> tuple[type, Any] | None:
-    """Returns the term that describes a constant, its type and a value to compare by; None for any other value."""
+    """Returns the term of a constant, its type and a value to compare: `(int, 3)`; None for any other value."""
     kind = type(value)
     if kind in _CONSTANTS:
         return kind, torch.device("cpu") if kind is torch.device and value.type == "jax" else value
@@ -124,14 +125,16 @@ def values_in(value: Any) -> Sequence[Any] | None:
 
 
 def _is_simple(value: Any) -> bool:
-    """Returns whether a dict's key, or a set, frozenset or tuple of such, has no mutable object and no tensor in it."""
+    """Returns whether a dict's key has no mutable object and no tensor in it; keys may be tuples and sets of values."""
     if isinstance(value, tuple | frozenset | set):
         return {*map(type, value)} <= _CONSTANTS or all(map(_is_simple, value))
     return not (isinstance(value, torch.Tensor) or is_node(value) or values_in(value))
 
 
 def is_node(value: Any, *, is_long: bool = False) -> bool:
-    """Returns whether a value is a node, a mutable object that a model may change; long containers if `is_long`."""
+    """Returns whether a value is a node, a mutable object that a model may change. Containers of more than `LONG` items
+    are nodes only if `is_long`.
+    """
     kind: Any = type(value)
     if kind is types.CellType:
         return True
@@ -157,7 +160,7 @@ def is_of_library(module: Any, but: Collection[str] = ()) -> bool:
     """Returns whether a module is Python's own, or of a library whose objects belong to no model.
 
     Args:
-        module: As `__module__` says it, which may be no text.
+        module: A module's name from `__module__`, which may be no text.
         but: Packages for which the answer is False.
     """
     package = str(module).partition(".")[0]
@@ -165,7 +168,7 @@ def is_of_library(module: Any, but: Collection[str] = ()) -> bool:
 
 
 def _base(kind: Any) -> Any:
-    """Returns the class whose `__new__` makes a class's objects: one of `_BASES`, or the first that is written in C."""
+    """Returns the class whose `__new__` makes a class's objects: the first in its MRO in `_BASES` or written in C."""
     return next(each for each in kind.__mro__ if each in _BASES or not each.__flags__ & _HEAP_TYPE)
 
 
@@ -181,8 +184,8 @@ def _slots(kind: Any) -> dict[str, types.MemberDescriptorType]:
 
 
 def parts(thing: Any) -> dict[Part, Any]:
-    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots. Of the list
-    `["a", "b"]` these are `{("item", 0): "a", ("item", 1): "b"}`.
+    """Returns the parts of a node, a mutable object, by kind and name: items or content, attributes, slots. The list
+    `["a", "b"]` has the parts `{("item", 0): "a", ("item", 1): "b"}`.
     """
     result: dict[Part, Any] = {}
     if isinstance(thing, types.CellType):
@@ -201,6 +204,7 @@ def parts(thing: Any) -> dict[Part, Any]:
         result = {("item", number): value for number, value in enumerate(thing)}
     elif isinstance(thing, dict):
         items = dict.items(thing)
+        # A key with a tensor or an object in it is a part's value, not its name, so that the key gets a term, too.
         is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(_is_simple(key) for key, _ in items)
         result = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}
     elif isinstance(thing, set):
@@ -216,7 +220,7 @@ def parts(thing: Any) -> dict[Part, Any]:
 
 
 def slots(thing: Any) -> dict[Part, Any]:
-    """Returns the values of a mutable object's `__slots__`, without those that are not bound."""
+    """Returns the values of a mutable object's `__slots__`, without unbound slots: `{("slot", "Point.x"): 3}`."""
     values: dict[Part, Any] = {}
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -264,7 +268,7 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
-    """Replaces the values of a mutable object's `__slots__`; deletes those that `new` does not have."""
+    """Replaces the values of a mutable object's `__slots__` by `new`; deletes the values of other slots."""
     bound = slots(thing)
     kind: Any = type(thing)
     for name, slot in _slots(kind).items():
@@ -275,8 +279,8 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def blank(thing: Any) -> Callable[[], Any]:
-    """Returns a function that makes new objects of a mutable object's type, without items and attributes. Of arrays and
-    bytes it makes copies, as their size is fixed.
+    """Returns a function that makes new objects of a mutable object's type, without items and attributes. Arrays and
+    bytes are copied instead, as their size is fixed.
     """
     kind: Any = type(thing)
     if kind is types.CellType:
@@ -290,6 +294,7 @@ def blank(thing: Any) -> Callable[[], Any]:
     factory = thing.default_factory if isinstance(thing, collections.defaultdict) else None
 
     def new() -> Any:
+        """Makes an empty object, without a call of its `__init__`."""
         made = base.__new__(kind)
         if isinstance(made, collections.deque):
             collections.deque.__init__(made, (), length)
@@ -301,9 +306,9 @@ def blank(thing: Any) -> Callable[[], Any]:
 
 
 def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
-    """Returns the mutable objects and the tensors that values lead to, each with its content; see `changes`.
-
-    Of the modules of Python that are among the values, the content is their global constants, lists, dicts and sets.
+    """Returns the mutable objects and the tensors that values lead to, each with its content at this moment, for a
+    later call of `changes`. Of a Python module among the values, the content is global constants, lists, dicts and
+    sets.
     """
     contents: dict[int, tuple[Any, dict[Part, Any]]] = {}
     waiting = [*values]
@@ -322,7 +327,7 @@ def photo(values: Iterable[Any]) -> list[tuple[Any, dict[Part, Any]]]:
 
 
 def _content(thing: Any) -> dict[Part, Any]:
-    """Returns the parts of a node; of a tensor what changes when it is written to; of a module what is no function."""
+    """Returns the parts of a node; of a tensor a stamp that a write changes; of a Python module its global data."""
     if isinstance(thing, torch.Tensor):
         return {("written", ""): engine.stamp(thing)}
     if isinstance(thing, types.ModuleType):
@@ -332,8 +337,8 @@ def _content(thing: Any) -> dict[Part, Any]:
 
 
 def changes(before: Iterable[tuple[Any, dict[Part, Any]]]) -> list[tuple[Any, Part, Any, Any]]:
-    """Returns which parts of things are others than in their `photo`: the thing, the part, what it was and what it is.
-    A part that is not there counts as None.
+    """Returns the parts of objects that have changed since a `photo`: object, part, old value, new value. The value of
+    a part that is absent is None.
     """
     return [
         (thing, part, old.get(part), new.get(part))
@@ -344,7 +349,7 @@ def changes(before: Iterable[tuple[Any, dict[Part, Any]]]) -> list[tuple[Any, Pa
 
 
 def _is_still(before: Any, after: Any) -> bool:
-    """Returns whether a part has not changed: it is the same object, an equal constant, or a tuple of such."""
+    """Returns whether a part's value is unchanged: the same object, an equal constant, or a tuple of these."""
     if type(before) is tuple and type(after) is tuple:
         return len(before) == len(after) and all(map(_is_still, before, after))
     if isinstance(before, frozenset | numpy.dtype):
@@ -353,10 +358,11 @@ def _is_still(before: Any, after: Any) -> bool:
 
 
 def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
-    """Returns whether two values make the same program: equal constants and tensors, and objects with such parts.
+    """Returns whether two values make the same program: equal constants and tensors, and objects with parts alike.
 
     Args:
-        pairs: The ids of objects that count as alike; those that are looked into are added.
+        pairs: The ids of objects that count as alike; gets the ids of the objects compared here, as they may refer to
+            themselves.
     """
     if left is right or (id(left), id(right)) in pairs:
         return True
@@ -385,7 +391,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def references(term: Any, *kinds: str) -> list[Reference]:
-    """Returns the references of some kinds, such as `input`, that are in a term, the description of a value."""
+    """Returns the references in a term that are of some kinds, such as `input`."""
     if isinstance(term, Reference):
         return [term] if term.kind in kinds else []
     inner = (*term.terms, *(value for _, value in term.attributes)) if isinstance(term, Whole) else ()
@@ -393,8 +399,8 @@ def references(term: Any, *kinds: str) -> list[Reference]:
 
 
 def value_of(term: Any, values: Mapping[str, Any]) -> Any:
-    """Returns the value that a term describes; `values` has what its references stand for, by kind and number. With
-    `{"input": [x]}` the term `Whole(tuple, (Reference("input", 0), (int, 3)))` gives `(x, 3)`.
+    """Returns the value that a term describes; `values` has objects and tensors for its references, by kind and number.
+    With `{"input": [x]}` the term `Whole(tuple, (Reference("input", 0), (int, 3)))` gives `(x, 3)`.
     """
     if isinstance(term, Reference):
         return values[term.kind][term.number]
@@ -412,7 +418,7 @@ def value_of(term: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _rebuilt(kind: type, values: list[Any]) -> Any:
-    """Returns an immutable value of a type with these values in it: the reverse of `values_in`."""
+    """Returns an immutable value of a type, made of the values in `values`: the reverse of `values_in`."""
     if kind is functools.partial:
         function, arguments, keywords = values
         return functools.partial(function, *arguments, **dict(keywords))
@@ -426,8 +432,8 @@ def _rebuilt(kind: type, values: list[Any]) -> Any:
 
 
 def holder_of_traced() -> str:
-    """Says what still refers to a tensor of the last trace, such as a global's name; empty if nothing does. It names a
-    global or a class of a model, if one is found, and otherwise the type of what refers to the tensor.
+    """Returns, in words, an object that still refers to a tensor of the last trace: a global or a class of a model if
+    the search finds one, else an object's type. Returns "" if there is no such object.
     """
     if not engine.live_tensors():
         return ""
@@ -439,6 +445,7 @@ def holder_of_traced() -> str:
     named = reversed([*sys.modules.items()])  # `__main__` has a second name where processes were started
     modules = {id(vars(module)): name for name, module in named if hasattr(module, "__dict__")}
     known, first = {id(modules)}, ""
+    # From the tensors outwards: their referrers, the referrers of these, and so on.
     for _ in range(LEVELS):
         known.update(map(id, (things, *things)))
         referrers = [r for r in gc.get_referrers(*things) if id(r) not in known]

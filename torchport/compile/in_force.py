@@ -23,11 +23,12 @@ from torchport.task import Task
 def in_force(
     task: Task, stages: Sequence[Stage], *, entries: Sequence[patch.Entry] | None = None, explained: bool = True
 ) -> Iterator[patch.Ledger]:
-    """Prepares the process for upstream's code: its checkout on `sys.path`, the stages' patches, few logs, float32.
+    """Prepares the process for upstream's code while the context lasts: upstream's checkout on `sys.path`, the stages'
+    patches, few logs, float32 as default dtype.
 
     Args:
-        entries: These patches in place of the stages' own: `trace` passes fewer, to show where upstream fails.
-        explained: Whether upstream's exceptions become torchport's errors with a line; `trace` wants them as they are.
+        entries: Patches in place of the stages' own: `trace` passes fewer, to show where upstream fails.
+        explained: Whether upstream's exceptions become torchport's errors with a line; `trace` needs the exceptions.
 
     Yields:
         The ledger of the patches.
@@ -51,7 +52,7 @@ def stage_in_force(task: Task, stage: Stage) -> Iterator[patch.Ledger]:
 
 @contextlib.contextmanager
 def hushed(hush: bool) -> Iterator[None]:
-    """Hides progress bars and logs of diffusers and transformers in the context, also if they are imported later."""
+    """Hides progress bars and logs of diffusers and transformers if `hush`, also of modules imported in the context."""
     with contextlib.ExitStack() as undos:
         for name in ("diffusers.utils.logging", "transformers.utils.logging") if hush else ():
             undos.callback(hook.arm(name, lambda module: _hush(module, undos)))
@@ -61,7 +62,7 @@ def hushed(hush: bool) -> Iterator[None]:
 
 
 def _hush(logs: Any, undos: contextlib.ExitStack) -> None:
-    """Switches off one library's logs and progress bars; `undos` gets the calls that switch them on again."""
+    """Switches off logs and progress bars by a library's module `logs`; `undos` gets the calls to switch them on."""
     undos.callback(logs.set_verbosity, logs.get_verbosity())
     if logs.is_progress_bar_enabled():
         undos.callback(logs.enable_progress_bar)
@@ -70,5 +71,5 @@ def _hush(logs: Any, undos: contextlib.ExitStack) -> None:
 
 
 def lowerings(ledger: patch.Ledger) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which torchax uses the lowerings that are among the patches; programs are traced in it."""
+    """Returns a context, for tracing programs, in which torchax uses the lowerings that a ledger's patches declare."""
     return engine.operators({op.target: op.function for op in ledger.ops()})

@@ -31,10 +31,10 @@ def enabled() -> Iterator[None]:
     if jax.config.jax_compilation_cache_dir:
         yield
         return
-    inside = cache.make(cache.jax_folder())
-    cache.check_trusted(inside)
+    folder = cache.make(cache.jax_folder())
+    cache.check_trusted(folder)
     settings = {
-        "jax_compilation_cache_dir": str(inside),
+        "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
@@ -52,7 +52,7 @@ def enabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deliveries() -> Iterator[list[str]]:
-    """Yields a list that gets one item whenever JAX's cache delivers an executable, while the context lasts."""
+    """Yields a list that gets an item for each executable that JAX's cache delivers while the context lasts."""
     events: list[str] = []
 
     def listen(event: str, **_: Any) -> None:

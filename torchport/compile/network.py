@@ -44,7 +44,7 @@ from torchport.task.family_file import builder
 
 
 def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
-    """Returns a stage's parts as a checkpoint has them; patches must be in place.
+    """Loads a stage's parts from a checkpoint, and prepares them as the stage asks for; patches must be in place.
 
     Returns:
         By name: encoders and tokenizers with their weights, on the host; the network, and parts of which only the
@@ -74,15 +74,15 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 
 
 def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a stage's parts for another run: those with weights are the same objects, the others are loaded anew. A
-    loop changes its scheduler, and the next run must not see that. Patches must be in place.
+    """Returns a stage's `parts` for another run: parts with weights are the same objects, the others are loaded anew,
+    because a loop changes its scheduler, and the next run must not see the change. Patches must be in place.
     """
     names = [name for name in stage.parts if task.card.components[name].dtype is None]
     return {**parts, **{name: _weightless(task, name, task.component_folder(folder, name)) for name in names}}
 
 
 def _weightless(task: Task, name: str, folder: Path) -> Any:
-    """Returns a part that has no weights: the job's scheduler, or what the checkpoint has in the part's folder."""
+    """Returns a part that has no weights: the scheduler that the job names, or the part that lies in the folder."""
     if name == "scheduler" and task.settings.scheduler is not None:
         place, chosen = task.job_document.place(["scheduler"]), task.settings.scheduler
         return instance(load.class_of(f"diffusers.schedulers:{chosen.get('class')}", place), chosen, place)
@@ -90,12 +90,12 @@ def _weightless(task: Task, name: str, folder: Path) -> Any:
 
 
 def _prune(module: torch.nn.Module, stage: Stage) -> None:
-    """Puts empty modules in the place of those that the stage never calls."""
+    """Replaces the modules that the stage never calls (`Stage.without`) by empty ones, in `module` itself."""
     modules = dict(module.named_modules())
     for name in stage.without:
         if name in modules:
             owner, _, attribute = name.rpartition(".")
-            setattr(modules[owner], attribute, torch.nn.Module())  # upstream may ask for its modules
+            setattr(modules[owner], attribute, torch.nn.Module())  # upstream may iterate over its modules
 
 
 def is_left_out(stage: Stage, name: str) -> bool:
@@ -104,7 +104,7 @@ def is_left_out(stage: Stage, name: str) -> bool:
 
 
 def _with_buffers(task: Task, component: str, folder: Path | None) -> torch.nn.Module:
-    """Returns a component with parameters on meta, and with buffers and other tensors as its class makes them."""
+    """Returns a component with parameters on meta, and with the buffers and other tensors that its class makes."""
     maker, config, place = recipe(task, component, folder)
     return load.build(maker, config, task.dtype(component), place)
 
@@ -115,42 +115,44 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
     Args:
         folder: The checkpoint's folder; None if it is not on this machine, or not written yet.
     """
-    entry, is_tiny = task.card.components[component], task.is_tiny
-    if folder is not None and load.records_config(entry, task.component_folder(folder, component)):
+    card_part, is_tiny = task.card.components[component], task.is_tiny
+    if folder is not None and load.records_config(card_part, task.component_folder(folder, component)):
         file = task.component_folder(folder, component) / "config.json"
-        return load.Recipe(entry.class_, checkpoint.read_json(file), str(file))
-    config = task.card.tiny.components.get(component, {}) if is_tiny else entry.published
+        return load.Recipe(card_part.class_, checkpoint.read_json(file), str(file))
+    config = task.card.tiny.components.get(component, {}) if is_tiny else card_part.published
     keys = ["tiny", "components", component] if is_tiny else ["components", component, "published"]
     return load.Recipe(maker(task, component), config, task.card_document.place(keys))
 
 
 def maker(task: Task, component: str) -> load.Maker:
     """Returns what builds a component: its class, or the family's function that the card names under `build`."""
-    entry = task.card.components[component]
-    if entry.build is None:
-        return entry.class_
-    function = builder(task.family, entry.build, task.card_document.place(["components", component, "build"]))
-    return load.Builder(function, entry.class_, entry.build)
+    card_part = task.card.components[component]
+    if card_part.build is None:
+        return card_part.class_
+    function = builder(task.family, card_part.build, task.card_document.place(["components", component, "build"]))
+    return load.Builder(function, card_part.class_, card_part.build)
 
 
 def layout(task: Task, component: str, variant: str | None = None, without: Sequence[str] = ()) -> load.Layout:
-    """Returns how a component's tensors are stored in its folder, for a variant of the checkpoint or the task's own.
+    """Returns how a component's tensors are stored in its folder, with the job's LoRA files for the component.
 
     Args:
+        variant: Of the checkpoint; by default the task's.
         without: Modules of the component whose tensors are not read.
     """
-    entry, variant, document = task.card.components[component], variant or task.settings.variant, task.card_document
-    places = [document.place(["components", component, "rename", n]) for n in range(len(entry.rename))]
-    as_stored = load.layout_of(entry, task.card.file(component, variant), places)
+    card_part, document = task.card.components[component], task.card_document
+    variant = variant or task.settings.variant
+    places = [document.place(["components", component, "rename", n]) for n in range(len(card_part.rename))]
+    as_stored = load.layout_of(card_part, task.card.file(component, variant), places)
     files = [load.Lora(expand_home(lora.path), lora.scale) for lora in task.job.lora if lora.component == component]
     path = ["components", task.card.rule_key(component), "lora_names"]
-    places = [document.place([*path, n]) for n in range(len(entry.lora_names))]
-    loras = load.Loras(component, files, entry.lora_names, places)
+    places = [document.place([*path, n]) for n in range(len(card_part.lora_names))]
+    loras = load.Loras(component, files, card_part.lora_names, places)
     return dataclasses.replace(as_stored, loras=loras, without=without)
 
 
 def write_tiny(task: Task) -> Path:
-    """Returns the folder of the card's tiny checkpoint, written if it is not there: see `tiny.write`."""
+    """Writes the card's tiny checkpoint if it is not there, and returns its folder: see `tiny.write`."""
     card, family = task.card, task.family
     arrange = family.arrange_tiny
     if arrange is None and card.pipeline is None:
@@ -162,16 +164,17 @@ def write_tiny(task: Task) -> Path:
 
 
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
-    """Returns a stage's parts on meta, by name: of the checkpoint if it is on this machine, else as published.
+    """Returns a stage's parts on meta, by name, pruned and prepared: as the checkpoint has them if it is on this
+    machine, else as published.
 
-    The network is the caller's own: it may be changed. Encoders that only upstream's own code can load are not among
-    the parts.
+    The network is a new object, which the caller may change. Encoders that only upstream's own code can load are not
+    among the parts.
     """
     network = str(stage.network)
     if stage.without:
-        task.shapes.pop(network, None)  # another stage may have it, with all its modules
+        task.shapes.pop(network, None)  # so that it is built anew: another stage may use the shared object
     parts = outlines(task, stage)
-    del task.shapes[network]  # it is the caller's from now on
+    del task.shapes[network]  # from now on the caller alone has the object
     _prune(parts[network], stage)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings.shared())
@@ -179,7 +182,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
 
 
 def outlines(task: Task, stage: Stage) -> dict[str, Any]:
-    """Returns a stage's parts on meta, with all modules and unprepared. They are shared: no caller may change them."""
+    """Returns a stage's parts on meta, neither pruned nor prepared. All callers share them: none may change a part."""
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
@@ -190,11 +193,11 @@ def outlines(task: Task, stage: Stage) -> dict[str, Any]:
 
 
 def _weightless_outline(task: Task, component: str) -> Any:
-    """Returns a part that has no weights as far as it is known without a checkpoint: as configured, or as its class
-    makes it.
+    """Returns a part that has no weights, such as a scheduler: from the checkpoint's configuration if it is here, else
+    from the card's.
     """
-    entry = task.card.components[component]
-    cls = load.class_of(entry.class_)
+    card_part = task.card.components[component]
+    cls = load.class_of(card_part.class_)
     if not hasattr(cls, "from_config"):
         return cls()
     root = checkpoint.described(task.checkpoint, task.card)
@@ -204,7 +207,7 @@ def _weightless_outline(task: Task, component: str) -> Any:
 
 
 def published(task: Task, component: str) -> Any:
-    """Returns a component on meta, in the dtypes of a run (see `as_shapes`): one object for all callers."""
+    """Returns a component on meta, in the dtypes of a run. `task.shapes` keeps it, and all callers share the object."""
     if component not in task.shapes:
         dtype = task.dtype(component) if component in task.settings.dtypes else None
         root = checkpoint.described(task.checkpoint, task.card)
@@ -214,18 +217,18 @@ def published(task: Task, component: str) -> Any:
 
 def parameters(task: Task, component: str) -> int:
     """Returns the number of a component's parameters, by the card or by the checkpoint's configuration; 0: unknown."""
-    entry, root = task.card.components[component], checkpoint.described(task.checkpoint, task.card)
-    if entry.parameters is not None:
-        return entry.parameters
+    card_part, root = task.card.components[component], checkpoint.described(task.checkpoint, task.card)
+    if card_part.parameters is not None:
+        return card_part.parameters
     folder = None if root is None else task.component_folder(root, component)
-    if folder is None or not load.records_config(entry, folder) or not (folder / "config.json").is_file():
+    if folder is None or not load.records_config(card_part, folder) or not (folder / "config.json").is_file():
         return 0  # a scheduler or a tokenizer has another file
     return sum(each.numel() for each in published(task, component).parameters())
 
 
 def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> None:
-    """Gives a network on meta the values of tensors that are plain attributes, neither parameters nor buffers: upstream
-    may move them to its input's device, where a trace needs their values.
+    """Sets the tensors of a network on meta that are plain attributes, neither parameters nor buffers, to their values:
+    upstream may move such a tensor to its input's device, where a trace needs the values.
     """
     parts = dict(module.named_modules())
     plain: list[tuple[str, str]] = []
@@ -239,8 +242,8 @@ def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> N
 
 
 def check_classes(task: Task) -> None:
-    """Raises one error for all classes of a card that do not exist, and for networks that are no torch modules. Patches
-    must be applied before: the classes' modules are imported.
+    """Raises a joint error for all classes of a card that do not exist, and for networks that are no torch modules.
+    Patches must be applied before: the classes' modules are imported.
     """
     networks = {stage.network for stage in task.stages}
     names = {name for stage in task.stages for name in (*stage.parts, *stage.meta, *stage.loads(task.settings))}
@@ -262,7 +265,7 @@ def check_classes(task: Task) -> None:
 
 def check_heads(task: Task) -> None:
     """Raises if the size of a mesh axis does not divide the number that the card's `divides` names for the axis, such
-    as `transformer.num_attention_heads`. Numbers are from the checkpoint, or if it is not here, from its class.
+    as `transformer.num_attention_heads`. Numbers are from the checkpoint's configuration, or as published.
     """
     networks = [] if task.original else [task.card.rule_key(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
@@ -283,13 +286,13 @@ def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def how(stage: Stage, task: Task) -> How:
-    """Returns how a stage's network is called in a trace: by the family's `Stage.call`, or plainly."""
+    """Returns the function that calls a stage's network in a trace: the family's `Stage.call`, or `plainly`."""
     return plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
-    """Returns the rule of every parameter and buffer of a stage's prepared network, with the PartitionSpec that it
-    gives. A rule may be for modules that only other stages call: that it matches nothing here is no mistake.
+    """Returns the rule of every parameter and buffer of a stage's prepared network, by name, with the spec that fits.
+    Rules that match only modules of other stages (`Stage.without`) are left out first: they are no dead rules.
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
@@ -304,7 +307,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
 
 
 def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> Eager:
-    """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch."""
+    """Fills a stage's network with the checkpoint's weights, and returns the network as called in PyTorch."""
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name, layout(task, name, without=stage.without))
     call = plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.shared())
@@ -316,10 +319,10 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> E
 def placed(
     task: Task, stage: Stage, parts: Mapping[str, Any], mesh: jax.sharding.Mesh, folder: Path
 ) -> dict[str, jax.Array]:
-    """Returns the checkpoint's weights of a stage's network, each on the devices as its rule says.
+    """Returns the checkpoint's weights of a stage's compiled module by name, each sharded over the mesh by its rule.
 
-    The network's buffers are also set on the host, where the stage may read them. Where a submodule alone is compiled,
-    the network's other weights are set there, too.
+    It also sets tensors of the network on the host, where the stage may read them: all buffers, and the weights outside
+    the submodule where a submodule alone is compiled.
     """
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, stage, module_of(stage, parts))
@@ -344,7 +347,7 @@ def placed(
 def shapes(
     task: Task, stage: Stage, module: torch.nn.Module, mesh: jax.sharding.Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a stage's weights as `jax.ShapeDtypeStruct`s; no checkpoint is read."""
+    """Returns a stage's weights as `jax.ShapeDtypeStruct`s with their shardings, by name; no checkpoint is read."""
     rules = weight_rules(task, stage, module)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in tensors.items()}
@@ -363,12 +366,16 @@ def compiled(
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
 
     Args:
-        record: Is given each call of attention while it is traced; see `dispatch.Context`.
+        module: The network, or the submodule of it that is compiled.
+        weights: From `placed` or, for a plan, from `shapes`.
+        trace: The patches under which it is traced; None: it is not checked that they stay the same.
+        record: Is called with each call of attention while it is traced; see `dispatch.Context`.
     """
     name, rules = str(stage.network), of_task(task, str(stage.network))
     bounds, jit = _score_bounds(rules, weights), task.request.execution.jit
     cache = step_cache_of(task, stage)
-    # Op by op a stack would be traced whole, and no value of a block could be seen.
+    # Without jit operators run one by one, to find NaN. A stack would be one scan, which hides the values in its
+    # blocks.
     stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
     if cache is not None:
@@ -403,11 +410,12 @@ def ported(
     trace: patch.Trace | None,
     attention: Implementation | None = None,
 ) -> program.Compiled:
-    """Returns a caller's own module as programs on a mesh; its weights are placed, and nothing is traced yet.
+    """Returns a caller's own module as programs on a mesh. Its weights are moved to the devices: its parameters are on
+    meta afterwards. Nothing is traced yet.
 
     Args:
-        module: With its weights, in the host's memory, or as shapes; it is changed, and its parameters go to meta.
-        how: How it is called. It returns a tuple of one tree of tensors.
+        module: With its weights, in the host's memory, or on meta for a plan.
+        how: The function that calls the module. It returns a tuple of one tree of tensors.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes, shapes = {axis: mesh.shape[axis] for axis in shard.AXES}, shard.named_shapes(tensors)
@@ -451,18 +459,18 @@ def _network_of(
 
 
 def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
-    """Returns upper bounds of a network's attention scores by name, from the gains of its norms. Weights on meta have
-    no gains: then scores are assumed to be within the card's bounds.
+    """Returns upper bounds of |q . k| in a network's attention, from the gains of its norms, by the names in the card's
+    `score_bounds`. Without values of weights, as in a plan, each bound is assumed to be 1.
     """
     if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights.values()):
         return dict.fromkeys(rules.bounds, 1.0)
-    # This host cannot read a gain whose parts lie on other hosts.
+    # A gain whose parts lie on other hosts is gathered first. Gains are vectors.
     spread = {key: array for key, array in weights.items() if not array.is_fully_addressable}
     weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
     bounds: dict[str, float] = {}
-    for name, entry in rules.bounds.items():
+    for name, card_bound in rules.bounds.items():
         place = rules.document.place(["score_bounds", name])
-        limit = bound.of_weights(weights, entry.queries, entry.keys, name, place)
+        limit = bound.of_weights(weights, card_bound.queries, card_bound.keys, name, place)
         if limit is not None:
             bounds[name] = limit
             log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", name, limit)
@@ -471,7 +479,7 @@ def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def first_not_finite_named(call: Any) -> Iterator[None]:
-    """Adds to a NotFiniteError the module that returned NaN first, where the network runs op by op."""
+    """Adds to a NotFiniteError raised in the context the module that returned NaN first, where `call` has noted it."""
     try:
         yield
     except NotFiniteError as error:

@@ -52,7 +52,7 @@ class Ported(torch.nn.Module):
         owners: failure.Owners,
         attention: Implementation | None,
     ) -> None:
-        """Compiles the module by its rules, and keeps it for its other attributes."""
+        """Moves the module's weights to the mesh by its rules, and keeps the module for its other attributes."""
         super().__init__()
         self.ledger = ledger
         self.owners = owners
@@ -88,11 +88,12 @@ class Ported(torch.nn.Module):
         setattr(original, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to copy or pickle the module."""
         fact = "A ported module is on the devices, and can be neither copied nor pickled"
         raise BadValueError(self.compiled.network.name, fact, "Copy the module before port")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights and buffers, gathered on the host; those of stacked blocks are stacked."""
+        """Returns the weights and buffers by name, gathered on the host; those of stacked blocks are stacked."""
         weights, on_host = self.compiled.weights, self.original.state_dict()
         on_host = {name: x for name, x in on_host.items() if name in weights or not getattr(x, "is_meta", False)}
         return {
@@ -100,31 +101,31 @@ class Ported(torch.nn.Module):
         }
 
     def train(self, mode: bool = True) -> Ported:
-        """Returns itself for evaluation mode, and refuses training mode with a BadValueError."""
+        """Returns the module, which is in evaluation mode; refuses training mode with a BadValueError."""
         if mode:
             raise BadValueError(self.compiled.network.name, "A ported module has no gradients", "Train it before port")
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module returns for these arguments, on the host; refuses arguments that are neither tensors
-        nor constants.
+        """Returns the module's output for these arguments, on the host, from the compiled program; refuses arguments
+        that are neither tensors nor constants.
         """
         with _lock:
             return self._call(args, kwargs)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls the program for these arguments, and changes on the host what the module's forward would change.
-        Refuses a forward that leaves a tensor in a global.
+        """Calls the program for these arguments, returns the module's output, and changes the objects on the host that
+        the module's forward would change. Refuses a forward that leaves a tensor in a global.
         """
         bound = self.signature.bind(*args, **kwargs).arguments
         given_names = (*bound,)
         for name, parameter in self.signature.parameters.items():
-            if isinstance(parameter.default, list | dict):  # a call may leave something in it
+            if isinstance(parameter.default, list | dict):  # the forward may change this object
                 bound.setdefault(name, parameter.default)
         unnamed = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
         snapshot = self._state.snapshot_before(bound, unnamed)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
-        # What determines the program beside its inputs, the tensors. Hooks see which arguments are keywords.
+        # The key of the program, beside the shapes of its inputs. Hooks see which arguments are keywords.
         call = self._state.program_number(snapshot), tuple(regions), (*kwargs,), given_names
         is_new = call not in self._effects
         token = _traced_call.set(snapshot)
@@ -137,10 +138,10 @@ class Ported(torch.nn.Module):
         except HostTensorError as error:
             if not self._state.add_input(getattr(error, "tensor", None), snapshot):
                 raise
-            return self._call(args, kwargs)  # the tensor that it writes to is an input now
+            return self._call(args, kwargs)  # the tensor of the error is an input from now on
         finally:
             _traced_call.reset(token)
-        # A rule for inputs must match one in the first call; a later call may lack what is optional.
+        # Each rule for inputs must match an input of the first call; later calls may lack optional inputs.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
         effects = self._effects[call]
         if is_new:
@@ -155,7 +156,7 @@ class Ported(torch.nn.Module):
         """Makes the changes of a call's effects on the host, and returns the call's return value.
 
         Args:
-            returned: What the program returns: its outputs, new values of inputs, new values of buffers.
+            returned: The program's results: outputs, then new values of inputs, then new values of buffers.
         """
         values = iter(returned)
         outputs = [next(values) for _ in range(effects.outputs - len(effects.views))]
@@ -177,7 +178,9 @@ class Ported(torch.nn.Module):
 
     @torch.inference_mode(False)  # a tensor of inference has no count of writes
     def _host_weight(self, name: str) -> torch.Tensor:
-        """Returns a weight or a buffer on the host: the same tensor each time, and the next call refuses a write."""
+        """Returns a buffer, or a weight's copy on the host, which is noted as lent: the next call refuses a write to
+        it.
+        """
         prefix, _, attribute = name.rpartition(".")
         buffer: torch.Tensor | None = self.original.get_submodule(prefix)._buffers.get(attribute)
         if buffer is not None:
@@ -188,10 +191,10 @@ class Ported(torch.nn.Module):
         return self._state.lent[name][0]
 
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
-        """Traces the module's forward and notes its effects.
+        """Traces the module's forward for the call in `_traced_call`, and notes its effects: the network's `how`.
 
         Returns:
-            The outputs that are no views, the new values of inputs that it writes to, and those of buffers.
+            The outputs that are no views, the new values of written inputs, and the new values of buffers.
         """
         call, snapshot = inputs.pop(CALL), _traced_call.get()
         host_inputs = list(snapshot.inputs.values())
@@ -210,7 +213,7 @@ class Ported(torch.nn.Module):
         weights = dict(module.named_parameters()) | buffers
         with self._state.traced_inputs_in_place(snapshot, tensors, weights) as arguments:
             attributes = [engine.attributes(weight) for weight in module.parameters()]
-            # These may be written to: the program returns their new values.
+            # Tensors that the forward may write to: the program returns their new values.
             shared = snapshot.memory()
             writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(host_inputs[n])]
             for name, buffer in buffers.items():
@@ -239,7 +242,7 @@ class Ported(torch.nn.Module):
         return ((*outputs, *(tensors[n] for n in effects.written), *(buffer for *_, buffer in rebound)),)
 
     def _as_passed(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
-        """Returns the positional arguments and the keyword arguments, as the caller has passed them."""
+        """Splits arguments by name into `args` and `kwargs`: those `given` by the caller, the `keywords` by name."""
         args, kwargs = [], {name: arguments[name] for name in keywords if name in given}
         for name in given:
             kind = self.signature.parameters[name].kind
@@ -258,8 +261,8 @@ class Ported(torch.nn.Module):
     def _rebound(
         self, module: torch.nn.Module, before: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, bool, torch.Tensor]]:
-        """Returns the buffers that were written to, and those that are other tensors by now, and restores the old ones;
-        raises if shape or dtype has changed. Each has its name, whether it is another tensor, and its value.
+        """Returns a row for each buffer that the forward wrote to or bound to another tensor: name, whether it is
+        another tensor, new value. It also binds the old tensors again. Refuses a new shape or dtype.
         """
         rows = []
         for name, buffer in before.items():

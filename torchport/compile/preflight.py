@@ -41,11 +41,11 @@ far smaller."""
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """What is known of a stage's network from shapes alone, once all its rules fit."""
+    """The facts on a stage's network that follow from shapes alone; all its rules fit."""
 
     module: torch.nn.Module
     weights: dict[str, WeightRule]  #: The rule of every parameter and buffer, with the spec that fits.
-    #: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
+    #: The verb's calls of the network, one for each set of shapes; none if the stage has no `like`.
     calls: list[recorder.NetworkCall]
     inputs: dict[str, Rule]  #: The rule of every input of the largest call, with the spec that fits.
     #: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of the largest
@@ -74,7 +74,7 @@ def check(task: Task) -> None:
 
 
 def _check_guider(task: Task) -> None:
-    """Refuses a guider that does more than combine predictions, or whose count of predictions `dp` does not divide."""
+    """Refuses a guider that does more than combine predictions, or with a number of them that `dp` does not divide."""
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
@@ -93,6 +93,7 @@ def check_checkpoint(task: Task, folder: Path) -> None:
         names = [stage.network] if stage.network is not None else []
         for name in (*stage.parts, *stage.loads(task.settings), *names):
             component, path = task.card.components[name], task.component_folder(folder, name)
+            # Of these the card has the configuration, so that their shapes can be checked, too.
             is_in_card = load.is_built_here(component) and not load.reads_config(component)
             recipe = network.recipe(task, name, folder) if is_in_card else None
             load.account_component(component, path, network.layout(task, name), recipe)
@@ -100,7 +101,7 @@ def check_checkpoint(task: Task, folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """What a task's stages hold in memory."""
+    """The bytes that a task's stages hold, on each device and on the host."""
 
     device_bytes: dict[str, int]  #: Weights on each device, by network.
     #: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
@@ -113,7 +114,7 @@ def _memory(task: Task) -> _Memory:
     host_bytes = []
     for stage in task.stages:
         on_host = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
-        if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
+        if stage.load is not None:  # upstream's own loader reads the encoders, which have no dtype in the card
             on_host += [name for name, component in task.card.components.items() if component.dtype is None]
         weights = sum(_host_bytes(task, name) for name in on_host)
         host_bytes.append((weights, _tensor_bytes(task, stage), str(stage.network)))
@@ -123,7 +124,7 @@ def _memory(task: Task) -> _Memory:
 
 
 def host_bytes(task: Task) -> int:
-    """Returns the bytes of host memory that the job's largest stage takes."""
+    """Returns the bytes of host memory that the largest of all stages takes, whichever the task runs."""
     whole = dataclasses.replace(task, request=dataclasses.replace(task.request, stage="all"))
     return max(weights + tensors for weights, tensors, _ in _memory(whole).host_bytes)
 
@@ -132,8 +133,8 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
     """Refuses a task that needs more devices or memory than this machine has.
 
     Args:
-        activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A
-            rehearsal can take place only once latents and frames are known to fit.
+        activation_bytes: The least bytes on each device beside a network's weights, by component, from a rehearsal.
+            Empty before the rehearsal, which can take place only once latents and frames are known to fit.
     """
     if not task.original:
         devices.prepare(task.machine)
@@ -151,7 +152,9 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
 
 
 def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a component's weights: by its files if they are here, else by the card; 0 if it is tiny."""
+    """Returns the bytes of a component's weights: by the checkpoint's files if they are here, else by the card; 0 for a
+    tiny checkpoint.
+    """
     if task.is_tiny:
         return 0
     dtype, root = task.settings.dtypes.get(component), checkpoint.described(task.checkpoint, task.card)
@@ -163,10 +166,10 @@ def _host_bytes(task: Task, component: str) -> int:
 
 
 def _tensor_bytes(task: Task, stage: family.Stage) -> int:
-    """Returns the bytes of latents or frames that a stage holds in the host's memory at once; 0 for other stages.
+    """Returns the most bytes of latents or frames that a stage holds in the host's memory; 0 for other stages.
 
     A denoising step holds the latents, the prediction and the new latents. Decoding holds the VAE's output beside the
-    frames made from it. The bytes of the video are made one frame at a time.
+    frames made from it. The video file is encoded one frame at a time.
     """
     last = task.family.STAGES[-1]
     if stage.name == "decode":
@@ -174,7 +177,7 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
         return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
     if stage.name not in DENOISING or last.like is None:
         return 0
-    with without_values():
+    with without_values():  # the inputs of the last stage, decode, are the latents
         latents = last.like(network.outlines(task, last), task.settings).values()
     sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
     return 3 * sum(sizes)
@@ -235,7 +238,7 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
 
 
 def _input_rule(task: Task, component: str, rules: Rules, key: str, shape: shard.Shape) -> Rule:
-    """Returns the rule of an input, with the spec that fits; refuses a batch that `dp` does not split."""
+    """Returns the rule of an input, with the spec that fits; refuses a rule that leaves the batch whole under `dp`."""
     mesh = task.job.mesh
     rule = shard.input_rule(rules.inputs, key, shape, mesh, rules.place("inputs"), component)
     ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
@@ -248,7 +251,9 @@ def _input_rule(task: Task, component: str, rules: Rules, key: str, shape: shard
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
-    """Returns the least bytes of a call on each device beside weights: its inputs, a share of the largest output."""
+    """Returns the least bytes of a call on each device beside weights: its inputs, and a share of the largest output.
+    `largest` has the bytes of the largest output of a layer.
+    """
     output: int = sum(leaf.numel() * leaf.dtype.itemsize for leaf in outputs.leaves({"": call.output}).values())
     inputs = 0
     for name, tensor in call.tensors.items():
@@ -259,8 +264,8 @@ def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], tas
 
 @contextlib.contextmanager
 def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
-    """Yields a list whose item is the bytes of the largest output so far of a layer with a matrix, which no compiler
-    can remove.
+    """Yields a list whose only item is the bytes of the largest output so far of a layer with a matrix. Of such a layer
+    no compiler can remove the output.
     """
     largest = [0]
 
@@ -277,7 +282,7 @@ def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes the calls of PyTorch's attention, once for each set of shapes."""
+    """Notes the calls of PyTorch's attention while it is entered, once for each set of shapes and other arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,25 +325,25 @@ _META = torch.device("meta")
 
 
 class _LargeWithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes tensors of `LARGE` elements, and what is computed from them, without values or memory."""
+    """Makes tensors of `LARGE` elements or more, and the results of operators on them, without values or memory."""
 
     def __init__(self) -> None:
-        """Makes the mode in which PyTorch computes shapes alone."""
+        """Makes a `FakeTensorMode`, in which PyTorch computes shapes alone."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls an operator, in a fake mode without values if a tensor that it takes, or is to make, is large."""
+        """Calls an operator; in the fake mode, without values, if a tensor that it takes or makes is large."""
         kwargs = kwargs or {}
         values = [item for value in args for item in (value if isinstance(value, list | tuple) else (value,))]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        # Without a tensor the integers are the sizes of one that is made.
+        # An operator that takes no tensor makes a tensor: the integers among its arguments are the sizes.
         sizes = [value for value in values if isinstance(value, int)] if not tensors else [0]
         elements = max([math.prod(sizes), *(tensor.numel() for tensor in tensors)])
-        bare = kwargs.get("device") == _META or any(tensor.is_meta for tensor in tensors)  # without memory as it is
-        if elements < LARGE or bare:
+        is_on_meta = kwargs.get("device") == _META or any(tensor.is_meta for tensor in tensors)
+        if elements < LARGE or is_on_meta:  # tensors on meta take no memory anyway
             return function(*args, **kwargs)
         with self.fake:
             return function(*args, **kwargs)
@@ -346,6 +351,6 @@ class _LargeWithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Makes large tensors without values or memory while the context lasts."""
+    """Makes large tensors without values or memory while the context lasts, with float32 as the default dtype."""
     with _LargeWithoutValues(), load.default_dtype(torch.float32):
         yield

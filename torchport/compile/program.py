@@ -41,7 +41,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What determines a network's programs beside its mesh, its weights and its inputs."""
+    """All that determines a network's programs beside its mesh, its weights and its inputs."""
 
     module: torch.nn.Module
     inputs: Sequence[Rule]  #: The rules for the tensors that it is called with.
@@ -74,16 +74,16 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How a program was made."""
+    """How a program was made, and what a call of the program needs."""
 
     trace: patch.Trace | None  #: The patches' calls while it was traced; None where no ledger counts them.
     jax_cache: bool  #: Whether JAX's cache had it.
-    operators: engine.Operators  #: Those that it calls.
-    tables: tuple[list[jax.Array], ...]  #: Its large constants, which it takes before its other arguments.
+    operators: engine.Operators  #: The operators that the program calls.
+    tables: tuple[list[jax.Array], ...]  #: The first argument, a list of large constants; empty without any.
 
 
 class _Bound(torch.nn.Module):
-    """A module whose forward calls another one by its `how`, so that `functional_call` can give it weights."""
+    """A module whose forward calls another module by `how`: only a module's weights can be exchanged for a call."""
 
     def __init__(self, module: torch.nn.Module, how: How) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Compiled:
 
     Args:
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
-        trace: The patches under which it is traced: a later trace under others is refused. None: any will do.
+        trace: The patches under which it is traced: a later trace under others is refused. None: nothing is refused.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
     """
@@ -148,31 +148,31 @@ class Compiled:
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
 
     def start_run(self, ledger: patch.Ledger) -> None:
-        """Begins a run, the first one or another one with the same weights and programs. Its ledger is credited with
-        the patches' calls in programs that an earlier run has traced.
+        """Begins a run, the first or a later one with the same weights and programs: clears the seconds and the list of
+        programs used. The ledger will be credited with the patches' calls in programs that an earlier run traced.
         """
         self.seconds = 0.0
         self.ledger = ledger
         self._used.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a manifest's row of each program that this run has called."""
+        """Returns a row for the manifest on each program that this run has called."""
         return [{"jax_cache": origin.jax_cache, "operators": origin.operators.row()} for origin in self._used.values()]
 
     def operators_text(self) -> str:
-        """Says in one line how many operators this run's programs have, and how many are the same as PyTorch's."""
+        """Returns a line on how many operators this run's programs have, and how many are the same as PyTorch's."""
         operators = self.network.operator_record()
         for origin in self._used.values():
             operators.found |= origin.operators.found
         return operators.text()
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors."""
+        """Returns inputs by name as JAX arrays, each sharded by its rule. An input is a tensor or a tree of tensors."""
         name_of_network = self.network.name
         return {name: map_leaves(self._to_device, name, plain(name, x, name_of_network)) for name, x in inputs.items()}
 
     def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
+        """Returns inputs by name as `jax.ShapeDtypeStruct`s, each with the sharding of its rule; see `place`."""
 
         def shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
             """Returns the shape, dtype and sharding of one input."""
@@ -217,17 +217,20 @@ class Compiled:
             return self._program(arrays, static)[0].out_info
 
     def _arrays_and_static(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
-        """Parts inputs into arrays, which it shards by their rules, and static arguments."""
+        """Returns inputs with tensors in them as arrays, sharded by their rules, and others as static arguments."""
         arrays = self.place(**{name: value for name, value in inputs.items() if has_tensor(value)})
         return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s."""
+        """Returns the program of inputs, arrays or `jax.ShapeDtypeStruct`s, traced and lowered but not compiled; keeps
+        its large constants in `_tables`. Refuses a rule for inputs that matches no input.
+        """
         names = list(leaves(arrays))
         if not self.network.keeps:
             self._check_alive(names)
         with self._tracing():
             with engine.wide():
+                # The trace adds to `names` the outputs that later calls take as inputs: a rule may be for these.
                 traced = jax.jit(self._function(static, names), donate_argnums=2).trace(*self._arguments(arrays))
             traced, self._tables = self._with_tables(traced, self._arguments(arrays))
             # Lowered without 64-bit types, a loop counts in 32 bits; a TPU has no others.
@@ -258,7 +261,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Sets what a trace of the network depends on, while the context lasts: mesh, precision, kind of attention."""
+        """Sets mesh, precision, implementation of attention and record of operators for a trace in the context."""
         if self.trace is not None:
             self.trace.check()
         engine.begin_trace()
@@ -275,10 +278,10 @@ class Compiled:
             yield
 
     def _function(self, static: Static, names: list[str]) -> Callable[..., Any]:
-        """Returns the network as a function of arrays: weights, inputs, and caches, whose memory is donated.
+        """Returns the network as a function of JAX arrays: `program(weights, inputs, caches)`.
 
         Args:
-            names: The trace appends to it the paths of the outputs that become inputs of a later call.
+            names: Gets, while the function is traced, the paths of the outputs that become inputs of a later call.
         """
 
         def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
@@ -303,11 +306,11 @@ class Compiled:
             return converted(output, engine.constant)
 
         def as_input(path: str, array: jax.Array) -> Any:
-            """Returns an output, sharded as the input of a later call that it becomes."""
+            """Returns an output, sharded by the rule of the input that it becomes in a later call."""
             return jax.lax.with_sharding_constraint(array, self._sharding(path, array))
 
         def program(weights: dict[str, jax.Array], inputs: dict[str, Any], caches: dict[str, Any]) -> Any:
-            """Calls `forward` on JAX arrays; shards outputs as the inputs that they become."""
+            """Calls `forward` on JAX arrays, and shards the outputs that later calls take as inputs."""
             output = engine.call_torch(forward, weights, {**inputs, **caches})
             if not self.network.keeps:
                 return output
@@ -325,12 +328,14 @@ class Compiled:
             shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-        """Returns a program's weights, its inputs, and the inputs whose memory it may use for its outputs, by name."""
+        """Returns a program's three arguments: weights, inputs, and caches, whose memory the outputs may take."""
         caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
         return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 
     def _gathered(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a weight for use: gathered on each device if its rule says so; stacked ones, block by block."""
+        """Returns a weight, gathered on each device if its rule says so. Stacked weights are gathered block by block,
+        by a call with their block's `prefix`; with the empty prefix they are returned as they are.
+        """
         key = prefix + name
         if key not in self.gathered or (not prefix and key.startswith(self.blocks)):
             return weight
@@ -341,7 +346,7 @@ class Compiled:
     def _program(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, tuple[list[jax.Array], ...]]:
         """Returns the program of these inputs, compiled at the first call with such shapes, and its large constants."""
         flat, tree = jax.tree_util.tree_flatten(arrays)
-        # 1, 1.0 and True are equal, and make different programs: their words differ.
+        # 1, 1.0 and True are equal keys, but make different programs: `repr` tells them apart.
         key = (static, repr(static), tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
         if key not in self.programs:
             text = ", ".join(f"{path} {list(array.shape)}" for path, array in leaves(arrays).items() if array.size > 1)
@@ -375,7 +380,7 @@ class Compiled:
             return program, Origin(trace, bool(delivered), self.operators, (placed,) if placed else ())
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
-        """Returns a host tensor as an array that its rule shards; refuses tensors on meta, and deleted arrays."""
+        """Returns a tensor as an array sharded by its rule, or an array as it is; refuses a leaf without values."""
         if isinstance(leaf, torch.Tensor):
             if leaf.is_meta:
                 fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"
@@ -442,7 +447,9 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 def _scope_names(module: torch.nn.Module, name: str) -> Mapping[torch.nn.Module, str]:
-    """Returns each module's name inside the module that calls it; a stack's has its blocks' numbers, such as `0-53`."""
+    """Returns each module's path inside the module that calls it: `attn` of `blocks.0.attn`, and `blocks.0` of
+    `blocks.0`, since a list is not called itself. Of stacked blocks it is such as `blocks.0-53`.
+    """
     modules = dict(module.named_modules())
     result: dict[torch.nn.Module, str] = {module: name}
     for path, part in modules.items():

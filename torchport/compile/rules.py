@@ -14,12 +14,12 @@ from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.task import Task
 
 PLACE = "port(strategy=...)"
-"""Where rules of a caller are written, for errors."""
+"""The place of a caller's rules, for errors; `MESH`: of a caller's mesh."""
 MESH = "port(mesh=...)"
 
 
 class WrittenRules(NetworkRules):
-    """The rules as they are written: by a card for one component, or by a caller of `port`."""
+    """The rules of one network as its author has written them: a card for a component, or a caller of `port`."""
 
     stacks: dict[str, Stack] = {}
     """By the path of a list of blocks in it: the blocks that are compiled as one."""
@@ -37,13 +37,13 @@ class Rules:
     as_written: WrittenRules
     document: Document
     strategy: Sequence[str | int] = ()  #: Path of the card's strategy; empty for other rules.
-    written: str = ""  #: The name that the card's file has for the component.
+    written: str = ""  #: The key of the component in the card's file.
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
     #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()  #: Rules for inputs that hold before the others: those of a caller of `port`.
     strict: bool = False  #: Whether an operator is refused that no sample has compared with PyTorch's.
-    base: str | None = None  #: The strategy that this one is `like`, for rules that it leaves out.
+    base: str | None = None  #: The strategy that this strategy is `like`: it has the rules left out here.
 
     @property
     def is_of_card(self) -> bool:
@@ -52,17 +52,19 @@ class Rules:
 
     @property
     def inputs(self) -> list[Rule]:
-        """Its rules for inputs, those of a caller of `port` first."""
+        """The network's rules for inputs, after those that a caller of `port` has added."""
         return [*self.extra, *self.as_written.inputs]
 
     def _path(self, kind: str) -> list[str | int]:
-        """Returns the path of the rules of a kind in their document: `["strategies", "tp", "weights", "vae"]`."""
+        """Returns the path of a kind of rules in their document: `["strategies", "tp", "weights", "vae"]`."""
         rest = [kind, *([self.written] if self.is_of_card else [])]
-        is_left_out = self.base and (*self.strategy, *rest) not in self.document.lines
-        return [*(("strategies", self.base) if is_left_out else self.strategy), *rest]
+        # A strategy takes the rules that it leaves out from the strategy that it is `like`.
+        # A strategy takes the rules that it leaves out from the strategy that it is `like`.
+        is_inherited = self.base and (*self.strategy, *rest) not in self.document.lines
+        return [*(("strategies", self.base) if is_inherited else self.strategy), *rest]
 
     def place(self, field: str) -> str:
-        """Returns where the rules of a kind are written, or as `stacks.blocks` the stack of some repeated blocks."""
+        """Returns where a kind of rules is written, such as `weights`, or a stack, such as `stacks.blocks`."""
         if field.startswith("stacks"):
             path = ["stacks", *([self.written] if self.is_of_card else []), field.removeprefix("stacks.")]
             return self.document.place(path)
@@ -76,7 +78,7 @@ class Rules:
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
-    """Returns a component's sharding rules in a card's strategy; raises if there is no such strategy or component.
+    """Returns a component's sharding rules in a card's strategy; refuses an unknown strategy or component.
     Where an `extra` rule and a rule of the card match the same input, the `extra` rule holds.
     """
     if strategy not in card.strategies:
@@ -106,7 +108,7 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the rules of a shared strategy, for a module that has no model card; raises if there is no such strategy.
+    """Returns the rules of a shared strategy, for a module that has no model card; refuses an unknown strategy.
 
     Args:
         strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.

@@ -54,36 +54,39 @@ def call_with(
     """Calls a module with tensors in place of its parameters and buffers.
 
     Args:
-        tensors: By the names of `named_parameters` and `named_buffers`, which name a tensor once.
+        tensors: By the names of `named_parameters` and `named_buffers`; a tensor that modules share has one name there.
 
     Returns:
-        What it returns, and the names that its forward has bound to other tensors.
+        The module's output, and the names of weights that its forward has bound to other tensors.
     """
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    bound = {}
-    # PyTorch would name what belongs to a module of two names twice, and leave the second tensor in it after the call.
+    exchanged = {}
+    # `tie_weights=True` would exchange the tensors of a module with two names twice, and leave the new ones in it.
     for prefix, part in module.named_modules():
         for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
             name = names.get(id(tensor), "")
             if name in tensors:
-                bound[f"{prefix}.{attribute}".lstrip(".")] = tensors[name]
-    before = dict(bound)
-    output = torch.func.functional_call(module, bound, args, dict(kwargs), tie_weights=False)
-    return output, [name for name in before if bound[name] is not before[name]]
+                exchanged[f"{prefix}.{attribute}".lstrip(".")] = tensors[name]
+    before = dict(exchanged)
+    output = torch.func.functional_call(module, exchanged, args, dict(kwargs), tie_weights=False)
+    # PyTorch has written to `exchanged` the tensors that the module had at the end of the call.
+    return output, [name for name in before if exchanged[name] is not before[name]]
 
 
 class Stacked(torch.nn.Module):
-    """Several blocks as one: called like one of them, it returns what the last of them would.
+    """Several blocks as one module: a call with the arguments of a block returns the output of the last block.
 
     Args:
-        block: The first of them; its weights are exchanged for stacked ones before it is called.
-        carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
+        block: The first block; its weights are exchanged for stacked ones before it is called.
+        carries: The parameters of `forward` that get the outputs of the block before, in their order.
+        name: The path of the list of blocks, for errors; `place`: where the card names it.
         first: How many blocks of the list come before the stacked ones.
     """
 
     def __init__(
         self, block: torch.nn.Module, count: int, carries: Sequence[str], name: str, place: str, first: int
     ) -> None:
+        """Notes the stack's blocks; their weights are stacked later, by `weights`."""
         super().__init__()
         self.block = block
         self.count = count
@@ -91,28 +94,28 @@ class Stacked(torch.nn.Module):
         self.name = name
         self.place = place
         self.first = first
-        #: Called with each weight of a block before the block runs: it gathers sharded weights, a block at a time.
+        #: Gathers a sharded weight of a block before the block runs, so that one block is gathered at a time.
         self.gather: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, weight: weight
-        #: Called in place of the blocks, with their inputs and with the function that runs them.
+        #: Takes the place of a call of the blocks: it gets their inputs and the function that runs them all.
         self.around: Callable[[Tensors, Run], Tensors] | None = None
-        #: What upstream's loop called the blocks with, one after the other.
+        #: The calls of the blocks by upstream's loop, in their order.
         self.calls: list[_Call] = []
-        #: What the last of these calls returned: tensors without values.
+        #: Tensors without values, which the last of these calls returned.
         self.pending: Tensors = ()
-        #: Whether a block returns a tuple, by its trace.
+        #: Whether a block returns a tuple; known once it is traced.
         self.returns_tuple = False
-        #: What the blocks have in common, by id; a block must not change that.
+        #: The objects that all blocks refer to, by id; no block may change them.
         self.shared: dict[int, Any] = {}
-        #: What is not to change from the first call on.
+        #: A photo of the objects that must not change between the first call and the last.
         self.photo: list[Any] = []
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The blocks' class: upstream may ask for it, and for attributes in which all blocks agree."""
+        """The blocks' class: upstream may ask for the class of a block in its list."""
         return type(self.__dict__["_modules"]["block"]) if self.__dict__.get("_modules") else Stacked
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the blocks that is the same in all: upstream may ask its block for it."""
+        """Returns an attribute that is the same in all blocks: upstream may read attributes of a block in its list."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -121,7 +124,7 @@ class Stacked(torch.nn.Module):
             return _plain_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of torchport's; refuses what upstream's code sets, as it does for the other blocks."""
+        """Sets an attribute of `__init__`; refuses any other, which upstream's code would set for one block alone."""
         if "photo" in vars(self) and name not in vars(self):
             raise self._error(f"The network sets '{name}' of a block of '{self.name}'")
         super().__setattr__(name, value)
@@ -131,15 +134,16 @@ class Stacked(torch.nn.Module):
         return StackError(self.place, fact, remedy, name=self.name, **names)
 
     def reset(self) -> None:
-        """Forgets what a call of the network that ended with an error has left."""
+        """Forgets the calls of blocks noted so far, such as those that a failed call of the network has left."""
         self.calls, self.pending, self.photo = [], (), []
 
     def noted(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Notes the call of a block before the last. What it returns has no value, and goes to the next block."""
+        """Notes the call of block `number`, not the last; returns tensors without values, for the next block alone."""
         if number != len(self.calls):
             raise self._error(f"The network calls block {self.first + number} of '{self.name}' out of order")
         self._note(args, kwargs)
         carry = self.calls[-1].carry
+        # New tensors of the carry's shapes: a block's outputs have the shapes of its carry.
         self.pending = engine.call_jax(lambda *arrays: arrays, *converted(carry, engine.constant))
         fact = f"The network computes with what a block of '{self.name}' returned, and stacked blocks run at the last"
         remedy = f"Name all that a block returns under 'carries'. Else {UNSTACKED[0].lower()}{UNSTACKED[1:]}"
@@ -148,7 +152,7 @@ class Stacked(torch.nn.Module):
         return self.pending if len(self.carries) > 1 else self.pending[0]
 
     def _note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes a call of a block by its arguments' names; refuses one with other carries than were returned."""
+        """Notes a block's call, its arguments by name; refuses carries other than the outputs of the block before."""
         signature = inspect.signature(self.block.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)
         for parameter in signature.parameters.values():
@@ -176,20 +180,22 @@ class Stacked(torch.nn.Module):
         self.calls.append(_Call(carry, given, leaves, form, graph.photo([*leaves, *carry])))
 
     def _modules_of_code(self) -> list[types.ModuleType]:
-        """Returns the modules of Python in which the classes of a block are: it may read their globals."""
+        """Returns the Python modules that define the classes of a block's parts: a block may read their globals."""
         names = {type(part).__module__ for part in self.block.modules()}
         return [sys.modules[name] for name in sorted(names & sys.modules.keys()) if not graph.is_of_library(name)]
 
     def check_done(self) -> None:
-        """Refuses a network that called some of the blocks, and not all."""
+        """Refuses a network that has called some of the blocks and not all, by the calls noted so far."""
         if self.calls:
             count = f"{len(self.calls)} of the {self.count}"
             raise self._error(f"The network calls {count} stacked blocks of '{self.name}'")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the last block's outputs, from `lax.scan` over the weights, which are [count, ...] meanwhile."""
+        """Notes the last block's call, runs all blocks by `lax.scan`, and returns the last block's outputs. The
+        parameters of `block` are weights of the shape [count, ...] during this call.
+        """
         self._note(args, kwargs)
-        if len(self.calls) < self.count:
+        if len(self.calls) < self.count:  # the network has left out a block before the last
             self.check_done()
         calls, photo = self.calls, self.photo
         self.reset()
@@ -205,7 +211,7 @@ class Stacked(torch.nn.Module):
         starts = [0, *(number for number in range(1, len(calls)) if not calls[number].is_alike(calls[number - 1]))]
 
         def run(carry: Tensors) -> Tensors:
-            """Runs all blocks, by a scan for each group of calls that are alike."""
+            """Returns the last block's outputs, by a scan for each group of calls that are alike."""
             for start, stop in itertools.pairwise([*starts, len(calls)]):
                 carry = self._scanned(carry, calls[start:stop], range(start, stop), written)
             return carry
@@ -221,22 +227,23 @@ class Stacked(torch.nn.Module):
         return outputs if len(self.carries) > 1 or self.returns_tuple else outputs[0]
 
     def _scanned(self, carry: Tensors, calls: Sequence[_Call], blocks: range, written: set[int]) -> Tensors:
-        """Returns what the last of some blocks returns, by one scan.
+        """Returns the last output of successive blocks, by one scan over them. Their calls are alike.
 
         Args:
-            calls: The arguments of each.
-            written: The numbers of the carries that a block wrote to are added.
+            carry: The inputs of the first of these blocks.
+            written: Gets the numbers of the carries that a block writes to.
         """
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
         leaves = calls[0].leaves
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        # Arguments that differ from call to call are stacked as the weights are; the others are the same in all blocks.
         by_call = {number: [call.leaves[number] for call in calls] for number in tensors}
         varying = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
         shared = {number: leaf for number, leaf in tensors.items() if number not in varying}
 
-        def step(carry: Any, layer: Mapping[str, torch.Tensor], given: Mapping[int, torch.Tensor]) -> Any:
-            """Runs one block in PyTorch with its layer of the weights, and returns the next block's inputs."""
-            # One list under two names stays one, and so does a tensor.
+        def torch_block(carry: Any, layer: Mapping[str, torch.Tensor], given: Mapping[int, torch.Tensor]) -> Any:
+            """Runs one block in PyTorch with its weights, `layer`, and its tensors by leaf; returns the next carry."""
+            # By one deepcopy, so that an object that two arguments share stays shared.
             others = copy.deepcopy(
                 calls[0].given, {id(leaf): given.get(number, leaf) for number, leaf in enumerate(leaves)}
             )
@@ -259,18 +266,18 @@ class Stacked(torch.nn.Module):
             return self._next_carry(carry, outputs)
 
         def scan(carry: Any, layers: Any, shared: Any, varying: Any) -> Any:
-            """Calls `step` for one block after the other, in JAX."""
+            """Calls `torch_block` for one block after the other in JAX, and returns the last block's outputs."""
             is_all = len(blocks) == self.count
 
             def run_block(carry: Any, item: Any) -> Any:
-                """Runs one block of the scan: `item` has its weights, its number and what varies from call to call."""
+                """Runs a block of the scan: `item` has its weights, its number and the arguments that vary by call."""
                 layer, index, given = item
                 if not is_all:  # slices of the weights for some blocks would be copies
                     layer = {k: jax.lax.dynamic_index_in_dim(each, index, keepdims=False) for k, each in layers.items()}
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
                 layer = jax.lax.optimization_barrier(layer)
-                return engine.call_torch(step, carry, layer, {**shared, **given}), None
+                return engine.call_torch(torch_block, carry, layer, {**shared, **given}), None
 
             indices = jnp.arange(blocks.start, blocks.stop, dtype=jnp.int32)
             stacked = {number: jnp.stack(values) for number, values in varying.items()}
@@ -279,7 +286,7 @@ class Stacked(torch.nn.Module):
         return tuple(engine.call_jax(scan, *converted((carry, weights, shared, varying), engine.constant)))
 
     def _as_passed(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns a block's arguments by position, if it takes any number of these, and by keyword."""
+        """Returns a block's arguments as `args` and `kwargs`. All are keywords, unless its forward has a `*args`."""
         parameters = inspect.signature(self.block.forward).parameters
         names = [*parameters]
         rest = [name for name in names if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL]
@@ -289,17 +296,17 @@ class Stacked(torch.nn.Module):
         return (*first, *arguments.pop(rest[0])), arguments
 
     def _check_changes(self, photo: list[Any]) -> None:
-        """Refuses a block that changes what it was called with, or what was something else before: its trace stands for
-        all blocks. A table that it keeps from then on is the same in all.
+        """Refuses a block that changes an argument, or an attribute that had a value: all blocks have one trace. A
+        block may give a new attribute a value that depends on no input, such as a table: it is the same for all blocks.
         """
-        kept = {id(thing) for thing, _ in graph.photo([self.block])} - self.shared.keys()
+        kept = {id(thing) for thing, _ in graph.photo([self.block])} - self.shared.keys()  # of this block alone
         for thing, part, old, new in graph.changes(photo):
             of_inputs = any(engine.is_traced(engine.on_host(each)) for each, _ in graph.photo([new]))
             if old is not None or of_inputs or id(thing) not in kept:
                 raise self._error(f"A block of '{self.name}' changes {_named(thing, part)} when it is called")
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Tensors:
-        """Returns a block's outputs as the next block's inputs; refuses another number, dtype or shape of them."""
+        """Returns a block's outputs as the next block's carry; refuses outputs of other number, dtypes or shapes."""
         takes, gives = ([f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in ts] for ts in (carry, outputs))
         if takes == gives:
             return tuple(outputs)
@@ -322,13 +329,14 @@ def _named(thing: Any, part: graph.Part) -> str:
 
 
 class _Block:
-    """Takes the place of a stacked block before the last: it can be called, and asked what all blocks agree in."""
+    """Takes the place of a stacked block before the last: a call is noted, and attributes equal in all can be read."""
 
     def __init__(self, stacked: Stacked, number: int) -> None:
-        vars(self).update(stacked=stacked, number=number)
+        vars(self).update(stacked=stacked, number=number)  # `__setattr__` would refuse
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
+        """The blocks' class: upstream may ask for the class of a block in its list."""
         return type(vars(self)["stacked"].block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,7 +346,7 @@ class _Block:
         return _plain_attribute(vars(self)["stacked"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses an attribute that upstream's code sets of one block: all blocks are one trace."""
+        """Refuses to set an attribute, as upstream's code would do for one block: all blocks have one trace."""
         stacked = vars(self)["stacked"]
         raise stacked._error(f"The network sets '{name}' of a block of '{stacked.name}'")
 
@@ -352,10 +360,12 @@ def _plain_attribute(stacked: Stacked, name: str) -> Any:
 
 
 class _StackedList(torch.nn.ModuleList):
-    """A `ModuleList` of which one item runs all stacked blocks, and gives a function for each block before the last."""
+    """A `ModuleList` in which upstream's loop sees all blocks. Stacked blocks before the last are `_Block`s, which note
+    their calls, and the last is the `Stacked`, which runs them all.
+    """
 
     def _items(self) -> list[Any]:
-        """Returns what upstream's code calls, block by block."""
+        """Returns an item for each block, in the order of upstream's list."""
         items: list[Any] = []
         for item in self._modules.values():
             if isinstance(item, Stacked):
@@ -374,46 +384,50 @@ class _StackedList(torch.nn.ModuleList):
 
 
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
-    """Stacks blocks of each `ModuleList` in `stacks`, in the network itself, or raises; returns counts by name."""
+    """Replaces blocks in a network by one `Stacked` for each list of blocks, and returns how many blocks each has, by
+    the list's path. Refuses a list that is absent or too short, and blocks that differ in more than weights.
+    """
     counts: dict[str, int] = {}
-    for name, entry in stacks.items():
+    for name, card_stack in stacks.items():
         where = place(name)
         lists = {key: m for key, m in module.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
         if name not in lists:
             raise StackError(where, f"The network has no list of blocks '{name}'", nearest(name, lists), name=name)
         blocks = list(lists[name])
-        unstacked = entry.first + entry.last
+        start, unstacked = card_stack.first, card_stack.first + card_stack.last
         count = len(blocks) - unstacked
         if count < 1:
             raise StackError(where, f"'{name}' has {len(blocks)} blocks, and {unstacked} stay apart", "Stack fewer")
-        end = entry.first + count
-        for number in range(entry.first + 1, end):
-            _check_alike(blocks[entry.first], blocks[number], f"{name}.{number}", where)
-        stacked = Stacked(blocks[entry.first], count, entry.carries, name, where, entry.first)
-        others = {id(thing) for thing, _ in graph.photo(blocks[entry.first + 1 : end])}
-        stacked.shared = {id(t): t for t, _ in graph.photo(blocks[entry.first : entry.first + 1]) if id(t) in others}
+        end = start + count
+        for number in range(start + 1, end):
+            _check_alike(blocks[start], blocks[number], f"{name}.{number}", where)
+        stacked = Stacked(blocks[start], count, card_stack.carries, name, where, start)
+        others = {id(thing) for thing, _ in graph.photo(blocks[start + 1 : end])}
+        stacked.shared = {id(t): t for t, _ in graph.photo(blocks[start : start + 1]) if id(t) in others}
         parent, _, attribute = name.rpartition(".")
-        items = [*blocks[: entry.first], stacked, *blocks[end:]]
+        items = [*blocks[:start], stacked, *blocks[end:]]
         setattr(module.get_submodule(parent), attribute, _StackedList(items))
         counts[name] = count
     return counts
 
 
-def prefix(name: str, entry: Stack) -> str:
-    """Returns how the names of stacked weights begin: `blocks.1.block.` if the first block stays apart."""
-    return f"{name}.{entry.first}.{BLOCK}."
+def prefix(name: str, card_stack: Stack) -> str:
+    """Returns how the names of stacked weights begin: `blocks.1.block.` if the first block of `blocks` is unstacked."""
+    return f"{name}.{card_stack.first}.{BLOCK}."
 
 
 def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Returns, for each weight of the stacked network, the original weights in it: one, or one for each block."""
+    """Returns, by each name in the stacked network, the names of the original weights in that weight, block by block:
+    `{"blocks.0.block.w": ["blocks.0.w", "blocks.1.w"], "norm.w": ["norm.w"]}`.
+    """
     parts_by_name: dict[str, list[str]] = {}
     for key in keys:
         new = key
-        for name, entry in stacks.items():
+        for name, card_stack in stacks.items():
             match = re.fullmatch(rf"{re.escape(name)}\.(\d+)\.(.*)", key)
-            if match and entry.first <= int(match[1]) < entry.first + counts[name]:
-                new = prefix(name, entry) + match[2]
-            elif match and int(match[1]) >= entry.first:
+            if match and card_stack.first <= int(match[1]) < card_stack.first + counts[name]:
+                new = prefix(name, card_stack) + match[2]
+            elif match and int(match[1]) >= card_stack.first:  # after the stack, which counts as one item
                 new = f"{name}.{int(match[1]) - counts[name] + 1}.{match[2]}"
         parts_by_name.setdefault(new, []).append(key)
     number = re.compile(r"\.(\d+)\.")
@@ -426,15 +440,15 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
     """Returns a network's weights with those of stacked blocks stacked along a new first dim, and empties `arrays`.
 
     Args:
-        arrays: Arrays on a mesh, or `jax.ShapeDtypeStruct`s with shardings, by name. They are taken out one by one, so
+        arrays: Arrays on a mesh, or `jax.ShapeDtypeStruct`s with shardings, by name. They are removed one by one, so
             that no more than one weight of all blocks is in memory twice.
     """
     stacked: dict[str, Any] = {}
-    prefixes = tuple(prefix(name, entry) for name, entry in stacks.items())
+    prefixes = tuple(prefix(name, card_stack) for name, card_stack in stacks.items())
     for new, parts in names(list(arrays), stacks, counts).items():
         blocks = [arrays.pop(part) for part in parts]
         first = stacked[new] = blocks[0]
-        # A network may have blocks called so itself: only the lists that are stacked count.
+        # By name: a stack of one block gets the new dim, too, and a network may have modules called `block`.
         if new.startswith(prefixes):
             where = NamedSharding(first.sharding.mesh, PartitionSpec(None, *first.sharding.spec))
             if isinstance(first, jax.ShapeDtypeStruct):
@@ -460,7 +474,7 @@ def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, plac
 
 
 def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple[int, int]]) -> str | None:
-    """Says how two modules of one class differ in shapes of weights or in settings, not in submodules; else None."""
+    """Returns, in words, how two modules of a class differ in shapes of weights or in settings; None if they agree."""
     for kind in ("_parameters", "_buffers"):
         tensors = [
             {key: (tuple(t.shape), t.dtype) for key, t in getattr(module, kind).items() if t is not None}
@@ -476,7 +490,7 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes, but for weights and submodules, and its hooks."""
+    """Returns a module's attributes without weights and submodules, and its upstream hooks, by name."""
     settings = {key: value for key, value in vars(module).items() if key not in graph.INTERNAL or key == "training"}
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions = [(hook, getattr(hook, "func", hook)) for hook in hooks]
@@ -490,14 +504,15 @@ class _Call:
     """A call of a block by upstream's loop."""
 
     carry: Tensors
-    given: dict[str, Any]  #: All other arguments.
-    leaves: list[Any]  #: Of them.
-    form: Any  #: The tree that they are the leaves of.
-    photo: list[Any]  #: All tensors, and what the other leaves lead to.
+    given: dict[str, Any]  #: All other arguments, by name.
+    leaves: list[Any]  #: The leaves of `given`.
+    form: Any  #: The tree of `given`, without its leaves.
+    photo: list[Any]  #: A photo of all arguments as they were at the call.
 
     def is_alike(self, other: _Call) -> bool:
         """Returns whether the arguments of two calls differ in the values of tensors alone."""
-        left_firsts: dict[int, int] = {}  # by a tensor's id, where it is first: a tensor that is passed twice stays so
+        # By a tensor's id, its first number among the leaves: tensors passed twice must be passed twice in both calls.
+        left_firsts: dict[int, int] = {}
         right_firsts: dict[int, int] = {}
         if self.form != other.form:
             return False

@@ -23,12 +23,12 @@ from torchport.compile.graph import Opaque, Part, Reference, Whole, value_of
 from torchport.errors import BadValueError
 
 SMALL = 2**14
-"""Bytes of the largest table that is known by its values, not by its identity and PyTorch's count of writes."""
+"""Bytes of the largest table whose values are compared; of a larger one identity and PyTorch's count of writes are."""
 OF_MODULE = "(state)."
-"""How the name of an input begins that is no argument; no parameter has it."""
+"""The prefix of an input's name if it is no argument, but kept by the module; no parameter has it."""
 _BESIDE = "Keep it beside the tensor, in an object or a dict"
 _NAMES = {"attribute", "slot", "item", "pairs", "set", "array"}
-"""Kinds of parts whose names are part of a tensor's name."""
+"""Kinds of parts whose names become a part of an input's name, as in `cache.keys`."""
 
 
 @dataclasses.dataclass
@@ -36,14 +36,16 @@ class Node:
     """A mutable object that a call can reach."""
 
     thing: Any
-    path: tuple[str, ...] | None = None  #: The names that lead to it from the arguments; None: it is reached otherwise.
+    path: tuple[str, ...] | None = None  #: The names that lead to it from an argument; None: no argument leads to it.
     parts: dict[Part, Any] = dataclasses.field(default_factory=dict)
     terms: dict[Part, Any] = dataclasses.field(default_factory=dict)  #: Its parts, as terms.
 
 
 @dataclasses.dataclass
 class Snapshot:
-    """What a call of a ported module can reach before or after it: mutable objects, nodes of a graph, and tensors."""
+    """The mutable objects (nodes of a graph) and the tensors that a call of a ported module can reach, before the call
+    or after it.
+    """
 
     #: The terms of the arguments, by parameter; after a call, the term of its return value.
     root: Any = ()
@@ -55,12 +57,12 @@ class Snapshot:
     views: dict[int, tuple[int, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
     #: The tensors of the host whose values are in the program.
     tables: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    marks: tuple[Any, ...] = ()  #: What each table's values are recognised by.
+    marks: tuple[Any, ...] = ()  #: A mark of each table's values (`_mark`): an equal mark means equal values.
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)  #: The traced tensors that are no inputs.
 
     def key(self, submodules: Collection[int]) -> Any:
-        """Returns the key that two calls with the same program have in common; `submodules` are ids of the module's."""
-        kinds: list[Any] = []  # what the program depends on of each node: a function's code, a submodule, or the type
+        """Returns a key that is equal for two calls that can use one program; `submodules` are ids of the module's."""
+        kinds: list[Any] = []  # of each node, the part on which the program depends: code, the submodule, or its type
         for thing in (node.thing for node in self.nodes):
             if isinstance(thing, types.FunctionType):
                 kinds.append((Opaque(thing.__code__), Opaque(thing.__globals__)))
@@ -90,35 +92,35 @@ class Snapshot:
 
 
 def _types(key: Any) -> Any:
-    """Returns the type of a dict's key, or the types in it: they tell 1, 1.0 and True apart, which are equal keys."""
+    """Returns the type of a dict's key, or the types in a tuple: these tell the equal keys 1, 1.0 and True apart."""
     return type(key) if not isinstance(key, tuple | frozenset) else tuple(map(_types, key))
 
 
 class Effects(NamedTuple):
-    """What each call of a program returns and changes, described as terms (`graph`)."""
+    """The effects of each call of a program: the value it returns and the parts of objects it changes, as terms."""
 
-    returned: Any
-    changed: dict[int, dict[Part, Any]]  #: The parts of the nodes that it changes, by number.
-    created: list[tuple[Callable[[], Any], dict[Part, Any]]]  #: What makes each new node, with the node's parts.
-    written: list[int]  #: The numbers of the inputs that it writes to.
-    tables: dict[int, torch.Tensor]  #: New values of tables, by number; those that it makes have the last numbers.
-    weights: frozenset[str]  #: The names of the weights that are in terms of what it returns, changes or makes.
-    #: How many tensors there are for these terms. The program returns those that are no views, then those that it
-    #: writes to, and then buffers.
+    returned: Any  #: The term of the return value.
+    changed: dict[int, dict[Part, Any]]  #: By number of a changed node, the terms of its parts.
+    created: list[tuple[Callable[[], Any], dict[Part, Any]]]  #: Of a new node, its maker and the terms of its parts.
+    written: list[int]  #: The numbers of the inputs that the call writes to.
+    tables: dict[int, torch.Tensor]  #: New values of tables, by number; new tables have the last numbers.
+    weights: frozenset[str]  #: The names of the weights that these terms refer to.
+    #: How many outputs these terms refer to. The program returns first the outputs that are no views, then the new
+    #: values of `written`, and then those of `buffers`.
     outputs: int
-    #: The names of the buffers that it has written to (False), or bound to other tensors (True).
+    #: The names of the buffers that the call has written to (False), or bound to other tensors (True).
     buffers: Sequence[tuple[str, bool]] = ()
     #: The outputs that lie in the memory of an input, a weight or another output; see `engine.views`.
     views: Mapping[int, tuple[str, Any, engine.Section]] = types.MappingProxyType({})
     #: The new tables that lie in another table: its number, and the size, the strides and the offset.
     parts: Mapping[int, tuple[int, tuple[Any, ...]]] = types.MappingProxyType({})
-    #: What upstream has set as attributes of inputs and outputs, by kind and number.
+    #: The attributes that upstream has set on inputs and outputs, by kind and number: `("input", 0)`.
     attributes: Mapping[tuple[str, int], dict[str, Any]] = types.MappingProxyType({})
-    holder: str = ""  #: Who holds a tensor of the trace afterwards, in words: later calls would not change that.
+    holder: str = ""  #: In words, an object that still refers to a tensor of the trace: no later call would change it.
 
 
 class State:
-    """What a ported module keeps from call to call. Errors name the module by `place`."""
+    """The state that a ported module keeps from call to call, and its snapshots. Errors name the module by `place`."""
 
     def __init__(self, module: torch.nn.Module, place: str) -> None:
         """Notes the module's weights and buffers as they are at the time of `port`."""
@@ -130,22 +132,24 @@ class State:
             for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if tensor is not None
         }
-        self.kept: set[tuple[Opaque, Part]] = set()  # bound by a call to what depends on its inputs
-        self.made = WeakIdKeyDictionary()  # tensors that calls have left
+        self.kept: set[tuple[Opaque, Part]] = set()  # module and attribute to which a call has bound an output
+        self.made = WeakIdKeyDictionary()  # outputs that calls have left in objects: inputs of later calls
         self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls return, and counts of writes
-        self.weights: dict[int, str] = {}  # the names of weights, lent ones and buffers, by id
+        self.weights: dict[int, str] = {}  # the names of weights, lent ones and buffers, by their ids
         self._numbers: dict[Any, int] = {}
         self._submodules: frozenset[int] = frozenset()
 
     def program_number(self, snapshot: Snapshot) -> int:
-        """Returns the number of the program for a call that finds this snapshot; calls with equal keys share it."""
+        """Returns the number of the program for a call with this snapshot; a new `Snapshot.key` gets a new number."""
         return self._numbers.setdefault(snapshot.key(self._submodules), len(self._numbers))
 
     def snapshot_before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
-        """Returns a snapshot of the objects and tensors that a call can reach, taken before the call.
+        """Returns a snapshot of the objects and tensors that a call can reach, taken before the call. Raises a
+        BadValueError for a weight or buffer that was changed since `port`.
 
-        Raises a BadValueError for a weight or buffer that was changed since `port`. A tensor in a parameter of
-        `unnamed`, as in `**kwargs`, is named `mask`, not `kwargs.mask`.
+        Args:
+            arguments: The call's, by parameter.
+            unnamed: The parameter `**kwargs`: a tensor in it is named `mask`, not `kwargs.mask`.
         """
         submodules = [*self.module.modules()]
         self.weights = {id(tensor): name for name, (tensor, _) in self.lent.items()}
@@ -170,7 +174,7 @@ class State:
             raise BadValueError(self.place, fact, "Keep a flat list, or an object for each level") from error
 
     def check_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Returns the attributes that somebody has given to a tensor; refuses those that are no constants."""
+        """Returns the attributes that upstream or the user has set on a tensor; refuses values other than constants."""
         attributes = engine.attributes(tensor)
         for name, value in attributes.items():
             if graph.constant(value) is None:
@@ -184,7 +188,7 @@ class State:
         raise BadValueError(self.place, f"'{name}' is on the devices", remedy, name=name)
 
     def write_buffer(self, name: str, value: torch.Tensor, is_new: bool) -> torch.Tensor:
-        """Gives a buffer its new value from the devices on the host, where it may be read, and returns the buffer."""
+        """Sets a buffer to a value from the devices: binds it if `is_new`, else writes in place; returns the buffer."""
         prefix, _, attribute = name.rpartition(".")
         owner = self.module.get_submodule(prefix)
         buffer = owner._buffers[attribute]
@@ -197,11 +201,10 @@ class State:
         return buffer
 
     def add_input(self, tensor: torch.Tensor | None, before: Snapshot) -> bool:
-        """Makes host tensors that lie in a tensor's memory inputs of later calls; returns whether there are any.
+        """Makes the tables that lie in a tensor's memory inputs of later calls; returns whether there are such tables.
 
-        Until then their values are in the program, as tables. Tables of the same form in the same list, or under the
-        same name in an object of the same type, become inputs, too, such as the caches of layers: each alone would cost
-        a trace.
+        Their values were in the program until then. Tables of the same form in the same list, or under the same name in
+        an object of the same type, become inputs, too, such as the caches of layers: else each would cost a new trace.
         """
         memory = tensor.untyped_storage().data_ptr() if tensor is not None else None
         numbers = {
@@ -222,7 +225,9 @@ class State:
         return bool(numbers)
 
     def snapshot_after(self, before: Snapshot, traced: Mapping[int, Reference], returned: Any) -> Snapshot:
-        """Returns the snapshot of what a call leaves that found `before`; `traced` refers to its inputs by id."""
+        """Returns the snapshot after a traced call, with the nodes and tables of `before` under their numbers. `traced`
+        has references to traced inputs, weights and buffers, by the tensors' ids.
+        """
         nodes = [Node(node.thing) for node in before.nodes]
         survey = _Survey(self, Snapshot(nodes=nodes, tables=[*before.tables]), traced)
         return survey.finish(survey.term(returned, None))
@@ -231,8 +236,8 @@ class State:
     def traced_inputs_in_place(
         self, before: Snapshot, traced: Sequence[Any], weights: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Puts traced tensors in the place of the inputs, yields the arguments, and restores all nodes in the end.
-        Traced weights get the attributes that somebody has given to those on the host.
+        """Replaces inputs and weights by traced tensors in all nodes, yields the arguments with them, and restores
+        nodes, submodules and tables at the end. Traced weights get the attributes of the weights on the host.
         """
         for part in self.module.modules():
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -261,7 +266,7 @@ class State:
                 _write(table, value)
 
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
-        """Returns what a call does, from the snapshots before and after it; raises if it exchanges submodules."""
+        """Returns the effects of a traced call, by the snapshots before and after it; refuses exchanged submodules."""
         changed = {}
         for number, (old, new) in enumerate(zip(before.nodes, after.nodes, strict=False)):
             if [*old.terms.items()] != [*new.terms.items()]:
@@ -269,7 +274,7 @@ class State:
                 if old.terms.get(_SUBMODULES) != new.terms.get(_SUBMODULES):
                     fact = f"A call exchanges submodules of a '{type(old.thing).__name__}'"
                     raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        # Nodes keep their numbers: the call has made those after these.
+        # Nodes keep their numbers: nodes with higher numbers are new.
         created = [(graph.blank(node.thing), node.terms) for node in after.nodes[len(before.nodes) :]]
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
         marks = dict(enumerate(before.marks))
@@ -293,10 +298,10 @@ class State:
         return Effects(*whole, parts=parts, attributes=new_attributes)
 
     def apply(self, effects: Effects, before: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
-        """Makes the changes of a call's effects in the nodes that it found, and returns the call's return value.
+        """Makes the changes of a call's effects in the nodes of `before`, and returns the call's return value.
 
         Args:
-            before: What the call found.
+            before: The snapshot before the call.
             outputs: The program's outputs, without those that are views.
             weights: The weights and the new buffers by name, for terms of the kinds `weight` and `new`.
         """
@@ -335,7 +340,7 @@ class State:
         return value_of(effects.returned, values)
 
     def _note(self, thing: Any, terms: Mapping[Part, Any], values: Mapping[str, Any]) -> None:
-        """Notes the tensors of an object that depend on a call's inputs: later calls take these as inputs."""
+        """Notes the tensors in an object that a call has computed or was given: later calls take them as inputs."""
         for part, term in terms.items():
             tensors = [value_of(reference, values) for reference in graph.references(term, "output", "input")]
             self.made.update((tensor, True) for tensor in tensors)
@@ -343,7 +348,9 @@ class State:
                 self.kept.add((Opaque(thing), part))
 
     def parts(self, thing: Any) -> dict[Part, Any]:
-        """Returns an object's items or attributes, without a submodule's weights and the buffers it had at first."""
+        """Returns an object's parts as `graph.parts`. Of a submodule these are attributes, `training`, slots, buffers
+        added since `port`, submodules and hooks, but no weights.
+        """
         if not self._is_submodule(thing):
             return graph.parts(thing)
         result: dict[Part, Any] = {
@@ -364,7 +371,7 @@ class State:
         return result
 
     def fill(self, node: Any, new: Mapping[Part, Any]) -> None:
-        """Makes `new` the parts of an object, in place; its parts that `new` lacks are deleted, and weights stay."""
+        """Replaces an object's parts by `new`, in place; deletes parts that `new` lacks. A submodule's weights stay."""
         if not self._is_submodule(node):
             graph.fill(node, new)
             return
@@ -379,7 +386,7 @@ class State:
         buffers.update({name: value for (kind, name), value in new.items() if kind == "buffer"})
 
     def _is_submodule(self, thing: Any) -> bool:
-        """Returns whether an object is a submodule of the ported module: its weights are on the devices."""
+        """Returns whether an object is a submodule of the ported module, whose weights are on the devices."""
         return isinstance(thing, torch.nn.Module) and id(thing) in self._submodules
 
 
@@ -387,8 +394,9 @@ class _Survey:
     """Walks once through all mutable objects that a call can reach, and fills a snapshot with them.
 
     Args:
-        state: Of the module.
-        snapshot: The snapshot to fill; the nodes that it has at first are read last.
+        state: The module's state.
+        snapshot: The snapshot to fill. The nodes in it at first, the submodules, are read last, so that a tensor which
+            an argument has, too, becomes an input.
         traced: The references to traced inputs, by the tensors' ids; None: nothing is traced yet.
     """
 
@@ -404,7 +412,7 @@ class _Survey:
         self.waiting: collections.deque[Node] = collections.deque()  # whose parts are not read yet
 
     def finish(self, root: Any) -> Snapshot:
-        """Reads the nodes that wait, then those of the start; returns the snapshot with `root` in it."""
+        """Reads the waiting nodes, then the first nodes, and all they lead to; returns the snapshot with this root."""
         snapshot = self.snapshot
         while self.waiting or self.first_nodes:
             if not self.waiting:
@@ -421,11 +429,12 @@ class _Survey:
         return snapshot
 
     def term(self, value: Any, path: tuple[str, ...] | None, thing: Any = None, part: Part = ("", "")) -> Any:
-        """Returns the term for a value: a constant, a reference, or a container of terms; raises for other arguments.
+        """Returns the term for a value, and adds new nodes and tensors to the snapshot: the term is a constant, a
+        reference, or a container of terms. Refuses arguments of other types.
 
         Args:
-            path: The names that lead to it from the arguments; None: it is reached otherwise.
-            thing: The node that has it as its `part`.
+            path: The names that lead to the value from an argument; None: no argument leads to it.
+            thing: The node that has the value as its `part`; None for an argument or a return value.
         """
         if id(value) in self.numbers:
             return Reference("thing", self.numbers[id(value)])
@@ -460,7 +469,7 @@ class _Survey:
         return Opaque(value)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...] | None, thing: Any, part: Part) -> Any:
-        """Returns the reference to a tensor: to an input or output of the program, or to a table with known values."""
+        """Returns the reference to a tensor, after adding a new tensor to the snapshot's inputs, outputs or tables."""
         snapshot = self.snapshot
         if self.traced is None and id(tensor) in self.state.weights:
             return Reference("weight", self.state.weights[id(tensor)])
@@ -483,7 +492,7 @@ class _Survey:
         return self.tensors[id(tensor)]
 
     def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
-        """Adds a tensor to the inputs, under a new name, and returns its reference; raises for a sparse tensor."""
+        """Adds a tensor to the inputs under a name of its own, and returns its reference; refuses a sparse tensor."""
         snapshot = self.snapshot
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"
@@ -501,11 +510,11 @@ class _Survey:
 
 _SUBMODULES = ("submodules", "")
 _HOOKS = ("hooks", "")
-"""Of a submodule. A hook that a call registers, as those of transformers that gather hidden states, stays there."""
+"""Parts of a submodule. A hook that a call registers stays, as those of transformers that gather hidden states do."""
 
 
 def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
-    """Returns a path with a part's name at its end; None if one of the two has no name."""
+    """Returns a path with a part's name at its end; None without a path, or for a part without a name."""
     kind, name = part
     if path is None or kind not in _NAMES:
         return None
@@ -513,17 +522,17 @@ def _longer(path: tuple[str, ...] | None, part: Part) -> tuple[str, ...] | None:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns shape, dtype and strides; None in place of strides that are a new tensor's."""
+    """Returns shape, dtype and strides of a tensor; None in place of the strides if it is contiguous or sparse."""
     is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
 def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> Any:
-    """Returns new values of host tensors that a call leaves, and those of them that are parts of another's memory: by
-    number, the other's number with size, strides and offset.
+    """Returns a call's new tables without those that lie in another table, and the latter apart: by number, the other
+    table's number with size, strides and offset in it. New tables that share memory get a new table of all that memory.
 
     Args:
-        new: The values by number; numbers after those of the `tables`, which the call found, are of new tensors.
+        new: New values by number; higher numbers than those of `tables`, the tables before the call, are new tables.
     """
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     groups: dict[Any, list[int]] = {}
@@ -585,7 +594,9 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Returns what tells whether a host tensor's values have changed: small values, or PyTorch's count of writes."""
+    """Returns a mark of a host tensor's values, which changes with them: the values of a small tensor; of others the
+    tensor itself, PyTorch's count of writes to it, and its address.
+    """
     if engine.is_traced(tensor):
         return Opaque(tensor)
     if _is_small(tensor):
@@ -596,6 +607,6 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a value into a tensor in place; autograd does not follow it."""
+    """Copies a value into a tensor in place, outside autograd."""
     with torch.no_grad():
         tensor.copy_(value)

@@ -21,16 +21,18 @@ from torchport.errors import OutputError
 from torchport.progress import log
 
 TEMPORARY = ".part-"
-"""How the name of a half-written file begins."""
+"""The prefix of a half-written file's name."""
 SCRATCH = "torchport-scratch-"
-"""How the name of a folder of temporary files begins."""
+"""The prefix of the name of a folder of temporary files."""
 _HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `file`, and renames it to `file` when it is whole and on the disk, or raises."""
+    """Yields the path of a temporary file beside `file`; at the end of the context flushes the temporary file to the
+    disk and renames it to `file`, or removes it at an exception.
+    """
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=TEMPORARY, suffix=file.suffix, dir=file.parent)
@@ -39,7 +41,8 @@ def writing(file: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        # mkstemp makes files that only their owner may read; artefacts are shared.
+        # mkstemp makes files that only their owner may read; artefacts are shared. The umask can be read by setting
+        # only.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -54,7 +57,7 @@ def writing(file: Path) -> Iterator[Path]:
         raise _unwritable(file, error) from error
     finally:
         if temporary is not None:
-            # If this fails, the writing has failed too; that error matters more.
+            # If this fails, the writing has failed, too, and the error of the writing matters more.
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
@@ -87,7 +90,7 @@ def write_bytes(file: Path, data: bytes) -> None:
 
 
 def remove(*files: Path) -> None:
-    """Removes files, in this order; one that is not there is no error."""
+    """Removes files, in this order; a file that is absent is no error."""
     for file in files:
         try:
             file.unlink(missing_ok=True)
@@ -96,7 +99,7 @@ def remove(*files: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the output folder; raises if it cannot be written, before hours are spent."""
+    """Makes a folder and those above; raises if no file can be written to the folder, before hours are spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -107,8 +110,8 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs. The kernel
-    releases the lock however the process ends. The folder itself is locked: `filelock` would leave a file.
+    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs. Raises if
+    another process has the lock. The kernel releases the lock however the process ends.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -116,7 +119,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise _unwritable(folder, error) from error
     try:
         try:
-            is_locked = _flock(handle)
+            is_locked = _flock(handle)  # the folder itself: `filelock` would leave a file
         except OSError as error:
             if error.errno in _HELD_ELSEWHERE:
                 fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
@@ -146,7 +149,9 @@ def _flock(handle: int) -> bool:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Gives an empty folder for temporary files, which is removed at the end; see `remove_abandoned`."""
+    """Yields an empty folder for temporary files, removes the folder at the end, and before that those of dead
+    processes.
+    """
     remove_abandoned()
     try:
         folder, handle = _new_scratch()
@@ -161,10 +166,11 @@ def scratch() -> Iterator[Path]:
 
 
 def _new_scratch() -> tuple[Path, int]:
-    """Returns a new folder for temporary files, and the handle that has its lock."""
+    """Returns a new folder for temporary files, and the open handle that has its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another process takes it for abandoned
+        # Before the lock, another process may take the folder for abandoned and remove it.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
             handle = os.open(folder, os.O_RDONLY)
             try:
                 _flock(handle)
@@ -176,11 +182,11 @@ def _new_scratch() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders of temporary files whose processes are gone. A living process holds a lock on its
-    folder. A process id would not tell: another process may have it by now.
+    """Removes this user's folders of temporary files whose processes are gone. The lock on its folder shows that a
+    process lives; its id would not, since another process may have the same id by now.
     """
     folders: list[Path] = []
-    with contextlib.suppress(OSError):  # there is no folder for temporary files; who needs one says so
+    with contextlib.suppress(OSError):  # without a folder for temporary files there is nothing to remove
         folders = list(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"))
     for folder in folders:
         with contextlib.suppress(OSError):  # it is another user's, a living process's, a link, or gone by now

@@ -21,7 +21,7 @@ from torchport.files.folder import expand_home
 
 VARIABLE = "TORCHPORT_CACHE"
 OFF = "off"
-"""Value of the variable that switches JAX's cache off; other caches then lie in their usual place."""
+"""The value of `VARIABLE` that switches JAX's cache off; other caches then lie in their usual place."""
 
 INSTEAD = f"name another folder with {VARIABLE}, or run with --no-cache"
 ABANDONED = 24 * 3600
@@ -48,10 +48,10 @@ def is_off() -> bool:
 
 
 def make(path: Path) -> Path:
-    """Returns a folder of the cache, made with the missing ones above it for its owner alone (0700), or raises."""
+    """Makes a folder of the cache, and the missing folders above, for their owner alone (0700); returns the folder."""
     try:
         for part in (*reversed(path.parents), path):
-            # mkdir's own `parents` would make those above by the umask, which may let the group write.
+            # With `parents=True`, mkdir would make the folders above by the umask, which may let the group write.
             if not part.is_dir():
                 part.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -61,7 +61,7 @@ def make(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path, pattern: str) -> None:
-    """Removes half-written folders of the cache that are older than `ABANDONED`: their writers have died."""
+    """Removes folders in `path` that match a pattern and are older than `ABANDONED`: their writers have died."""
     for folder in path.glob(pattern):
         # Another run may remove it at the same time. A folder that cannot be removed does no harm.
         with contextlib.suppress(OSError):
@@ -118,20 +118,22 @@ def _writable(path: Path, status: os.stat_result) -> BadValueError:
 
 
 def _is_private(group: int) -> bool:
-    """Returns whether a group is the user's alone, by its name and members, as OpenSSH checks on Debian."""
+    """Returns whether a group has this user alone, by its name and members, as OpenSSH checks on Debian."""
     import grp
     import pwd
 
     try:
-        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, row = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False  # unknown to this system, as in a container
-    return entry.gr_name == user.pw_name and entry.gr_gid == user.pw_gid and set(entry.gr_mem) <= {user.pw_name}
+    return row.gr_name == user.pw_name and row.gr_gid == user.pw_gid and set(row.gr_mem) <= {user.pw_name}
 
 
 def _ancestors(path: Path) -> Iterator[Path]:
-    """Yields every folder and link on the way to a folder, from the root on."""
-    path = path.absolute()  # and no more: what '..' is depends on the links before it
+    """Yields every folder and link on the way to a folder, from the root on, and those on the way to each link's
+    target.
+    """
+    path = path.absolute()  # not resolved: where '..' leads depends on the links before it
     for part in (*reversed(path.parents), path):
         yield part
         if part.is_symlink():
@@ -146,7 +148,7 @@ def cpu_kind() -> str:
     if info.is_file():
         fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-        words = [line for line in lines if line.partition(":")[0].strip() in fields]
+        facts = [line for line in lines if line.partition(":")[0].strip() in fields]
     else:
-        words = [platform.system(), platform.processor()]
-    return f"{platform.machine()}-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}"
+        facts = [platform.system(), platform.processor()]
+    return f"{platform.machine()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"

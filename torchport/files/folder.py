@@ -10,7 +10,7 @@ from torchport.errors import BadValueError, OutputError
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns a path as it is; raises if a link in it leads out of the folder `root`."""
+    """Returns `path` unchanged; raises if a link in it leads out of the folder `root`."""
     # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         fact = f"'{path.name}' is a link out of '{root.name}'"
@@ -19,20 +19,20 @@ def inside(root: Path, path: Path) -> Path:
 
 
 def as_named(path: Path) -> str:
-    """Returns a path as it can be opened from the current folder: relative to that folder if it lies in it."""
+    """Returns a path as text: relative to the current folder if it lies in that folder, else absolute."""
     current = Path.cwd()
     absolute = current / path
     return str(absolute.relative_to(current) if absolute.is_relative_to(current) else absolute)
 
 
 def refused(place: str, path: str, error: OSError) -> BadValueError:
-    """Returns the error of a path that the system does not take: it is too long, say, or a loop of links."""
+    """Returns the error for a path that the system refuses, such as a path that is too long, or a loop of links."""
     excerpt = path if len(path) <= 80 else f"{path[:77]}..."
     return BadValueError(f"{place} {excerpt}", f"The system refuses this path: {error.strerror}", "Name another")
 
 
 def has_file(path: Path) -> bool:
-    """Returns whether there is such a file; a path that the system refuses, for its length, is none."""
+    """Returns whether a path is a file; False for a path that the system refuses for its length."""
     try:
         return path.is_file()
     except OSError:
@@ -40,7 +40,7 @@ def has_file(path: Path) -> bool:
 
 
 def has_folder(path: Path) -> bool:
-    """Returns whether there is such a folder; a path that the system refuses, for its length, is none."""
+    """Returns whether a path is a folder; False for a path that the system refuses for its length."""
     try:
         return path.is_dir()
     except OSError:
@@ -59,7 +59,7 @@ def text(path: Path) -> str:
     """Returns a file's text.
 
     Raises:
-        OSError: It cannot be read; it is a folder, or a pipe or device, which would be waited for.
+        OSError: It cannot be read, is a folder, or is a pipe or device, for which a read would wait.
         UnicodeDecodeError: It is not UTF-8.
     """
     mode = path.stat().st_mode
@@ -69,7 +69,7 @@ def text(path: Path) -> str:
 
 
 def check_writable(flag: str, file: Path) -> None:
-    """Refuses a file that cannot be written, before minutes or hours are spent on its content."""
+    """Refuses the file of a flag that cannot be written, before minutes or hours are spent on its content."""
     if (file.exists() and not file.is_file()) or not file.absolute().parent.is_dir():
         fact = "It is no file, or lies in no folder"
         raise OutputError(f"{flag} {file}", fact, "Name a file in a folder that is there")

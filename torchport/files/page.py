@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 
 class PageTable(NamedTuple):
+    """A table of a page."""
+
     caption: str
-    heads: list[tuple[str, bool]]  #: Each with whether its column is of numbers.
+    heads: list[tuple[str, bool]]  #: Of each column, its head and whether it has numbers.
     rows: Sequence[Sequence[object]]
-    bad: int = 0  #: How many rows, the first, are of what is wrong.
+    bad: int = 0  #: How many of the first rows are marked as wrong.
 
 
 class BarPart(NamedTuple):
@@ -25,16 +27,18 @@ class BarPart(NamedTuple):
 
 
 class BarChart(NamedTuple):
-    """A stacked bar, with another one below it where one is given; both from zero, on one scale."""
+    """A stacked bar, with a second bar below it if `below` is given; both start at zero, on the same scale."""
 
     title: str
     parts: Sequence[BarPart]
-    #: The amount that is as wide as the picture, unless what is below is more.
+    #: The amount that is as wide as the picture, unless the amount of `below` is larger.
     total: float
     below: BarPart | None = None
 
 
 class Curve(NamedTuple):
+    """A curve of a `LineChart`."""
+
     kind: str
     label: str
     points: list[tuple[float, float]]  #: Along the axes, each from 0 to 1.
@@ -45,19 +49,21 @@ class LineChart(NamedTuple):
 
     title: str
     curves: list[Curve]
-    #: Of the vertical axis: where, from 0 to 1, and the text.
+    #: Marks of the vertical axis: the height, from 0 to 1, and the text.
     ticks: list[tuple[float, str]]
-    #: What lies at the left and at the right end of the horizontal axis.
+    #: The texts at the left and the right end of the horizontal axis.
     ends: tuple[str, str]
 
 
 def table(caption: str, heads: str, rows: Sequence[Sequence[object]], bad: int = 0) -> PageTable:
-    """Returns a table of heads that `|` divides; those that end in `#` are of numbers."""
+    """Returns a table. Its heads are divided by `|`, and end in `#` for columns of numbers: `"module|error#"`."""
     return PageTable(caption, [(head.rstrip("#"), head.endswith("#")) for head in heads.split("|")], rows, bad)
 
 
 def rendered(template: Path, **values: Any) -> str:
-    """Returns the text of a template; one of HTML imports the macros: `{% import "page.html" as draw %}`."""
+    """Returns the text of a Jinja template with these values. A template of HTML imports the macros of pages by
+    `{% import "page.html" as draw %}`.
+    """
     import jinja2
 
     loader = jinja2.FileSystemLoader([template.parent, Path(__file__).parent])

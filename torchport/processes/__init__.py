@@ -30,7 +30,7 @@ def trusted_path(path: list[str], is_main: bool = False) -> list[str]:
     folder, variable = current_folder(), os.environ.get("PYTHONPATH")
     entries = list(path[1:] if is_main and path and path[0] == folder else path)
     named = variable.split(os.pathsep) if variable else []
-    # Python takes an empty entry of the variable for the current folder. The user named it if another entry says so.
+    # Python takes an empty entry of the variable for the current folder: that folder goes, unless it is named in full.
     if "" in named and folder in entries and folder not in map(os.path.abspath, filter(None, named)):
         entries.remove(folder)  # the first one only: another may come from an installed package
     return [entry for entry in entries if entry]

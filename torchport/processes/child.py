@@ -36,14 +36,14 @@ PAUSE = 0.1
 
 
 class ChildStoppedError(Exception):
-    """A process was ended because nobody waits for its answer any more."""
+    """A child process was killed because its `stop` event was set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """The end of a process that left no answer."""
 
-    code: int  #: Its exit code; of one that was killed, minus the signal's number.
+    code: int  #: Its exit code; minus the signal's number if a signal ended the process.
     stderr: str
 
     def __str__(self) -> str:
@@ -58,9 +58,8 @@ class Ended:
 
 
 def last_words(stderr: str) -> str:
-    """Returns why a process stopped, from its stderr: `"ValueError: the cause"`.
-
-    That is the last line that names an exception (JAX may write more below it), or else the last line.
+    """Returns the reason of a process's end, from its stderr: the last line that names an exception, such as
+    `"ValueError: the cause"` (JAX may write more below it), or else the last line.
     """
     lines = stderr.strip().splitlines() or ["nothing"]
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
@@ -79,14 +78,15 @@ def call(
 
     Args:
         function: `package.module:function`.
-        *arguments: What it is called with; what `pickle` can carry, as must be what it returns.
+        *arguments: The function's arguments. They and the result must be objects that `pickle` can carry.
         ended: Returns the refusal of a process that ended without an answer.
-        first: Folders that are searched before all others for what is imported.
+        environment: Variables to set in the process, beside those of this process.
+        first: Folders that are searched before all others for imports.
         stop: When it is set, the process is killed, and ChildStoppedError raised.
     """
     root = str(Path(__file__).resolve().parents[2])
     trusted = processes.trusted_path(sys.path)
-    # The process must import the torchport that this one has, also where that lies in the current folder alone.
+    # The process must import the same torchport as this process, even if torchport lies in the current folder.
     folders = [] if root in trusted else [root]
     entries = [*(str(folder.absolute()) for folder in first), *folders, *trusted]
     variables = {**os.environ, **(environment or {})}
@@ -104,7 +104,7 @@ def call(
             errors="replace",
         )
         end = _wait_for_end(process, stop)
-        # Both are files of our own, out of a folder that nobody else can write to.
+        # Safe to unpickle: nobody else can write to this folder.
         if (folder / _REFUSAL).exists():
             raise pickle.loads((folder / _REFUSAL).read_bytes())
         if (folder / _RESULT).exists():
@@ -113,7 +113,7 @@ def call(
 
 
 def _wait_for_end(process: subprocess.Popen[str], stop: threading.Event | None) -> Ended:
-    """Waits until a process has ended. Kills it if `stop` is set (ChildStoppedError), or if any error ends the wait."""
+    """Waits for the end of a process. Kills the process if `stop` is set (ChildStoppedError), or at any exception."""
     with process:
         try:
             while True:
@@ -128,7 +128,9 @@ def _wait_for_end(process: subprocess.Popen[str], stop: threading.Event | None) 
 
 
 def answer(name: str, parent: int) -> None:
-    """Runs in the child: calls the function that the request in a folder names, and leaves its result there."""
+    """Runs in the child: calls the function of the request in the folder `name`, and writes its result or refusal
+    there.
+    """
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     folder = Path(name)
     function, arguments = pickle.loads((folder / _REQUEST).read_bytes())
@@ -137,13 +139,13 @@ def answer(name: str, parent: int) -> None:
         result, kind = getattr(importlib.import_module(module), attribute)(*arguments), _RESULT
     except TorchportError as error:
         result, kind = error, _REFUSAL
-    # A file that has its name is whole: the process may be killed while it writes.
+    # Renamed once it is whole: the process may be killed while it writes.
     (folder / "unfinished").write_bytes(pickle.dumps(result))
     (folder / "unfinished").rename(folder / kind)
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends this process when its parent has ended: nobody waits for the answer, and nobody else would end it."""
+    """Waits for the end of the parent, and then ends this process, which nobody waits for any more."""
     # A signal at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
     while os.getppid() == parent:
         time.sleep(PAUSE)
@@ -158,7 +160,7 @@ COMPILATION = 6 * 2**30
 
 
 def default_workers() -> int:
-    """Returns how many compilations this machine has room for: two processors and `COMPILATION` each, one at least."""
+    """Returns how many compilations this machine has room for, at least 1: each takes two CPUs and `COMPILATION`."""
     import psutil
 
     return max(1, min((os.cpu_count() or 1) // 2, psutil.virtual_memory().available // COMPILATION))
@@ -170,7 +172,7 @@ def in_parallel(
     """Returns each item's result, or its refusal, in their order; `count` items at a time, each in a thread.
 
     Args:
-        title: What the bar and the log call all of it.
+        title: The name of the whole work in the bar and the log.
         name: Returns an item's name for the log.
     """
     results: dict[int, ResultT | TorchportError] = {}
@@ -186,6 +188,6 @@ def in_parallel(
                 end = "refused" if isinstance(results[number], TorchportError) else "done"
                 note(f"{title}: {name(items[number])}: {end} ({len(results)} of {len(items)})")
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)  # waiting items would still be begun
+            pool.shutdown(wait=False, cancel_futures=True)  # else the pool would start the waiting items
             raise
     return [results[number] for number in range(len(items))]

@@ -22,11 +22,11 @@ _LINK, _SUBMODULE = "120000", b"160000"
 class Revision:
     """The version of a package that is a checkout."""
 
-    #: The commit's hash, 40 or 64 hexadecimal digits. None if it has none.
+    #: The commit's hash, 40 or 64 hexadecimal digits. None where git names no commit.
     commit: str | None
     #: Whether a file of the package differs from the commit, or is gone. Files that git does not know do not count.
     dirty: bool = False
-    reason: str = ""  #: Why it has no commit.
+    reason: str = ""  #: Why there is no commit.
 
     def __str__(self) -> str:
         if self.commit is None:
@@ -35,13 +35,12 @@ class Revision:
 
 
 class _NoAnswerError(Exception):
-    """git has no answer; the message says why."""
+    """git has given no answer; the message says why."""
 
 
 def revision(package: Path) -> Revision:
-    """Returns the commit of a package's checkout, and whether its files differ from it; or no commit, and why.
-
-    Windows line ends are no difference. What a filter wrote (Git LFS) is one.
+    """Returns the commit of a package's checkout, and whether the package's files differ from the commit; or no commit,
+    and why. Windows line ends are no difference; files that a filter has written (Git LFS) differ.
 
     Args:
         package: Its folder, or the file of a package that is one module.
@@ -58,7 +57,9 @@ def revision(package: Path) -> Revision:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """Returns what git prints, run in a folder without this user's configuration and environment, or raises."""
+    """Returns git's stdout for a command in a folder, run without this user's configuration and environment; raises a
+    _NoAnswerError if git is absent or fails.
+    """
     path = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
     program = shutil.which("git", path=path)
     if program is None:
@@ -73,7 +74,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_ALLOW_PROTOCOL": "none",  # before 2.45 git would fetch what a partial clone lacks, by any command
     }
-    # Another user's repository is refused, unless it is called safe: here it is, because nothing of it is run.
+    # git refuses another user's repository unless it counts as safe. Here it is safe: none of its commands are run.
     settings = "safe.directory=*", "core.fsmonitor=false", f"core.hooksPath={os.devnull}"
     options = [word for setting in settings for word in ("-c", setting)]
     result = subprocess.run(
@@ -95,7 +96,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _differs(folder: Path, row: bytes) -> bool:
-    """Returns whether a file is not that of the commit: it is gone, no longer a file or link, or has other content.
+    """Returns whether a file differs from the commit: it is gone, no longer a file or link, or has other content.
 
     Args:
         row: The file as `git ls-tree -z` lists it, `100644 blob <hash>\\t<path>`.

@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONNECT = 300
-"""Seconds in which all processes must have started: JAX's default."""
+"""Seconds that the processes of a run wait for each other at the start: JAX's default."""
 PIECE = 2**20
 """Bytes of one message: gRPC takes 4 MiB at most by default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """How a process finds the others; without an address JAX asks the cluster that it runs in."""
+    """How a process finds the others of its run; without an address JAX asks the cluster that it runs in."""
 
     coordinator: str | None = None  #: `host:port` of the first process.
-    processes: int | None = None
-    process: int | None = None  #: Which of them this is, from 0.
+    processes: int | None = None  #: How many processes the run has.
+    process: int | None = None  #: The number of this process, from 0.
 
 
 def cluster_of(
@@ -79,19 +79,19 @@ def cluster_of(
 
 
 def _state() -> Any:
-    """Returns JAX's state of the processes; JAX's public functions would start the backend, which fixes that state."""
+    """Returns JAX's state of the run's processes. JAX's public functions would start its backend, too early to join."""
     from jax._src import distributed
 
     return distributed.global_state
 
 
 def processes() -> int:
-    """Returns how many processes run this together; 1 without a cluster."""
+    """Returns how many processes the run has; 1 without a cluster."""
     return int(_state().num_processes)
 
 
 def process() -> int:
-    """Returns which process of the run this is, from 0."""
+    """Returns the number of this process in the run, from 0."""
     return int(_state().process_id)
 
 
@@ -102,7 +102,7 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def joined(cluster: Cluster | None) -> Iterator[Watch]:
-    """Runs the context together with the cluster's other processes; alone without one.
+    """Connects this process with the others of a cluster while the context lasts; does nothing without a cluster.
 
     If a process fails, the others end within seconds, with its error and its exit code. If one is killed, the others
     end with a `LostProcessError`: within `SILENCE` and a few seconds, or at once if it was the first.
@@ -120,7 +120,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
             yield watch
         except BaseException as error:
             if isinstance(error, RuntimeError):
-                # A program's error says only that a connection is gone: another process may have died.
+                # A program's error only names a lost connection. If a process has died, `settle` ends with its error.
                 watch.settle()
             watch.over.set()
             # If all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
@@ -130,7 +130,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
 
 
 def _connect(cluster: Cluster) -> None:
-    """Connects this process with the others by JAX's coordination service, or raises; mutes all but the first."""
+    """Connects this process with the others by JAX's coordination service, or raises; all but the first log less."""
     import jax
 
     # torchport stops at SIGTERM by itself; JAX's service would take the signal away.
@@ -165,16 +165,19 @@ _alone: list[bool] = []
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Returns, on every process, what the first one makes. If the first one refuses, all refuse.
+    """Returns, on every process, the result of `make` in the first process; a TorchportError of `make` is raised on
+    all.
 
     Args:
-        make: Called by the first process alone. Returns what JSON can hold.
+        make: Called by the first process alone. Returns data that JSON can hold.
     """
     return pair_from_first(lambda: (make(), {}))[0]
 
 
 def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns, on every process, what the first one makes, tensors among it, bit for bit; see `from_first`."""
+    """Returns, on every process, the data and the tensors that `make` returns in the first process, bit for bit; see
+    `from_first`.
+    """
     if processes() == 1 or _alone:
         return make()
     key = f"torchport/{next(_exchanges)}"
@@ -184,7 +187,9 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns what the first process makes, and sends it to the others under a key; or sends and raises its refusal."""
+    """Calls `make` in the first process, sends its result to the others under a key, and returns the result. An error
+    of `make` is sent, too, and raised.
+    """
     from safetensors.torch import save
 
     _alone.append(True)
@@ -211,7 +216,7 @@ def _send(key: str, header: dict[str, Any], data: bytes) -> None:
 
 
 def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
-    """Returns what the first process sent under a key, or raises the refusal that it sent."""
+    """Returns the result that the first process sent under a key, or raises the error that it sent."""
     from safetensors.torch import load
 
     header = json.loads(_wait_for(key))
@@ -225,7 +230,7 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
 
 
 def _wait_for(key: str) -> str:
-    """Returns the value that another process sets for a key; waits as long as that takes, and Ctrl-C ends the wait."""
+    """Waits until another process sets a key, and returns its value. There is no time limit; Ctrl-C ends the wait."""
     import jax
 
     while True:
@@ -237,24 +242,24 @@ def _wait_for(key: str) -> str:
 
 
 def _all_texts(text: str) -> list[str]:
-    """Returns the texts of all processes, by their numbers; each of them calls this with its own text."""
+    """Sends this process's text to all, and returns the texts of all processes, in the order of their numbers."""
     key = f"torchport/{next(_exchanges)}"
     _state().client.key_value_set(f"{key}/{process()}", text)
     return [_wait_for(f"{key}/{number}") for number in range(processes())]
 
 
 def any_process(mine: bool) -> bool:
-    """Returns whether something is true of any process; all processes must call this."""
+    """Returns whether `mine` is true in any process; all processes must call this."""
     if processes() == 1 or _alone:
         return mine
     return "yes" in _all_texts("yes" if mine else "no")
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Refuses processes that differ in what they run: they would wait for each other, or compute nonsense.
+    """Refuses a run whose processes differ in these facts: they would wait for each other, or compute nonsense.
 
     Args:
-        facts: All that decides which programs run; what JSON can hold.
+        facts: All settings that decide which programs run, by name; data that JSON can hold.
     """
     if processes() == 1:
         return
@@ -275,26 +280,27 @@ SILENCE = 20
 Every process sends a sign of life each second, from its own thread. JAX's own limit is 100 s, with a stack trace.
 """
 POLL = 1.0
-"""Seconds between two looks at the others."""
+"""Seconds between two looks at the other processes."""
 BRIEF = 3 * POLL
-"""Seconds in which all others have looked; a process that ends waits no longer for anything that may hang."""
+"""Seconds in which all other processes have looked. A process that ends waits no longer than this for others."""
 KEYS = "torchport/watch/"
-"""The folder of keys that every process reads: under its number, the last sign of life of each process."""
+"""The prefix of keys that every process reads: with a process's number, the key of its last sign of life."""
 FAILED = f"{KEYS}failed"
-"""Key of the coordination service that holds the failing process's error and exit code."""
+"""The key of a message, as JSON, with the number, the error and the exit code of the process that failed first."""
 AT_ONCE = "Stopped at once; what was being written is not kept."
-"""The last line after a second Ctrl-C."""
+"""The last line of output after a second Ctrl-C."""
 OVER = "over"
-"""The last sign of a process that ends normally."""
+"""The last sign of life of a process that ends normally."""
 
 
 class Watch:
-    """Ends this process if another has failed or is lost: a program that waits for the other never gets an error."""
+    """Ends this process if another has failed or is lost: a program that waits for another host never gets an error."""
 
     def __init__(self, state: Any) -> None:
+        """Notes that all other processes are alive at this moment; `state`: from `_state`."""
         self.state = state
-        self.folder: Path | None = None  #: Where what is finished lies, once that is known.
-        self.over = threading.Event()  #: Whether this process has come to its end by itself.
+        self.folder: Path | None = None  #: The run's folder, for errors, once it is known.
+        self.over = threading.Event()  #: Set when this process ends by itself.
         #: The last sign of life of each other process, when it was read, and how many were read.
         self.signs = {number: "" for number in range(state.num_processes) if number != state.process_id}
         self.heard = dict.fromkeys(self.signs, time.monotonic())
@@ -316,14 +322,16 @@ class Watch:
             thread.join()
 
     def settle(self) -> None:
-        """Waits for a new sign of life of every other process; this process ends here if one gives none."""
+        """Waits for two new signs of life of every other process. If a process gives none, the watching thread ends
+        this process meanwhile.
+        """
         before, limit = dict(self.counts), time.monotonic() + 2 * SILENCE
-        # The last sign of a dead process may be unread yet; a second new sign proves that the process lives.
+        # Two, since the first may be the last sign of a dead process, not read before.
         while any(self.counts[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
             time.sleep(POLL / 10)
 
     def fail(self, error: BaseException) -> None:
-        """Publishes the failure to the others, and skips JAX's barrier at the end of this process."""
+        """Publishes an error to the other processes, and makes this process end without JAX's barrier for all."""
         code, text = 1, f"{type(error).__name__}: {error}"
         if isinstance(error, TorchportError):
             code, text = error.exit_code, f"error[{error.id}] {error.sentence()}"
@@ -334,7 +342,7 @@ class Watch:
         atexit.register(self.leave, code)
 
     def publish(self, code: int, text: str) -> None:
-        """Publishes why this process failed, for the others to read; if another one failed first, its reason stays."""
+        """Publishes why this process failed, for the others to read; the message of an earlier failure stays."""
         import jax
 
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -342,9 +350,9 @@ class Watch:
             self.state.client.key_value_set(FAILED, json.dumps(failed))
 
     def leave(self, code: int, text: str = "") -> NoReturn:
-        """Ends this process once the others have had the time to read what it published."""
+        """Ends this process once the others have had the time to read its message."""
         if self.state.process_id == 0:
-            # The others ask this process for what has failed.
+            # This process runs the service from which the others read the message.
             time.sleep(BRIEF)
         _leave(code, text)
 
@@ -354,7 +362,7 @@ class Watch:
 
         client, key = self.state.client, f"{KEYS}{self.state.process_id}"
         for beat in itertools.count():
-            # Where the service does not answer, JAX ends this process: `_abort_handler`.
+            # If the service does not answer, JAX aborts this process: `_abort_handler`.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 client.key_value_set(key, str(beat), allow_overwrite=True)
                 self._look()
@@ -392,7 +400,7 @@ class Watch:
 
     @contextlib.contextmanager
     def _abort_handler(self) -> Iterator[None]:
-        """Makes a process that JAX aborts print the last line; JAX aborts it when the first process is gone."""
+        """Sets a handler for SIGABRT, which names the reason: JAX aborts this process if the first process is gone."""
         # The abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._on_abort())
         signal_of_c = ctypes.CDLL(None).signal
@@ -404,7 +412,7 @@ class Watch:
             signal_of_c(signal.SIGABRT, before)
 
     def _on_abort(self) -> None:
-        """Ends this process with the error that the first one is lost, if that is why JAX aborts this process."""
+        """Ends this process with the error that the first process is lost, if JAX aborts it for this reason."""
         if self.over.is_set():
             return
         # A process that hangs, is stopped or swapped out still accepts connections: its kernel does.
@@ -419,11 +427,11 @@ class Watch:
 
 
 _watches: list[Watch] = []
-"""Of this process: none, or one; processes find each other once."""
+"""The watch of this process, if it is part of a cluster: an empty list, or a list of one."""
 
 
 def end(code: int, text: str) -> NoReturn:
-    """Ends this process at once, whatever its main thread does, with a last line; the others of its run end too.
+    """Ends this process at once, whatever its main thread does, with a last line; its run's other processes end, too.
 
     Nothing waits for threads: a compiler's would go on for minutes.
     """
@@ -437,6 +445,7 @@ def _leave(code: int, text: str) -> NoReturn:
     """Ends this process at once, after flushing its output and writing a last line."""
 
     def write() -> None:
+        """Writes the last line to stderr."""
         sys.stdout.flush()
         if text:  # on a terminal it starts a new line, as a bar may be on this one
             sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")
@@ -447,7 +456,7 @@ def _leave(code: int, text: str) -> NoReturn:
 
 
 def _briefly(work: Callable[[], object]) -> None:
-    """Runs work that may hang in a thread, and leaves the thread behind if it hangs: a pipe without a reader."""
+    """Runs work in a thread, and goes on without the thread if it hangs, as at a pipe that nobody reads."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(BRIEF)

@@ -2,7 +2,7 @@
 
 The process is replaced (`os.execve`), and Python itself starts the program: `sys.argv`, `__main__`, `sys.path`, exit
 code, traceback and signals are the program's own. Python imports `sitecustomize` before it runs anything, and we put
-one first on its path. That one calls the function, and then takes itself away.
+ours first on its path. Ours calls the function, and then removes itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchport.files.folder import refused
 from torchport.processes import without_empty
 
 _VARIABLE = "TORCHPORT_BEGIN"
-"""The variable that says what is called in the process with a number, and how its path was."""
+"""The variable with `become`'s message as JSON: the process's id, the function, its arguments, `PYTHONPATH` before."""
 _HOOK = str(Path(__file__).parent / "site")
 """The folder with our `sitecustomize.py`, which calls `start`."""
 
@@ -52,8 +52,8 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) ->
 
     Args:
         words: The program, as `check` takes it.
-        function: `package.module:function`. A refusal of it ends the process.
-        arguments: Its keywords; what JSON can carry.
+        function: `package.module:function`. If it raises a TorchportError, the process ends.
+        arguments: The function's keyword arguments, as JSON can carry them.
     """
     before = os.environ.get("PYTHONPATH")
     message = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
@@ -65,7 +65,7 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) ->
 
 
 def start() -> None:
-    """Runs in the new process, as its `sitecustomize`: calls the function, and removes all traces of itself."""
+    """Runs in the new process, from `sitecustomize`: restores path and environment, and calls the named function."""
     message = json.loads(os.environ.pop(_VARIABLE, "{}"))
     _remove_hook(message)
     if message.get("process") != os.getpid():  # a child of a program that has kept the variables
@@ -89,7 +89,7 @@ def start() -> None:
 
 
 def _remove_hook(message: Mapping[str, Any]) -> None:
-    """Restores path and environment, and imports the `sitecustomize` that would have been imported without us."""
+    """Restores path and environment, and imports the `sitecustomize` that ours has taken the place of, if any."""
     sys.path[:] = [entry for entry in sys.path if entry != _HOOK]
     os.environ.pop("PYTHONPATH", None)
     if message.get("path") is not None:

@@ -16,7 +16,7 @@ from torchport.processes import hosts
 from torchport.progress import log
 
 GRACE = 2.0
-"""Seconds that a second Ctrl-C leaves a run for tidying up; a busy machine needs half of one."""
+"""Seconds that a second Ctrl-C leaves a run for tidying up; a busy machine needs half a second."""
 
 
 class Stopping:
@@ -29,14 +29,14 @@ class Stopping:
         self.cause = ""  # the signal's name; empty as long as no stop is requested
 
     def __call__(self, number: int, frame: object) -> None:
-        """Handles a signal, in the main thread and between two of Python's own steps."""
+        """Handles a signal: Python calls this in the main thread, between two of its instructions."""
         if self.cause and number != signal.SIGHUP:
             raise KeyboardInterrupt
         self.cause = self.cause or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stopping]:
-        """Handles the signals while the context lasts. Outside the main thread it does nothing: no other thread can."""
+        """Handles the signals while the context lasts. Outside the main thread this does nothing: Python forbids it."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -77,7 +77,9 @@ class Stopping:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise SystemExit, so that child processes and temporary folders go, as at Ctrl-C."""
+    """Makes SIGTERM and SIGHUP raise SystemExit while the context lasts, so that child processes are ended and
+    temporary folders removed, as at Ctrl-C.
+    """
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)  # what a shell returns for a process that a signal ended
@@ -92,10 +94,11 @@ def unwinding() -> Iterator[None]:
 
 
 def _answer_signals(reading: int) -> None:
-    """Answers signals where the main thread cannot: it may be in a program or a compiler for minutes.
+    """Answers signals in a thread of its own, as the main thread may be in a program or a compiler for minutes: logs
+    the first signal, and ends the process `GRACE` seconds after the second, or at once at a third.
 
-    Where it can, the second signal raises a KeyboardInterrupt there, which leaves nothing half-written behind. That
-    exception has `GRACE` seconds to end the run, because code that calls Python from C may swallow it.
+    In the main thread the second signal raises a KeyboardInterrupt, which leaves nothing half-written behind. Code that
+    calls Python from C may swallow this exception, so the run has only these seconds.
 
     Args:
         reading: Gives the number of each signal as a byte, and ends when the run does.
@@ -117,10 +120,10 @@ def _answer_signals(reading: int) -> None:
 
 
 def _leave_terminal() -> None:
-    """Redirects output to nowhere if the terminal is gone: a failed write would end the run before it is saved."""
+    """Redirects stdout and stderr to nowhere if their terminal is gone: a failed write would end the run unsaved."""
     for stream in (1, 2):
         try:
-            os.write(stream, b"")
+            os.write(stream, b"")  # raises if the terminal is gone
         except OSError:
             with Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream)

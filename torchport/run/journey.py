@@ -42,25 +42,25 @@ from torchport.task.execution import SKIPPED
 
 T = TypeVar("T")
 LOSSY_INT8 = "multiplies queries and keys in eight bits where scores have a bound"
-"""What a manifest and a run say of `attention: splash_int8`."""
+"""The sentence of a manifest and of the log on `attention: splash_int8`."""
 CURVE = "magcache.yaml"
-"""What `cache: {kind: calibrate}` measures, as a config has it."""
+"""The file with the curve that `cache: {kind: calibrate}` measures, as a config takes it."""
 STATE = "state/"
-"""Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
+"""The prefix of tensors that are no inputs of a stage, but the loop's state after an earlier stage's steps."""
 _PROFILES = "profile"
-"""The folder in a run's folder; each stage has one of its own in it."""
+"""The folder of profiles in a run's folder; each stage has a folder in it."""
 _DERIVED = ("schema_version", "tensors", "sha256")
 """Fields of a manifest that `save.write` finds out itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a run has made: where the video is, and where the time went."""
+    """The result of a run: where the video is, and where the time went."""
 
     folder: Path
-    video: Path | None
-    seconds: dict[str, float]
-    steps: int
+    video: Path | None  #: None if `decode` was not run.
+    seconds: dict[str, float]  #: By stage and verb: `denoise load`.
+    steps: int  #: The denoising steps that the run took.
     #: The upstream and its commit, if it is a checkout.
     upstream: checkout.Upstream | None = None
     #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
@@ -69,9 +69,9 @@ class Summary:
 
 @dataclasses.dataclass(eq=False)
 class Journey:
-    """One run of a task: it reads and writes artefacts, and notes what manifests say.
+    """A run of a task, which reads and writes artefacts, and notes the facts for their manifests.
 
-    Only the first process of a run has the folder: it reads and writes, and the others get what it read.
+    Only the first process of a run has the folder: it reads and writes, and sends the other processes what it read.
     """
 
     task: Task
@@ -80,13 +80,13 @@ class Journey:
     stopping: Stopping
     run: str = ""  #: Its name; empty before `stages` is called.
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  #: By stage and verb: `denoise load`.
-    steps: int = 0  #: The denoising steps that it takes.
-    begins: int = 0  #: The step, counted from 0, at which the network of the stage begins; see `read`.
+    steps: int = 0  #: The denoising steps that the run takes itself, without those of a stopped run.
+    begins: int = 0  #: The step, counted from 0, at which the network of the current stage begins; set by `read`.
     #: By stage, in words, how many operators its programs call.
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Notes that nothing is read or written yet."""
+        """Makes the notes of the run, empty at first."""
         self.unfinished = resume.Unfinished(self.task, self.upstream)
         self._programs: dict[str, list[dict[str, Any]]] = {}  # rows of manifests, by stage
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
@@ -96,7 +96,9 @@ class Journey:
         self._clock = 0.0  # the moment from which the next seconds count
 
     def stages(self) -> Iterator[family.Stage]:
-        """Yields the stages that are left to run, and takes over those that a stopped or killed run finished."""
+        """Yields the stages that are left to run. It gives the run its name, notes the stages that a stopped or killed
+        run finished, and writes the files that are missing beside their artefacts.
+        """
 
         def name_and_manifests() -> tuple[str, dict[str, Any]]:
             """Returns the name of the unfinished run with the manifests of its finished stages, or a new name."""
@@ -120,7 +122,7 @@ class Journey:
                 self.revise()  # the job may have another `fps` than the finished video
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
-        """Writes the files beside a stage's artefact, which a killed run may not have written."""
+        """Writes the files beside a finished stage's artefact, such as the video: a killed run may not have done so."""
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
         outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
         self._tidy(stage, manifest)
@@ -128,15 +130,15 @@ class Journey:
             write_pictures()
 
     def revise(self) -> bool:
-        """Writes the finished video again if the job has another `fps` by now; returns whether it did."""
+        """Writes the finished video again if the job has another `fps` by now; returns whether this was done."""
         fields = hosts.from_first(lambda: _video_at_jobs_rate(self.task, self.weights.digests))
         if fields is not None:
             self._note(self.task.stages[-1], Manifest.model_validate(fields))
         return fields is not None
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns a stage's inputs, verified, from the stages that it needs, with noise; keeps their loop's state for
-        `steps_of`.
+        """Reads and verifies the artefacts of the stages that a stage needs, and returns its inputs with the noise. It
+        keeps the state of an earlier stage's loop for `steps_of`, and starts the clock of `note_seconds`.
         """
         self._clock = time.perf_counter()
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
@@ -149,7 +151,9 @@ class Journey:
         return inputs | self.task.noise(stage)
 
     def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Returns checksums and settings of a stage's inputs, and their tensors, loop state named `state/...`."""
+        """Returns the facts `{"shas": ..., "settings": ...}` of the artefacts that a stage needs, and their tensors by
+        name. Tensors of the state of an earlier stage's loop are named `state/...`.
+        """
         task = self.task
         tensors: dict[str, torch.Tensor] = {}
         shas: dict[str, str] = {}
@@ -167,7 +171,7 @@ class Journey:
                 file = save.file_of(folder, name)
                 _check_flags(task, stage, file, manifest)
                 revision = manifest.upstream
-                if self.upstream and revision and revision.model_dump() != self.upstream.row():  # as with versions
+                if self.upstream and revision and revision.model_dump() != self.upstream.row():  # a warning, no error
                     made = git.Revision(revision.commit, revision.dirty, "unknown")
                     log.warning("%s was made by %s at %s; this run has %s", file, revision.package, made, self.upstream)
                 shas[name] = manifest.sha256
@@ -175,18 +179,22 @@ class Journey:
         return {"shas": shas, "settings": settings}, tensors
 
     def inputs_of(self, stage: family.Stage) -> dict[str, str]:
-        """Returns the sha256 of the artefacts that a stage was given, by the stage that made them."""
+        """Returns the SHA-256 of each artefact that a stage has read, by the stage that made the artefact."""
         return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
 
     def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
-        """Returns the progress bar, the saving and the starting point of a stage's loop; see `resume.steps`."""
+        """Returns the progress bar, the saving and the starting point of a stage's loop; see `resume.steps`. For a
+        stage of denoising steps it reads the steps of a stopped run, deletes saved steps after these, and counts the
+        steps left.
+        """
         start = self._start
         if stage.name in DENOISING:
-            unfinished = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
-            start = unfinished if unfinished[0] else start
-            self.steps += self.task.settings.steps - start[0]
-            self._start = start
-            hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, start[0]))
+            saved_steps, saved_state = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
+            if saved_steps:
+                start = saved_steps, saved_state
+            done, _ = self._start = start
+            self.steps += self.task.settings.steps - done
+            hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, done))
         facts = functools.partial(self._facts, stage, ledger)
         steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
         count = self.task.request.execution.profile
@@ -201,12 +209,12 @@ class Journey:
         return dataclasses.replace(steps, track=track)
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether an earlier run had taken all steps of `denoise_first`, so that this run called no network."""
+        """Returns whether a stopped run had taken all steps of `denoise_first`, so that this run called no network."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
     def note_run(self, stage: family.Stage, call: Any, programs: Mapping[str, compile.Compiled]) -> None:
-        """Notes a stage's programs and its seconds, and writes the curve of a calibrating step cache; `--memory` logs.
-        Programs are compiled when the stage first calls them, so that the seconds of compiling are taken from the run.
+        """Notes a stage's programs and its seconds of running and compiling, and writes the curve of a step cache that
+        calibrates. With `--memory` it logs the memory of programs.
         """
         self.note_seconds(stage, "run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
@@ -214,6 +222,7 @@ class Journey:
         for compiled in (programs.values() or [call]) if self.task.request.execution.memory else ():
             for line in memory_lines(compiled, devices(self.task.machine)):
                 log.info("memory of '%s': %s", stage.name, line)
+        # A stage compiles a program at its first call: these seconds are among those of `run`.
         compiling = sum(each.seconds for each in programs.values())
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
@@ -224,18 +233,18 @@ class Journey:
             log.info("the curve of %d steps: %s", len(call.curve), file)
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
-        """Writes a stage's artefact and the files beside it, in the first process alone."""
+        """Writes a stage's artefact and the files beside it, in the first process alone, and notes its manifest."""
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:
-            """Writes the artefact, which belongs to a run that has begun, and returns its manifest as a dict."""
+            """Marks the folder as an unfinished run's, writes the artefact, and returns its manifest as a dict."""
             resume.start(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
         with _rendered(self.task, outputs) as write_pictures:
             manifest = Manifest.model_validate(hosts.from_first(write_artefact))
             self._note(stage, manifest)
-            if stage.name == "denoise_first":
+            if stage.name == "denoise_first":  # `steps_of` has counted to the last step, and `denoise` takes the rest
                 self.steps -= self.task.settings.steps - int(outputs["done"])
             hosts.from_first(lambda: self._tidy(stage, manifest))
             hosts.from_first(write_pictures)
@@ -265,26 +274,26 @@ class Journey:
         }
 
     def _note(self, stage: family.Stage, manifest: Manifest) -> None:
-        """Remembers the manifest of a finished stage, and what later manifests take from it."""
+        """Notes the manifest of a finished stage, with the checksum and the settings that later manifests repeat."""
         self._manifests[stage.name] = manifest
         self._shas[stage.name] = manifest.sha256
         self._settings |= manifest.settings
 
     def _tidy(self, stage: family.Stage, manifest: Manifest) -> None:
-        """Removes what a stage's new artefact has outdated, and writes its manifest beside it."""
+        """Writes a stage's manifest beside its artefact; removes later artefacts that were made from an older one."""
         task = self.task
         save.write_copy(task.folder, stage.name, manifest)
         names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
         save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
 
     def note_seconds(self, stage: family.Stage, verb: str) -> None:
-        """Notes the seconds of a stage's `load`, `shard`, `run` or `save`: since the last of them, or since `read`."""
+        """Notes the seconds of a stage's `load`, `shard`, `run` or `save`: since the last note, or since `read`."""
         moment = time.perf_counter()
         self.seconds[f"{stage.name} {verb}"] = moment - self._clock
         self._clock = moment
 
     def finish(self) -> Summary:
-        """Writes the run's own manifest, forgets that the run was unfinished, and returns where its outputs are."""
+        """Writes the run's own manifest, removes the files for resuming it, and returns where its outputs are."""
         has_video = any(stage.name == "decode" for stage in self.task.stages)
         video = self.task.result if has_video else None
         hosts.from_first(lambda: _write_manifest(self.task, video, self._manifests))
@@ -292,7 +301,7 @@ class Journey:
         return Summary(self.task.folder, video, self.seconds, self.steps, self.upstream, self.operators)
 
     def continuation(self) -> str:
-        """Returns what the same command does next time, after an error, as a clause."""
+        """Returns a clause for an error's remedy: from where the same command would go on."""
         again, unfinished = f"the same command with --out {self.task.folder} then", self.unfinished
         if unfinished.step and unfinished.stage not in self._manifests:
             return f"{again} goes on after step {unfinished.step} of {self.task.settings.steps}"
@@ -306,7 +315,8 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
     """Encodes a stage's video and contact sheet in the background, in the first process alone, while the context lasts.
 
     Yields:
-        A function that writes them, or a picture with its facts, if the stage's outputs are frames.
+        A function that writes the video and the sheet, or the picture of a model of pictures. It does nothing if the
+        stage's outputs are no frames.
     """
     if "frames" not in outputs or not hosts.is_first():
         yield lambda: None
@@ -332,6 +342,7 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
         sheet = pool.submit(contact_sheet, frames_FCHW)
 
         def write() -> None:
+            """Waits until both are encoded, and writes them."""
             atomic.write_bytes(task.folder / save.VIDEO, video.result())
             atomic.write_bytes(task.folder / save.CONTACT_SHEET, sheet.result())
 
@@ -342,8 +353,8 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
 
 
 def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> dict[str, Any] | None:
-    """Writes a finished video again if it has another `fps` than the job: no latents and no frames depend on it.
-    Returns the last stage's new manifest, as a dict; None where the video has the job's rate, or there is none.
+    """Writes a finished video again if it has another `fps` than the job: neither latents nor frames depend on the
+    rate. Returns the last stage's new manifest as a dict; None if nothing was written.
     """
     stage, folder = task.stages[-1], task.folder
     manifest = save.read_manifest(save.file_of(folder, stage.name))
@@ -363,11 +374,15 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> dict[str, Any] |
 
 
 def log_patches(ledger: patch.Ledger, when: str) -> None:
-    """Logs one line for all patches and one for each that is inexact or displaced; with -v one for every patch."""
+    """Logs a line for all patches, and a line for each patch that is inexact or displaced; with -v for every patch.
+
+    Args:
+        when: When calls were counted, as the end of a sentence: " while tracing".
+    """
     rows = ledger.rows()
-    standing = sum(row["state"] in ("applied", "used") for row in rows)
+    applied = sum(row["state"] in ("applied", "used") for row in rows)
     if rows:
-        log.info("patches: %d in force, %d called%s", standing, sum(bool(row["calls"]) for row in rows), when)
+        log.info("patches: %d in force, %d called%s", applied, sum(bool(row["calls"]) for row in rows), when)
     for row in rows:
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
         matters = promise in ("close", "lossy") or row["state"] == "displaced"
@@ -377,7 +392,7 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
 
 
 def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
-    """Returns a manifest's row on a stage's step cache, None without one; its network begins at step `begins`."""
+    """Returns a manifest's row on a stage's step cache; None without a cache. The stage begins at step `begins`."""
     cache, steps = network.step_cache_of(task, stage), task.job.steps
     if cache is None:
         return None
@@ -397,7 +412,7 @@ def _lossy(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
-    """Writes the run's own manifest, with those of all stages: `finished` ones, and others from the folder."""
+    """Writes the run's `manifest.json`, with the manifests of all stages: `finished`, or from the folder."""
     manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     # A lowering that nothing called has changed nothing.
@@ -414,7 +429,7 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
 
 
 def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:
-    """Refuses a flag that contradicts an earlier stage's artefact: the flag would have no effect."""
+    """Refuses a flag that contradicts the `file` of an earlier stage: the flag would have no effect on this stage."""
     for key, value in task.flag_settings().items():
         earlier = manifest.settings.get(key, value)
         is_other = earlier != value
@@ -428,8 +443,12 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
 
 
 def profiled(items: Iterable[T], done: int, count: int, folder: Path) -> Iterator[T]:
-    """Yields the items of a loop, one for each step after `done` steps of an earlier run, and traces `count` of these
-    steps with JAX's profiler, from the third on, into a stage's `folder`.
+    """Yields the items of a loop, one for each step, and traces some of these steps with JAX's profiler.
+
+    Args:
+        done: The steps that an earlier run has taken.
+        count: How many steps are traced, after the first `SKIPPED`.
+        folder: The stage's folder for the trace.
     """
     items, first, taken = iter(items), SKIPPED + 1, 0
     try:
@@ -443,7 +462,7 @@ def profiled(items: Iterable[T], done: int, count: int, folder: Path) -> Iterato
                 taken += number >= first
                 if taken == count:
                     break
-    except GeneratorExit:  # a loop that is left for another network's
+    except GeneratorExit:  # the loop breaks off: another network takes the remaining steps
         _log_profile(folder, done + first, taken)
         raise
     _log_profile(folder, done + first, taken)
@@ -451,7 +470,7 @@ def profiled(items: Iterable[T], done: int, count: int, folder: Path) -> Iterato
 
 
 def _log_profile(folder: Path, first: int, taken: int) -> None:
-    """Logs which steps of a stage were traced, and where the trace is; warns if none was."""
+    """Logs which steps of a stage were traced, and where the trace is; warns if no step was traced."""
     stage = folder.name
     if not taken:
         log.warning("profile: '%s' took no more than %d steps, and none is traced", stage, SKIPPED)
@@ -464,7 +483,7 @@ def _log_profile(folder: Path, first: int, taken: int) -> None:
 
 @contextlib.contextmanager
 def _tracing(folder: Path) -> Iterator[None]:
-    """Traces what runs in the context, on the host and on the devices, with JAX's profiler."""
+    """Traces host and devices with JAX's profiler while the context lasts, and writes the trace to a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
     except OSError as error:
@@ -489,7 +508,9 @@ def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
 
 
 def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
-    """Returns lines of text about the memory that a stage takes: as compiled, and as counted after its steps."""
+    """Returns lines of text about the memory that a stage takes: of each program by its compiler, and then of the
+    fullest device by the backend's count.
+    """
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]
     name, lines = f"'{call.network.name}'", []
@@ -511,7 +532,7 @@ def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
 
 
 def _counted(devices: Sequence[jax.Device]) -> str:
-    """Returns a line with the memory that is in use on the fullest device, and was in use at most."""
+    """Returns a line on the fullest device's memory: in use at this moment, and at most since the run began."""
     stats = [stats for device in devices if (stats := device.memory_stats())]
     if not stats:
         return f"the backend '{devices[0].platform}' does not count what its devices hold"

@@ -33,7 +33,7 @@ from torchport.task.devices import devices
 
 
 def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
-    """Carries a request down the path, with the other processes of a cluster, and returns where its outputs are."""
+    """Runs the stages of a request, together with the other processes of a cluster; returns where its outputs are."""
     with Stopping().listening() as stopping:
         task = accept(request)
         prepare(task, cluster)
@@ -56,13 +56,13 @@ def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
 
 
 def _carry(task: Task, stopping: Stopping) -> Summary:
-    """Runs all stages of a task in its locked folder; if that cannot be written, the error says how to go on."""
+    """Runs all stages of a task in its locked folder; if the folder cannot be written, the error says how to go on."""
     with output_folder(task.folder), shared(task) as common:
         journey = Journey(task, common.weights, common.upstream, stopping)
         try:
             for stage in journey.stages():
-                with at_stage(common, stage) as stage_at_hand:
-                    stage_at_hand.carry(journey)
+                with at_stage(common, stage) as loaded_stage:
+                    loaded_stage.carry(journey)
             return journey.finish()
         except OutputError as error:
             raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.continuation()}") from error
@@ -70,22 +70,22 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
 
 @contextlib.contextmanager
 def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
-    """Loads one stage, and gives a function that carries requests through it, for a pipeline that is not ours.
+    """Loads one stage, and yields a function that runs requests through the stage, for somebody else's pipeline.
 
     Args:
         request: Names the stage. It may lack a prompt and an image.
 
     Yields:
-        `carry(request)`: a request of the same shape, with prompt, seed, image and folders of its own.
+        `carry(request)`, for requests that differ from `request` in prompt, seed, image and folders alone.
     """
     task = accept(request, dry=True)
     if request.stage == "all":
         raise BadValueError("--stage all", "One stage is loaded here", "Name it")
     prepare(task)
-    with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
+    with shared(task) as common, at_stage(common, task.stages[0]) as loaded_stage:
 
         def carry(video: Request) -> Summary:
-            """Carries a request of the same shape through the loaded stage; refuses any other request."""
+            """Runs a request through the loaded stage; refuses a request for another stage or another shape."""
             accepted = accept(video)
             is_alike = accepted.job == task.job and accepted.settings.shared() == task.settings.shared()
             if not is_alike or video.stage != request.stage:
@@ -94,8 +94,8 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
                 raise BadValueError(str(accepted.folder), fact, remedy)
             with output_folder(accepted.folder):
                 journey = Journey(accepted, common.weights, common.upstream, Stopping())
-                for _ in journey.stages():
-                    stage_at_hand.carry(journey)
+                for _ in journey.stages():  # the loaded stage; none if a stopped run has finished it
+                    loaded_stage.carry(journey)
                 return journey.finish()
 
         yield carry
@@ -103,16 +103,16 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What runs of one shape share. Their tasks differ in prompts, seed, image and folder alone."""
+    """The objects that runs of one shape share. The runs' tasks differ in prompts, seed, image and folder alone."""
 
-    task: Task
+    task: Task  #: The task of the first of them.
     weights: checkpoint.Checkpoint
     upstream: checkout.Upstream | None
 
 
 @contextlib.contextmanager
 def shared(task: Task) -> Iterator[Shared]:
-    """Applies patches, checks a task against its mesh and checkpoint, and yields what runs of its shape share."""
+    """Applies a task's patches, checks the task against mesh and checkpoint, and yields the `Shared` of its shape."""
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, checkpoint_of(task), checkout.upstream(task.card.checkout, task.upstream))
@@ -126,12 +126,12 @@ def shared(task: Task) -> Iterator[Shared]:
 def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
     """Yields a stage under its patches, to be loaded once for several runs; frees its weights afterwards."""
     with stage_in_force(common.task, stage) as ledger:  # patch
-        stage_at_hand = StageAtHand(common, stage, ledger)
-        # What is there already is no garbage of this stage: a collection need not walk through a million objects.
+        loaded_stage = StageAtHand(common, stage, ledger)
+        # The objects of this moment are no garbage of the stage: a collection need not walk through a million of them.
         gc.freeze()
         try:
-            yield stage_at_hand
-            stage_at_hand.parts, stage_at_hand.call, stage_at_hand.encoders = {}, None, {}
+            yield loaded_stage
+            loaded_stage.parts, loaded_stage.call, loaded_stage.encoders = {}, None, {}
             gc.collect()  # the network's weights are in circles of references; the next one needs their room
         finally:
             gc.unfreeze()
@@ -139,20 +139,20 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
 
 @dataclasses.dataclass(eq=False)
 class StageAtHand:
-    """A stage that is loaded once, for one run or for several of one shape."""
+    """A stage that is loaded once, by the first of one or several runs of one shape."""
 
     common: Shared
     stage: family.Stage
     ledger: patch.Ledger
-    #: Whether it is being loaded: an error of that moment is one of all runs.
+    #: Whether the stage is being loaded: an error of this moment is an error of all runs.
     is_loading: bool = False
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    call: Any = None
+    call: Any = None  #: The network, ready to be called; None without a network, and before the first run.
     encoders: dict[str, ported.Ported] = dataclasses.field(default_factory=dict)
     _loaded: patch.Trace | None = None  # the patches' calls while it was loaded
 
     def carry(self, journey: Journey) -> None:
-        """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""
+        """Runs the stage for a journey: reads its inputs, computes, and writes its outputs."""
         stage = self.stage
         inputs = journey.read(stage)
         ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
@@ -166,7 +166,7 @@ class StageAtHand:
     def _outputs(
         self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Loads, shards, compiles and runs the stage for a run, and returns its outputs, after checking them."""
+        """Loads the stage at the first run, runs it, notes the run in the journey, and returns the checked outputs."""
         task, stage = journey.task, self.stage
         self.is_loading = True
         parts = self._parts_of_run()  # load
@@ -192,7 +192,7 @@ class StageAtHand:
         return outputs
 
     def _cached(self, call: Any, journey: Journey, steps: family.Steps) -> tuple[Any, family.Steps]:
-        """Returns a run's call and steps, both wrapped in a `StepCached` if it has a step cache."""
+        """Returns a run's call and steps as they are, or wrapped in a `StepCached` if the stage has a step cache."""
         task = journey.task
         cache = None if task.original else network.step_cache_of(task, self.stage)
         if cache is None:
@@ -203,7 +203,9 @@ class StageAtHand:
         return cached, cached.steps
 
     def _parts_of_run(self) -> dict[str, Any]:
-        """Returns the stage's parts: loaded in the first run; in later ones those without weights are loaded again."""
+        """Returns the stage's parts. The first run loads all parts, and later runs only the parts without weights
+        again.
+        """
         task, folder = self.common.task, self.common.weights.folder
         if self._loaded is not None:
             return network.afresh(task, self.stage, self.parts, folder)
@@ -214,8 +216,8 @@ class StageAtHand:
         return self.parts
 
     def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None if it has none. The
-        first run makes it, and later runs use it again; its programs count their calls anew.
+        """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None without a network.
+        The first run makes it, and later runs use it again. Each run starts new counts of its programs.
         """
         task, stage, folder = self.common.task, self.stage, self.common.weights.folder
         if self._loaded is None:
@@ -231,13 +233,15 @@ class StageAtHand:
         return self.call
 
     def _programs(self) -> dict[str, compile.Compiled]:
-        """Returns the stage's network, if it is compiled, by the stage's name; else the encoders, by stage and name."""
+        """Returns the stage's programs by name: the compiled network as `denoise`, or encoders as `encode
+        text_encoder`.
+        """
         programs = {f"{self.stage.name} {name}": each.compiled for name, each in self.encoders.items()}
         return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
 
 
 def checkpoint_of(task: Task) -> checkpoint.Checkpoint:
-    """Returns a task's checkpoint, after downloading it, or writing it if it is tiny."""
+    """Returns a task's checkpoint, after downloading its files, or writing them for a tiny checkpoint."""
     if not task.is_tiny:
         return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
     folder = network.write_tiny(task)
@@ -248,7 +252,7 @@ def checkpoint_of(task: Task) -> checkpoint.Checkpoint:
 
 @contextlib.contextmanager
 def output_folder(folder: Path) -> Iterator[None]:
-    """Makes the output folder and locks it for this run; removes it again if an error leaves it empty."""
+    """Makes the output folder and locks it while the context lasts; removes a new folder that an error leaves empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.is_first() else []
     hosts.from_first(lambda: atomic.make_folder(folder))
     lock = contextlib.ExitStack()

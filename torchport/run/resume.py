@@ -28,11 +28,11 @@ from torchport.task import Task
 PARTIAL = "{}.partial"
 """The artefact of a stage's unfinished latents: `denoise.partial`."""
 UNFINISHED = ".unfinished.json"
-"""Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
+"""The file with the name of the run of all stages that has begun in a folder and has not ended."""
 ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked", "cache")
-"""Fields of a job that decide how compiled programs round, beside what stages use: a run keeps them to its end."""
+"""Fields of a job by which the rounding of compiled programs differs: a run that goes on must have the same."""
 AFTER_REMOVAL = "the same command, after removing it"
-"""The command that makes an artefact of a stopped run again."""
+"""What errors name as the command that makes a broken artefact of a stopped run again."""
 
 
 @dataclasses.dataclass
@@ -45,13 +45,15 @@ class Unfinished:
     step: int = 0  #: How many steps the latents on the disk have gone through; 0 where there are none.
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Saves the latents after a step; until these are whole on the disk, the older ones stay."""
+        """Saves the loop's state after step `number`. The state saved before stays until the new file is whole."""
         name = PARTIAL.format(self.stage)
         hosts.from_first(lambda: save.write(self.task.folder, name, state, {**facts, "done": number}).sha256)
         self.step = number
 
     def keep(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Writes the latents after a step to a file of their own, for `torchport compare`; raises if there are none."""
+        """Writes the latents after step `number` to a new file, for `torchport compare`; refuses a state without
+        latents.
+        """
         latents = latents_of(state)
         if latents is None:
             fact = f"'keep_steps' is true, and the state of '{self.stage}' after a step has no 'latents', but"
@@ -64,8 +66,8 @@ class Unfinished:
     def read(
         self, weights: checkpoint.Checkpoint, shas: Mapping[str, str], stage: StageName = "denoise"
     ) -> tuple[int, dict[str, torch.Tensor]]:
-        """Returns how many steps of a stage a stopped run of this very job finished, and its latents; 0 and {} if none.
-        From now on, `save` saves the latents of this stage.
+        """Returns how many steps of a stage a stopped run of the same job finished, and the state after them; `(0, {})`
+        if there was no such run. Sets the stage whose state `save` saves from now on.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)
         self.stage = stage
@@ -75,7 +77,7 @@ class Unfinished:
     def _read(
         self, stage: family.Stage, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
     ) -> tuple[int, dict[str, torch.Tensor]]:
-        """Returns the saved steps and latents of a stage, read in this process; refuses those of another job."""
+        """Returns the same as `read`, in this process alone; refuses the latents of another job, or of other inputs."""
         name, identity = PARTIAL.format(stage.name), self.task.identity(stage.name)
         file = save.file_of(self.task.folder, name)
         if not file.is_file():
@@ -109,17 +111,18 @@ def steps(
     facts: Callable[[], dict[str, Any]],
     start: tuple[int, dict[str, torch.Tensor]],
 ) -> family.Steps:
-    """Returns a loop's progress bar, what saves and keeps its latents after a step, and where it starts.
+    """Returns the `Steps` of a stage's loop: its progress bar, a function that checks and saves the state after a step,
+    and the starting point. Loops of other stages than denoising are neither saved nor resumed.
 
     Args:
         facts: Returns the manifest's fields for an artefact of this stage, with their values at that moment.
-        start: How many steps are done, and the state after them; 0 and nothing where it begins.
+        start: How many steps are done, and the state after them; `(0, {})` at the beginning.
     """
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
     if stage.name not in DENOISING:
 
         def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
-            """Iterates under the progress bar, and stops before an item if that is requested."""
+            """Yields the items under the progress bar; stops the run before an item if a stop is requested."""
             for item in bar(items, done=done, total=total):
                 stopping.check(task.folder, f"in '{stage.name}'")
                 yield item
@@ -133,7 +136,11 @@ def steps(
         timestep: Any = None,
         kept: family.Kept | None = None,
     ) -> None:
-        """Checks the state after a step and saves it if it is time; stops the run if that is requested."""
+        """Checks the state after step `number`, saves it every few steps and before a stop, and stops if requested.
+
+        Args:
+            kept: Returns further tensors to save, such as those of a step cache.
+        """
         _check_finite(task, stage, number, state, timestep)
         if task.job.keep_steps:
             unfinished.keep(number, state, facts())
@@ -150,7 +157,7 @@ def steps(
 def _check_finite(
     task: Task, stage: family.Stage, number: int, state: Mapping[str, torch.Tensor], timestep: Any
 ) -> None:
-    """Refuses NaN and infinity in what a step leaves; the latents saved before it stay.
+    """Refuses NaN and infinity in the state after a step; the latents saved before the step stay.
 
     A scheduler takes its step on the host, so checking makes no device wait. It takes 0.7 ms at 720p (32 x 31 x 45 x 80
     latents), where a step takes seconds. So every loop is checked in the step itself, not one step later by a program.
@@ -176,7 +183,9 @@ def _check_finite(
 def _difference(
     task: Task, stage: family.Stage, manifest: Manifest, upstream: Upstream | None
 ) -> tuple[str, Any, Any] | None:
-    """Returns the first setting in which an artefact's run differs from this one: key, its value, ours; or None."""
+    """Returns the first setting in which the run of an artefact differs from this run, or None. A difference is the
+    key, the artefact's value, and this run's value: `("steps", 50, 30)`.
+    """
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
     earlier = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
     current = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
@@ -214,7 +223,7 @@ def unfinished_run(task: Task) -> str | None:
 
 
 def start(task: Task, run: str) -> None:
-    """Writes a file that says that a run of all stages has begun, so that the same command can continue it."""
+    """Writes the name of a run of all stages into its folder, so that the same command can continue the run."""
     if task.request.stage == "all":
         atomic.write_json(task.folder / UNFINISHED, {"run": run})
 
@@ -222,7 +231,9 @@ def start(task: Task, run: str) -> None:
 def finished_manifests(
     task: Task, run: str, weights: checkpoint.Checkpoint, upstream: Upstream | None = None
 ) -> dict[str, Manifest]:
-    """Returns, by stage, the verified manifests that a stopped or killed run of this very job finished."""
+    """Returns, by stage, the manifests of the stages that the named run finished, up to the first that is missing or
+    made with other settings. Their artefacts are read and verified.
+    """
     manifests: dict[str, Manifest] = {}
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
@@ -239,7 +250,9 @@ def finished_manifests(
 
 
 def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream | None = None) -> bool:
-    """Returns whether a run of this very job has finished here, every artefact verified; refuses one of another job."""
+    """Returns whether a run of the same job has finished in the folder, after verifying all artefacts; refuses the
+    video of another job.
+    """
     last = save.file_of(task.folder, task.stages[-1].name)
     is_whole = (task.folder / "manifest.json").is_file() and task.result.is_file() and last.is_file()
     if not is_whole or unfinished_run(task) is not None:

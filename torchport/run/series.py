@@ -52,13 +52,13 @@ LONGEST_NAME = 255
 ON_SHEET = 64
 """Pictures on the sheet of a series, at most."""
 BYTE_ORDER_MARK = "\ufeff"
-"""What some editors of Windows write in front of UTF-8."""
+"""The character that some editors of Windows write in front of UTF-8."""
 DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{number}" for name in ("COM", "LPT") for number in range(1, 10))}
 """Names that Windows keeps for devices, with any ending: a folder that is to be copied there cannot have them."""
 
 
 def _folder_name(text: str) -> str:
-    """Returns the name of a folder; raises if some system cannot have it, or some command takes it for a flag."""
+    """Returns a folder's name; raises a ValueError for a name that some system refuses, or that looks like a flag."""
     if not re.fullmatch(r"[^./\\\0][^/\\\0]*", text) or len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError("It must be the name of one folder in --out: no slash, and no dot in front")
     bad = next((letter for letter in text if not letter.isprintable() or letter in '<>:"|?*'), None)
@@ -79,11 +79,11 @@ class Prompt(Frozen):
     """A line of a file of prompts.
 
     Attributes:
-        negative: What it does not show; by default that of `--negative-prompt`.
+        negative: The negative prompt; by default that of `--negative-prompt`.
         seed: The seed of the noise; by default that of `--seed`.
         height: Pixels; by default the config's.
         width: Pixels; by default the config's.
-        frames: Their number; by default the config's.
+        frames: The number of frames; by default the config's.
         image: A file with the first frame, or the video to edit; by default that of `--image`.
         out: The name of the video's folder in `--out`, one that every system can have; by default the number of the
             line, as `0001`.
@@ -101,7 +101,7 @@ class Prompt(Frozen):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line, with what errors and folders call it."""
+    """A line of a file of prompts, with its place and its name."""
 
     prompt: Prompt
     place: str  #: `file:line`.
@@ -109,7 +109,7 @@ class Line:
 
 
 def read_prompts(file: Path) -> list[Line]:
-    """Returns the lines of a file of prompts; blank ones are left out."""
+    """Returns the lines of a file of prompts, without blank lines; raises all their mistakes as one error."""
     try:
         text = folder.text(file)
     except OSError as error:
@@ -136,7 +136,7 @@ def read_prompts(file: Path) -> list[Line]:
 
 
 def _line(text: str, file: str, number: int) -> Line:
-    """Returns the prompt that one line of text holds; refuses a line that is no object of JSON."""
+    """Returns the `Line` of one line of text; refuses text that is no JSON object, or has unknown keys."""
     place, remedy = f"{file}:{number}", 'Write one object on a line, such as {"prompt": "A cat", "seed": 7}'
     try:
         data = json.loads(text, object_pairs_hook=lambda pairs: _mapping(pairs, place))
@@ -152,7 +152,7 @@ def _line(text: str, file: str, number: int) -> Line:
 
 
 def _mapping(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
-    """Returns the pairs of a JSON object as a dict; refuses a key that stands there twice."""
+    """Returns the pairs of a JSON object as a dict; refuses an object with the same key twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -162,7 +162,7 @@ def _mapping(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _shared_folders(lines: list[Line]) -> list[TorchportError]:
-    """Returns an error for each line whose folder is an earlier line's too; names that differ in case count as one."""
+    """Returns an error for each line with the folder of an earlier line. Case does not count: some disks ignore it."""
     first: dict[str, Line] = {}
     mistakes: list[TorchportError] = []
     for line in lines:
@@ -175,30 +175,30 @@ def _shared_folders(lines: list[Line]) -> list[TorchportError]:
 
 
 TOGETHER = 4
-"""Videos that go through a stage before the next one is loaded, by default: it is loaded a quarter as often."""
+"""Videos that go through a stage before the next stage is loaded, by default: a stage is loaded a quarter as often."""
 OF_ONE_VIDEO = (SaveError, ForeignError, ConfigError)
-"""Errors that one video may have alone. Any other would come again with the next one."""
+"""Errors that one video may have alone. Other errors would come again with the next video."""
 
 
 @dataclasses.dataclass
 class Video:
-    """A video of a series, and what has become of it."""
+    """A video of a series, and its state."""
 
-    name: str  #: Of its folder in `--out`.
+    name: str  #: The name of its folder in `--out`.
     task: Task
     #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
-    #: process has its folder).
+    #: process has locked its folder).
     state: str = "waiting"
     seconds: float = 0.0
     error: TorchportError | None = None
-    #: While this process makes it: the lock of its folder, its run, and the next stage on it.
+    #: While this process makes the video: the lock of its folder, its run, and its next stage.
     lock: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     journey: Journey | None = None
     stage: family.Stage | None = None
     stages: Iterator[family.Stage] | None = None  #: The stages after the next one.
 
     def start(self, common: path.Shared, stopping: Stopping) -> None:
-        """Begins the video, or goes on with it where it was stopped; ends it at once if it is finished."""
+        """Starts the video's run, or resumes a stopped run; ends a video that is finished already as "reused"."""
         journey = Journey(self.task, common.weights, common.upstream, stopping)
         if hosts.from_first(lambda: resume.is_finished(self.task, common.weights, common.upstream)):
             if journey.revise():  # the job has another `fps` than the video
@@ -209,7 +209,7 @@ class Video:
         self.advance(journey)
 
     def advance(self, journey: Journey) -> None:
-        """Goes on to the next stage; after the last one it ends the video."""
+        """Sets `stage` to the next stage; after the last stage, finishes the run and ends the video as "done"."""
         self.stage = next(self.stages or iter(()), None)
         if self.stage is None:
             summary = journey.finish()
@@ -217,22 +217,22 @@ class Video:
             self.end("done")
             log.info("%s is done: %s", self.name, summary.video)
 
-    def carry(self, at_hand: path.StageAtHand) -> None:
-        """Carries the video through a loaded stage, and goes on to the next one."""
+    def carry(self, loaded_stage: path.StageAtHand) -> None:
+        """Runs a loaded stage for the video, and sets `stage` to the next."""
         assert self.journey is not None
-        log.info("%s: %s", self.name, at_hand.stage.name)
-        at_hand.carry(self.journey)
+        log.info("%s: %s", self.name, loaded_stage.stage.name)
+        loaded_stage.carry(self.journey)
         self.advance(self.journey)
 
     def fail(self, error: TorchportError) -> None:
-        """Ends the video with an error, which is logged."""
+        """Ends the video as "failed", and logs the error."""
         log.error("%s failed: %s", self.name, error.report())
         if self.journey is not None:
             self.seconds = sum(self.journey.seconds.values())
         self.end("failed", error)
 
     def end(self, state: str, error: TorchportError | None = None) -> None:
-        """Notes what has become of the video, and releases its folder."""
+        """Sets the video's last state, and unlocks its folder."""
         self.state, self.error = state, error
         self.journey = self.stage = self.stages = None
         self.lock.close()
@@ -242,8 +242,8 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     """Returns the videos of a file of prompts, after checking all that each line names.
 
     Args:
-        request: What all of them share; its `out` is the folder of their folders. Its negative prompt, seed and image
-            are those of lines that have none.
+        request: The request that all videos share. Its `out` is the folder of their folders; its negative prompt, seed
+            and image are for lines without them.
     """
     accept(request, dry=True, reads_picture=False)
     videos: list[Video] = []
@@ -267,7 +267,7 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
 
 
 def _video(line: Line, task: Task) -> Video:
-    """Returns the video of a line. If its picture cannot be read, it has failed; the others are made all the same."""
+    """Returns the video of a line, "failed" if its image cannot be read: the other videos are made all the same."""
     video = Video(line.name, task)
     try:
         if task.settings.image is not None:
@@ -279,7 +279,7 @@ def _video(line: Line, task: Task) -> Video:
 
 
 def _request(request: Request, line: Line) -> Request:
-    """Returns the request for a line: what the line names, and the series' request for all else."""
+    """Returns the request for a line: the values that the line names, and those of the series' request otherwise."""
     prompt = line.prompt
     assert request.out is not None
     sizes = {key: getattr(prompt, key) for key in ("height", "width", "frames")}
@@ -295,7 +295,7 @@ def _request(request: Request, line: Line) -> Request:
 
 
 def shape(task: Task) -> tuple[int, int, int, bool]:
-    """Returns a video's shape, on which its programs depend: frames, height, width, and whether it has an image."""
+    """Returns the values on which a video's programs depend: frames, height, width, and whether it has an image."""
     settings = task.settings
     return settings.frames, settings.height, settings.width, settings.image is not None
 
@@ -303,11 +303,12 @@ def shape(task: Task) -> tuple[int, int, int, bool]:
 def make(
     videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: hosts.Cluster | None = None
 ) -> Path | None:
-    """Makes the videos of a series. Each ends with another state than "waiting", unless the series is stopped.
+    """Makes the videos of a series, and returns the file of the sheet of their pictures, if there is a sheet. Each
+    video ends with another state than "waiting", unless the series is stopped.
 
     Args:
-        together: Videos of one shape that go through a stage before the next one is loaded.
-        cluster: The processes that run each of them together; by default this one alone.
+        together: Videos of one shape that go through a stage before the next stage is loaded.
+        cluster: The processes that run each video jointly; by default this process alone.
 
     Raises:
         StoppedError: Ctrl-C or a signal, after the step in progress.
@@ -322,7 +323,7 @@ def make(
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
             waiting = len(videos) + 1
-            # As long as it helps: another process that had some of the videos may have ended meanwhile.
+            # Again, as long as videos get done: another process with the same `--out` may have unlocked some meanwhile.
             while (left := sum(video.state == "waiting" for video in videos)) and left < waiting:
                 waiting = left
                 for key in dict.fromkeys(shape(video.task) for video in videos):
@@ -337,8 +338,7 @@ def make(
 
 def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
     """Writes a series' first `ON_SHEET` finished pictures side by side, in the order of its lines; returns the file.
-
-    A sheet of fewer than two pictures is none: what an earlier series wrote there is removed.
+    With fewer than two pictures it returns None, and removes the sheet of an earlier series.
     """
     if not videos[0].task.card.makes_pictures:
         return None
@@ -353,8 +353,8 @@ def write_sheet(out: Path, videos: Sequence[Video]) -> Path | None:
 
 
 def _make_shape(videos: Sequence[Video], together: int, stopping: Stopping) -> None:
-    """Makes videos of one shape, `together` of them at a time. An error of all processes fails all these videos, and
-    the series goes on.
+    """Makes the waiting videos of one shape, `together` of them at a time. An error on all processes fails all these
+    videos, and the series goes on with the next shape.
     """
     with contextlib.ExitStack() as locks:
         taken = _take(videos, together, locks)
@@ -375,7 +375,9 @@ def _make_shape(videos: Sequence[Video], together: int, stopping: Stopping) -> N
 
 
 def _take(videos: Sequence[Video], together: int, locks: contextlib.ExitStack) -> list[Video]:
-    """Returns the next videos, their folders locked; those that another process has locked are left out."""
+    """Locks the folders of the next waiting videos, at most `together`, and returns these videos. It leaves out folders
+    that another process has locked, and fails videos whose folder cannot be written.
+    """
     taken: list[Video] = []
     for video in videos:
         if len(taken) < together and video.state == "waiting":
@@ -391,36 +393,36 @@ def _take(videos: Sequence[Video], together: int, locks: contextlib.ExitStack) -
 
 
 def _carry(common: path.Shared, videos: Sequence[Video], stopping: Stopping) -> None:
-    """Carries videos through all stages, each stage loaded once for all of them."""
+    """Runs all stages for videos of one shape; each stage is loaded once for all of them."""
     for video in videos:
         _attempt(video, functools.partial(video.start, common, stopping))
     for stage in common.task.stages:
         at_this_stage = [video for video in videos if video.stage is not None and video.stage.name == stage.name]
         if at_this_stage:
-            with path.at_stage(common, stage) as at_hand:
+            with path.at_stage(common, stage) as loaded_stage:
                 for video in at_this_stage:
-                    _attempt(video, functools.partial(video.carry, at_hand), at_hand)
+                    _attempt(video, functools.partial(video.carry, loaded_stage), loaded_stage)
 
 
-def _attempt(video: Video, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
-    """Does a part of the work on a video. An error of this video alone fails this video, not the series."""
+def _attempt(video: Video, work: Callable[[], None], loaded_stage: path.StageAtHand | None = None) -> None:
+    """Calls `work`, a part of the work on a video. An error of this video alone fails this video, not the series."""
     try:
         with failure.explained(failure.Owners.of_task(video.task)):
             work()
     except OF_ONE_VIDEO as error:
-        is_loading = at_hand is not None and at_hand.is_loading
+        is_loading = loaded_stage is not None and loaded_stage.is_loading
         if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
             raise
         video.fail(error)
 
 
 def _is_everywhere(error: TorchportError) -> bool:
-    """Returns whether all processes of the run have this error: only then can they go on together."""
+    """Returns whether all processes of the run have this error: only then can the processes go on."""
     return hosts.processes() == 1 or error.on_every_process
 
 
 def lines(videos: Sequence[Video]) -> list[str]:
-    """Returns a table of videos, with their states and seconds, and a last line that counts them by state."""
+    """Returns a table of videos with their states and seconds as lines of text; the last line counts them by state."""
     rows = []
     for video in videos:
         time = f"{video.seconds:8.1f} s" if video.seconds else ""

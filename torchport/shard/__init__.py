@@ -41,7 +41,7 @@ def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str)
 
 
 def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
-    """Returns a job with a mesh: its own, or its strategy's where it has none or only its strategy was exchanged."""
+    """Returns a job with a mesh: its own; or its strategy's, if it has none, or if a flag sets its strategy alone."""
     exchanged = ("strategy",) in document.flags and not any(path[0] == "mesh" for path in document.flags)
     return job.model_copy(update={"mesh": strategy.mesh}) if exchanged or "mesh" not in document.data else job
 
@@ -62,7 +62,11 @@ def check_used(
     place: Callable[[Axis], str],
     owner: str,
 ) -> None:
-    """Refuses an axis of a mesh that no rule of an `owner` names: its devices would repeat the same work."""
+    """Refuses an axis of a mesh that no rule names: devices along the axis would repeat the same work.
+
+    Args:
+        place: Returns where an axis of the mesh is written, for errors; `owner`: whose rules they are.
+    """
     used = axes_of(rules, activations)
     for axis, size in mesh.items():
         if size > 1 and axis not in used:
@@ -80,7 +84,7 @@ def axes_of(rules: Iterable[Rule], activations: Iterable[ActivationRule]) -> set
 
 
 def check_divides(axis: Axis, size: int, name: str, count: int, place: str) -> None:
-    """Refuses an axis whose size does not divide the count that it splits: the batch, or a network's heads."""
+    """Refuses an axis whose size does not divide a count that it splits: the batch, or a network's heads."""
     if count % size:
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         fact = f"{axis}={size} does not divide {name}, which is {count}"
@@ -89,13 +93,13 @@ def check_divides(axis: Axis, size: int, name: str, count: int, place: str) -> N
 
 
 def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """Returns JAX's mesh of these devices, with the axes dp, sp and tp; an axis that the job leaves out has size 1.
-    Devices of a group are neighbours, first those of a group along an inner axis: see `grid.order`.
+    """Returns JAX's mesh of these devices, with the axes dp, sp and tp; an axis that the job leaves out has size 1. The
+    devices of a group along an axis are as close together as possible, inner axes first: see `grid.order`.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     where = grid.spots(devices)
-    candidates = [list(range(len(devices)))]
+    candidates = [list(range(len(devices)))]  # orders that `grid.order` prefers if no other is more compact
     if len({spot.island for spot in where}) == 1:  # JAX's own order, in rings of chips, is for one slice
         try:
             jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
@@ -110,7 +114,7 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
 
 
 def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.AbstractMesh:
-    """Returns the mesh without its devices, which need not be there: what attention and layouts depend on."""
+    """Returns the mesh without its devices, which need not exist: enough for attention and layouts."""
     device = jax.sharding.AbstractDevice(
         device_kind=machine.kinds[0] if machine.kinds else machine.platform,
         num_cores=None if machine.chip is None else machine.chip.cores,
@@ -127,7 +131,9 @@ def match(
     place: str,
     places: Sequence[str] = (),
 ) -> dict[str, RuleT]:
-    """Returns the rule of every tensor, with the spec that fits its shape: the rule's first, or one of `otherwise`."""
+    """Returns the rule of every tensor by name, with the spec that fits its shape: the rule's first, or one of
+    `otherwise`. Refuses a tensor without a rule, a rule without a tensor, and a shape that no spec fits.
+    """
     rule_of: dict[str, RuleT] = {}
     for name in shapes:
         size = math.prod(shapes[name])
@@ -137,7 +143,7 @@ def match(
 
 
 def firsts(rules: Sequence[Rule], names: Iterable[str]) -> set[int | None]:
-    """Returns the indices of the rules that are the first match of some name, and None if a name has no match."""
+    """Returns the indices of the rules that are the first match of a name; among them None if a name has no match."""
     return {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
 
 
@@ -145,7 +151,7 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
     """Refuses a rule that is the first match of none of these names of tensors.
 
     Args:
-        place: Where the rules are written, for errors; `places`: where each of them is, if that is known.
+        place: Where the rules are written, for errors; `places`: where each rule is, if this is known.
     """
     used = firsts(rules, names)
     for number, rule in enumerate(rules):
@@ -163,7 +169,7 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
 
 
 def _first_match(rules: Sequence[RuleT], name: str, place: str, description: str) -> RuleT:
-    """Returns the first rule that matches a tensor's name; refuses a tensor (by its description) that none matches."""
+    """Returns the first rule that matches a tensor's name. Without a match it refuses the tensor by its description."""
     for rule in rules:
         if matches(rule, name):
             return rule
@@ -188,7 +194,7 @@ def matches(rule: Rule, name: str) -> bool:
 
 
 def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
-    """Returns the rule with its first spec whose axes divide the shape; refuses a shape that none of them divides."""
+    """Returns the rule with its first spec whose axes divide the shape; refuses a shape that no spec divides."""
     uneven: list[tuple[int, tuple[Axis, ...]]] = []
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
@@ -211,12 +217,12 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
 
 
 def ways(axes: Iterable[Axis], mesh: Mapping[Axis, int]) -> int:
-    """Returns into how many parts axes of a mesh split a dim: dp and tp of `{dp: 2, tp: 4}` into 8."""
+    """Returns into how many parts some axes of a mesh split a dim: the axes dp and tp of `{dp: 2, tp: 4}` into 8."""
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
 def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:
-    """Returns the bytes that the tensors take on each device under their rules: exact, from shapes alone."""
+    """Returns the bytes of all tensors on each device under their rules: exact, from shapes alone."""
     total = 0
     for name, shape in shapes.items():
         split = math.prod(ways(axes, mesh) for axes in dims_of(rules[name].spec))
@@ -237,10 +243,11 @@ def gathered(rules: Mapping[str, WeightRule]) -> frozenset[str]:
 def place(
     tensors: Iterable[tuple[str, torch.Tensor]], rules: Mapping[str, Rule], mesh: jax.sharding.Mesh
 ) -> dict[str, jax.Array]:
-    """Returns the tensors as JAX arrays, each sharded by its rule; refuses an array that JAX has placed otherwise.
+    """Returns the tensors as JAX arrays by name, each sharded by its rule; raises if JAX has placed an array otherwise.
 
     Args:
-        tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
+        tensors: Pairs of a name and a torch tensor (any shape; host memory), taken one by one: the host need not hold
+            them all.
     """
     placed: dict[str, jax.Array] = {}
     for name, tensor in tensors:
@@ -264,20 +271,20 @@ KINDS = {
     torch.int32: numpy.int32,
     torch.bool: numpy.bool_,
 }
-"""What `to_jax` makes of torch's dtypes."""
+"""The dtype of `to_jax`'s array for each of torch's dtypes."""
 
 
 def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns what `to_jax` would make of a tensor, as shape, dtype and placement alone."""
+    """Returns shape, dtype and sharding of the array that `to_jax` would make of a tensor."""
     return jax.ShapeDtypeStruct(tuple(tensor.shape), KINDS[tensor.dtype], sharding=where)
 
 
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part. The dtype stays,
-    even if it has 64 bits: `enable_x64` keeps JAX from halving it. Raises for a dtype that NumPy lacks.
+    even with 64 bits: `enable_x64` keeps JAX from taking 32. Raises for a dtype that NumPy lacks.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype == torch.bfloat16:  # NumPy has none: the bits go through int16
         array: Any = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     else:
         try:
@@ -300,7 +307,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
-    """Returns a JAX array in host memory, gathered from all hosts; see `to_torch`."""
+    """Returns a JAX array as a NumPy array in host memory, gathered from all hosts; see `to_torch`."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return numpy.asarray(array)
     return numpy.asarray(multihost_utils.process_allgather(array, tiled=True))

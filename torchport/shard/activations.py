@@ -26,10 +26,10 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
 def check(
     module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mapping[Axis, int], place: str
 ) -> Callable[[], None]:
-    """Adds hooks by which modules refuse to return outputs that their rule does not fit; see `constrain`.
+    """Adds hooks that refuse outputs of modules which their rule does not fit; see `constrain`.
 
     Returns:
-        A function to call after the network was called. It refuses a rule none of whose modules was called.
+        A function to call after the network was called. It refuses a rule if none of its modules was called.
     """
     module_rules, called = rule_by_module(module, rules, place), set[str]()
 
@@ -39,7 +39,7 @@ def check(
         called.add(name)
 
     def check_called() -> None:
-        """Refuses a rule none of whose modules was called: it would have no effect."""
+        """Refuses a rule if none of its modules was called: the rule would have no effect."""
         for number, rule in enumerate(rules, 1):
             names = [name for name in module_rules if module_rules[name] is rule]
             if called.isdisjoint(names) and not rule.is_shared:
@@ -52,7 +52,7 @@ def check(
 
 
 def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
-    """Returns the first matching rule of each submodule that has one, by name; raises if a rule matches none."""
+    """Returns the first matching rule of submodules, by their names; refuses a rule that is the first match of none."""
     names = [name for name, _ in module.named_modules() if name]
     numbers = {
         name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names
@@ -68,7 +68,7 @@ def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], pla
 def _sharded_output(
     name: str, rule: ActivationRule, mesh: jax.sharding.Mesh, place: str, module: Any, inputs: Any, output: Any
 ) -> Any:
-    """Returns a module's output with every tensor sharded by its spec: a forward hook."""
+    """Returns the output of the module `name` with every tensor sharded by its spec: a forward hook."""
     _check_output(name, rule, dict(mesh.shape), place, output)
     outputs = output if isinstance(output, tuple) else (output,)
     sharded = [*outputs]
@@ -80,7 +80,7 @@ def _sharded_output(
 
 
 def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
-    """Returns the spec of each output, None for no constraint; a shared rule has none for outputs of too few dims."""
+    """Returns the spec of each output; None for no constraint, as under a shared rule for an output of fewer dims."""
     if not rule.is_shared:
         return rule.outputs
     specs = []
@@ -91,7 +91,7 @@ def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
 
 
 def _check_output(name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, output: Any) -> None:
-    """Refuses fewer outputs of the module `name` than its rule has specs, and one that its spec does not fit."""
+    """Refuses an output of the module `name` that has fewer tensors than its rule has specs, or does not fit a spec."""
     outputs = output if isinstance(output, tuple) else (output,)
     if len(outputs) < len(rule.outputs):
         fact = f"'{rule.match}' has {len(rule.outputs)} specs, and '{name}' returns {len(outputs)} tensor(s)"

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 Sizes = Sequence[int]
-"""Of a mesh's axes, the outermost first."""
+"""The sizes of a mesh's axes, the outermost first."""
 Order = list[int]
-"""For each position in a mesh, the last axis fastest, the number of the device that stands there."""
+"""For each position in a mesh, the last axis fastest, the number of the device at this position."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Spot:
     island: int
     #: The chip's coordinates, (x, y, z); empty where chips have none.
     chip: tuple[int, ...]
-    #: Which device of the chip; of the process where chips have no coordinates.
+    #: The number of the device on its chip, or in its process if chips have no coordinates.
     core: int
 
 
 def spots(devices: Sequence[Any]) -> list[Spot]:
-    """Returns the place of each device; the devices are JAX's, or those of a topology."""
+    """Returns the place of each device, one of JAX's own or of a topology."""
     places, devices_of_process = [], collections.Counter[int]()
     for device in devices:
         if hasattr(device, "coords"):
-            # A slice that is alone has no number.
+            # A device of a single slice has no `slice_index`.
             places.append(Spot(getattr(device, "slice_index", 0), tuple(device.coords), device.core_on_chip))
         else:
             places.append(Spot(device.process_index, (), devices_of_process[device.process_index]))
@@ -47,21 +47,24 @@ def spots(devices: Sequence[Any]) -> list[Spot]:
 def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:
     """Returns an order of devices in which the groups along each axis are as compact as possible, inner axes first.
 
-    An axis is given a box of chips, 2x2 rather than 1x4, on one slice if it fits, with both devices of a chip before a
+    A group gets a box of chips, 2x2 rather than 1x4, on one slice if it fits, with both devices of a chip before a
     second chip; successive devices of a group are neighbours wherever the box allows it.
 
     Args:
         sizes: Their product is the number of devices.
-        candidates: Orders to compare with; the first of them is returned, unless another order is more compact, or as
-            compact with neighbours that are closer.
+        where: The place of each device, by its number.
+        candidates: Further orders; the first of them is returned, unless another order is more compact, or as compact
+            with neighbours that are closer.
     """
-    # Devices that do not fill a box keep their order: there is nothing to choose from.
+    # Without any order, as for devices that do not fill a box, the devices keep theirs.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
     return min(orders, key=lambda numbers: _spread(sizes, [where[number] for number in numbers]))
 
 
 def _spread(sizes: Sizes, ordered: Sequence[Spot]) -> tuple[list[tuple[int, ...]], int]:
-    """Returns how far apart the devices of an order's groups are; an order with a smaller value is better."""
+    """Returns how far apart the devices of groups are, a smaller value being better: for each axis, inner first, the
+    islands and the sides of the worst group's box, and then the sum of distances between successive devices.
+    """
     worst, distance = [], 0
     for axis in reversed(range(len(sizes))):
         groups = [[ordered[position] for position in group] for group in _groups(sizes, axis)]
@@ -76,7 +79,7 @@ def _spread(sizes: Sizes, ordered: Sequence[Spot]) -> tuple[list[tuple[int, ...]
 
 
 def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
-    """Yields the positions of each group along an axis: of sizes (2, 2), `(0, 1)` and `(2, 3)` along axis 1."""
+    """Yields the positions of each group along an axis: 0, 1 and then 2, 3 along axis 1 of a mesh of sizes (2, 2)."""
     stride = math.prod(sizes[axis + 1 :])
     for outer in range(0, math.prod(sizes), stride * sizes[axis]):
         for inner in range(stride):
@@ -89,20 +92,20 @@ def _sides(group: Sequence[Spot]) -> list[int]:
 
 
 def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
-    """Yields orders that give each axis a box of the grid, inner boxes inside outer ones; none if the grid has gaps."""
-    keys = [(spot.island, *reversed(spot.chip), spot.core) for spot in where]
+    """Yields orders in which each group has a box of the grid, boxes inside boxes; none if the grid has gaps."""
+    keys = [(spot.island, *reversed(spot.chip), spot.core) for spot in where]  # island, z, y, x, core
     lines = [sorted(set(line)) for line in zip(*keys, strict=True)]
     if math.prod(map(len, lines)) != len(set(keys)) or len(set(keys)) != len(where):
         return
     devices = {tuple(line.index(at) for line, at in zip(lines, key, strict=True)): n for n, key in enumerate(keys)}
     splits = [list(_factorisations(len(line), len(sizes))) for line in lines]
-    for parts in itertools.product(*splits):  # of each line of the grid, how many steps each axis of the mesh takes
+    for parts in itertools.product(*splits):  # for each line of the grid, a factor for each axis of the mesh
         if any(math.prod(part[axis] for part in parts) != size for axis, size in enumerate(sizes)):
             continue
         strides = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
         walks = [_turning([part[axis] for part in parts]) for axis in range(len(sizes))]
         numbers = []
-        for digits in itertools.product(*walks):  # of each axis, the steps along the lines to a position
+        for digits in itertools.product(*walks):  # for each axis, coordinates in its box
             pairs = zip(digits, strides, strict=True)
             moves = ([d * s for d, s in zip(digit, stride, strict=True)] for digit, stride in pairs)
             numbers.append(devices[tuple(map(sum, zip(*moves, strict=True)))])
@@ -120,7 +123,8 @@ def _factorisations(length: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields the coordinates of a box of these sides, each a neighbour of the last: (0, 0), (0, 1), (1, 1), (1, 0).
+    """Yields the coordinates in a box of these sides, each a neighbour of the one before: of `[2, 2]` (0, 0), (0, 1),
+    (1, 1), (1, 0).
 
     Source: the reflected Gray code, in mixed radix.
     """
@@ -133,8 +137,8 @@ def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def links(group: Sequence[Spot]) -> str:
-    """Returns what links the devices of a group: `2x2 square`, `1x4 line`, `one chip`, or a net of `hosts` or `slices`.
-    A box `with gaps` holds chips of other groups too, and its links carry their exchange beside this one's.
+    """Returns the name of the links of a group's devices: `2x2 square`, `1x4 line`, `one chip`, or `hosts` or `slices`
+    for a network. A box `with gaps` holds chips of other groups, too, and its links carry their exchange as well.
     """
     sides = sorted(_sides(group))
     if len({spot.island for spot in group}) > 1:
@@ -150,7 +154,7 @@ def links(group: Sequence[Spot]) -> str:
 
 
 INSIDE = 6.0
-"""What joins the two devices of a tpu7x chip, in links between chips.
+"""The bandwidth between the two devices of a tpu7x chip, in links between chips.
 
 Source: cloud.google.com/tpu/docs/tpu7x, "Dual-chiplet architecture".
 """

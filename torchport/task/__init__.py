@@ -36,11 +36,11 @@ DEFAULT_SEED = 42
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to run, as given on the command line or from Python."""
+    """A request to run stages of a model, from the command line or from Python; nothing in it is checked yet."""
 
-    model: str
-    config: str
-    #: What to show; may be left out where no prompt is encoded.
+    model: str  #: The name of a model card.
+    config: str  #: The name or the file of a job.
+    #: The text that the video is to show; may be left out where no prompt is encoded.
     prompt: str | None = None
     negative_prompt: str | None = None
     seed: int | None = None  #: Of the noise; by default 42.
@@ -53,7 +53,7 @@ class Request:
     stage: str = "all"  #: One stage, or `all`.
     #: `torchax`, or `original`: upstream, eager, in PyTorch.
     backend: Backend = "torchax"
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  #: Of fields of the job, by `--set`: `("steps=4",)`.
     #: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
     paths: tuple[str, ...] = ()
     #: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
@@ -68,7 +68,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A request with all that it names, read and checked."""
+    """A request, with the card, job, family and other files that it names, read and checked."""
 
     request: Request
     pack: Pack
@@ -101,7 +101,7 @@ class Task:
 
     @property
     def denoising(self) -> list[families.Stage]:
-        """The family's stages that take denoising steps, in order; the first one begins with the noise."""
+        """The family's stages that take denoising steps, in order; the first of them begins with the noise."""
         return [stage for stage in self.family.STAGES if stage.name in DENOISING]
 
     @property
@@ -111,7 +111,7 @@ class Task:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the checkpoint is the card's tiny one."""
+        """Whether the checkpoint is the card's tiny checkpoint."""
         return is_tiny(self.checkpoint)
 
     @property
@@ -120,10 +120,10 @@ class Task:
         return self.folder / (save.PICTURE if self.card.makes_pictures else save.VIDEO)
 
     def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
-        """Returns the patches of some stages.
+        """Returns the patches of some stages, those of torchax included for stages with a compiled network.
 
-        Every stage that goes through torchax also gets the patches of torchax. For the original, this returns only the
-        patches without which upstream cannot start: plumbing, and those that the card names.
+        For the original, these are only the patches without which upstream cannot start: plumbing, and the patches that
+        the card lists under `original`.
         """
         names: list[str] = []
         for stage in stages:
@@ -144,12 +144,14 @@ class Task:
         return stage.name == "encode" and self.job.encode == "devices" and not self.original
 
     def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
-        """Returns the caller's noise by its name among a stage's inputs; an empty dict without any."""
+        """Returns the caller's noise as an input, `{"noise": tensor}`; an empty dict without noise, and for other
+        stages than the first with steps.
+        """
         noise = self.request.noise
         return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
 
     def component_folder(self, weights: Path, component: str) -> Path:
-        """Returns where a component's files lie in the folder of a checkpoint: `weights / "transformer"`."""
+        """Returns the folder of a component in the folder of a checkpoint: `weights / "transformer"`."""
         return weights / self.card.folder(component, self.settings.variant)
 
     def dtype(self, component: str) -> str:
@@ -157,20 +159,23 @@ class Task:
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
     def identity(self, stage: StageName) -> dict[str, Any]:
-        """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree."""
+        """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree:
+        `{"model": "NAME", "height": 480, ...}`.
+        """
         identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
             return identity | {"guidance": self.settings.guidance_scale != 1.0}
-        if self.card.call is not None and stage != "encode_image":  # latents are replayed in the call that made them
+        # Arguments of the pipeline's `__call__`: a stage of diffusers replays its call on an earlier stage's latents.
+        if self.card.call is not None and stage != "encode_image":
             identity["call"] = {**self.card.call.constants, **self.settings.call}
-        if stage == "denoise_first":  # the same loop goes on
+        if stage == "denoise_first":  # `denoise` takes the remaining steps of the same loop
             identity |= {"steps": self.settings.steps, "guidance_scale": self.settings.guidance_scale}
             identity |= {"lora": self.loras, "scheduler": self.settings.scheduler}
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
 
     @functools.cached_property
     def loras(self) -> list[dict[str, Any]]:
-        """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
+        """The job's LoRA files as rows of a manifest. Checksums tell whether two runs had the same files."""
         rows: list[dict[str, Any]] = []
         for lora in self.job.lora:
             file = expand_home(lora.path)
@@ -181,12 +186,12 @@ class Task:
 
     @functools.cached_property
     def image_digest(self) -> str:
-        """The first 16 digits of the SHA-256 of the image's file, which tell it from others."""
+        """The first 16 digits of the SHA-256 of the image's file."""
         assert self.settings.image is not None
         return hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
-        """Returns the settings that a stage uses, as its manifest keeps them."""
+        """Returns the settings that a stage uses, for its manifest, with checksums of image, LoRA files and noise."""
         settings = dataclasses.asdict(self.settings)
         settings["image"] = str(self.settings.image) if self.settings.image else None
         settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
@@ -207,7 +212,9 @@ class Task:
         return row
 
     def code(self, stage: families.Stage) -> dict[str, dict[str, Any]]:
-        """Returns what a stage's manifest keeps of its code: the card, and checksums of family files and patches."""
+        """Returns a manifest's fields `card` and `code`: the card's content, and checksums of the family's files and of
+        a stage's patches by file name.
+        """
         digests = {file: _sha256(file)[:16] for file in self.card.python_files(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
@@ -217,11 +224,11 @@ class Task:
         code: dict[str, str] = {}
         for file, digest in digests.items():
             name = "/".join(file.parts[-3:])
-            code[name] = code.get(name, "") + digest  # two packs may have files of one name
+            code[name] = code.get(name, "") + digest  # two packs may have files of the same name
         return {"card": self.card.model_dump(mode="json", exclude_defaults=True), "code": code}
 
     def flag_settings(self) -> dict[str, Any]:
-        """Returns the settings that a flag sets, without those of a config or a default."""
+        """Returns the settings that the user has set by flags, such as `--seed` or `--set steps=4`, by name."""
         keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
         settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
         flags = {key: getattr(self.request, key) for key in ("prompt", "negative_prompt", "seed")}
@@ -230,7 +237,7 @@ class Task:
         return settings | {key: value for key, value in flags.items() if value is not None}
 
     def command(self, stage: StageName, folder: Path) -> str:
-        """Returns the command that makes the artefact of a stage in a folder, for errors."""
+        """Returns the command line that makes the artefact of a stage in a folder, for remedies."""
         request = self.request
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
@@ -247,14 +254,16 @@ class Task:
         return shlex.join([*words, "--out", str(folder)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how a child process restores the task from a pickle: it loads the family again; `shapes` is empty."""
+        """Returns how `pickle` restores the task in another process: the family, a module, is loaded again, and
+        `shapes` is empty.
+        """
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("family", "shapes")]
         fields = {name: getattr(self, name) for name in names}
         return _with_family, (fields,)
 
 
 def _with_family(fields: dict[str, Any]) -> Task:
-    """Returns the task with these fields; its family is loaded from the card's pack."""
+    """Returns the task with these fields, after loading its family: the reverse of `Task.__reduce__`."""
     card, document = fields["card"], fields["card_document"]
     return Task(**fields, family=load_family(fields["pack"], card, document))
 
@@ -266,11 +275,11 @@ def _sha256(file: Path) -> str:
 
 
 def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> Task:
-    """Returns the task of a request, after reading and checking all that it names.
+    """Returns the task of a request, after reading and checking card, job, family and files that the request names.
 
     Args:
-        dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
-        reads_picture: Whether the image is read. A series reads those of its videos itself.
+        dry: Whether the task is not to be run, so that prompt, image and LoRA files may be missing.
+        reads_picture: Whether the image is read, to check its file. A series reads the images of its videos itself.
     """
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
@@ -303,7 +312,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         _check_lora_files(job, request.stage, request.overrides, job_document)
     weights = request.checkpoint or job.checkpoint or card.checkpoint
     checkpoint.check_name(weights)
-    card = card.with_trained({}) if weights == RANDOM else card
+    card = card.with_trained({}) if weights == RANDOM else card  # seeded tiny weights, not the trained ones
     published = checkpoint.as_published(card, weights)
     if published is not card:
         card, family = published, load_family(pack, published, card_document)
@@ -317,8 +326,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
 
 
 def accept_like(task: Task, request: Request) -> Task:
-    """Returns the task of a request that differs from a task's in prompts, seed, image and folder alone. It takes card,
-    job and family from that task. It does not read the image: a series reads its images itself.
+    """Returns the task of a request that differs from the request of `task` in prompts, seed, image and folder alone.
+    Card, job and family are those of `task`. The image is not read: a series reads its images itself.
     """
     _check_request(request, task.card, dry=False)
     frames = task.job.frames if task.card.edits else None
@@ -328,12 +337,12 @@ def accept_like(task: Task, request: Request) -> Task:
 
 
 def encoder_names(card: Card, stage: families.Stage) -> list[str]:
-    """Returns the components that encode the prompt in a stage."""
+    """Returns the components that encode the prompt in a stage: its parts with weights, without the VAE."""
     return [name for name in stage.parts if card.components[name].dtype is not None and name != "vae"]
 
 
 def _check_stage(request: Request, family: ModuleType) -> None:
-    """Refuses a stage that the family has not, and noise for a stage that goes on from an earlier one's latents."""
+    """Refuses a stage that the family lacks, and noise for a stage that begins with an earlier stage's latents."""
     names = [*(stage.name for stage in family.STAGES), "all"]
     if request.stage not in names:
         raise UnknownNameError(f"--stage {request.stage}", "There is no such stage", nearest(request.stage, names))
@@ -344,7 +353,7 @@ def _check_stage(request: Request, family: ModuleType) -> None:
 
 
 def _check_request(request: Request, card: Card, dry: bool) -> None:
-    """Refuses a request that lacks a prompt, has text that is not Unicode, or has a flag without effect."""
+    """Refuses a request without a prompt for `encode`, with text that is not Unicode, or with a flag without effect."""
     if request.prompt is None and request.stage in ("encode", "all") and not dry:
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
     for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
@@ -366,7 +375,7 @@ def _check_request(request: Request, card: Card, dry: bool) -> None:
 
 
 def _check_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a LoRA of a component that takes no steps, and encoders on the devices that the family loads itself."""
+    """Refuses a LoRA of a component that takes no steps, and `encode: devices` for encoders that the family loads."""
     names = [str(stage.network) for stage in family.STAGES if stage.name in DENOISING]
     for number, lora in enumerate(job.lora):
         if lora.component not in names:
@@ -382,8 +391,8 @@ def _check_components(card: Card, job: Job, family: ModuleType, document: Docume
 def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
     """Refuses a LoRA file that is missing, or that is a pickle.
 
-    A stage without denoising steps reads no LoRA, unless `--set lora=` names one: its bytes must then be those that the
-    steps were taken with. `torchport plan` does not call this: it works without the files.
+    A stage without denoising steps reads LoRA files only if `--set lora=` names them, to compare their checksums with
+    those of the steps. `torchport plan` works without the files.
     """
     if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
         return
@@ -397,7 +406,7 @@ def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: 
 def check_step_cache(
     card: Card, job: Job, stages: Sequence[families.Stage], original: bool, document: Document
 ) -> None:
-    """Refuses a step cache that a denoising loop cannot have; without denoising steps, `cache` has no effect."""
+    """Refuses the job's step cache if a denoising loop among the stages cannot have a step cache."""
     loops = [stage for stage in stages if stage.name in DENOISING]
     if job.cache is None or not loops:
         return
@@ -420,10 +429,11 @@ def check_step_cache(
 def _check_image(
     request: Request, family: ModuleType, dry: bool, reads_picture: bool, frames: int | None = None
 ) -> None:
-    """Refuses a missing image if the model begins with one, and an image that it cannot take or that cannot be read.
+    """Refuses a missing image if the model needs an image, and an image that the model does not take or that cannot be
+    read; see `accept`.
 
     Args:
-        frames: Of a video that is edited; None for a picture.
+        frames: How many frames are read, for a model that edits a video; None for a picture.
     """
     kind = "picture" if frames is None else "video"
     is_read = request.stage in (*families.with_image(family.STAGES), "all")
@@ -451,7 +461,9 @@ def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], documen
 
 
 def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a variant that the family does not have, or that is for another task; upstream would notice late."""
+    """Refuses a variant that the family lacks, or that is for t2v with an image or for i2v without an image; upstream
+    would notice that late.
+    """
     variant, place = job.variant or card.variant, document.place(["variant"])
     if variant is None:
         return
@@ -465,7 +477,7 @@ def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, d
 
 
 def _new_folder(request: Request) -> Path:
-    """Returns a folder under `outputs/` that is not there yet, named by model, config and time; it is not made."""
+    """Returns the path of a new folder under `outputs/`, named by model, config and time; the folder is not made."""
     moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
     stem = Path("outputs") / f"{request.model}-{config}-{moment}"

@@ -13,37 +13,39 @@ from torchport.processes import hosts
 from torchport.progress import size_text
 
 UNKNOWN_TO_LIBTPU = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
-"""What libtpu finds out for itself where there is a TPU. Where there is none it writes lines of errors, unless these
-are set. A slice that is described has its own sizes, whatever stands here."""
+"""Variables that libtpu finds out for itself where there is a TPU. Without a TPU libtpu writes lines of errors, unless
+these are set. The values are never used: a slice that is described has its own sizes."""
 DEVICES, CHIPS = Path("/dev"), ("accel*", "vfio/[0-9]*")
-"""Where Linux shows TPU chips, and the names of their files, by either of two drivers."""
+"""The folder in which Linux shows TPU chips, and patterns of their files' names, by either of two drivers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a job takes, in bytes, computed from shapes alone."""
+    """The devices and the bytes of memory that a job needs, computed from shapes alone."""
 
-    devices: int  #: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-    device_bytes: dict[str, int]  #: Of the weights of each component, on one device.
-    host_bytes: int  #: Of the weights that the host has.
+    devices: int  #: JAX devices of the mesh; 0 for a job that runs in PyTorch.
+    device_bytes: dict[str, int]  #: Bytes of each component's weights on one device.
+    host_bytes: int  #: Bytes of the weights in the host's memory.
     checkpoint: str
-    #: Latents and frames that are held there beside the weights, at least.
+    #: The least bytes of latents and frames in the host's memory.
     host_tensors: int = 0
-    #: What each device holds beside weights, at least, by component.
+    #: The least bytes of each component on one device beside weights.
     activations: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def bytes_of(self, component: str) -> int:
-        """Returns what a component takes on each device, with its activations."""
+        """Returns the bytes of a component on each device: its weights and its activations."""
         return self.device_bytes[component] + self.activations.get(component, 0)
 
     @property
     def largest(self) -> str | None:
-        """The component that takes the most on a device: each is there alone. None for what runs in PyTorch."""
+        """The component with the most bytes on a device, where each is alone at its time; None without any."""
         return max(self.device_bytes, key=self.bytes_of, default=None)
 
 
 def prepare(machine: Machine) -> None:
-    """Gives JAX in this process its share of the virtual devices of a CPU machine; raises if that is impossible."""
+    """Sets how many virtual CPU devices JAX has in this process: its share of a machine of CPU devices. Raises a
+    MachineError if JAX runs already with fewer devices, or if the processes cannot share evenly.
+    """
     import jax
 
     if machine.platform != "cpu":
@@ -64,7 +66,7 @@ def prepare(machine: Machine) -> None:
 
 
 def devices(machine: Machine) -> list[Any]:
-    """Returns as many of JAX's devices as a machine has, the first ones of its platform."""
+    """Returns the first of JAX's devices of a machine's platform, as many as the machine has."""
     import jax
 
     all_devices: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)
@@ -72,10 +74,12 @@ def devices(machine: Machine) -> list[Any]:
 
 
 def require(machine: Machine, need: Need, instead: str) -> None:
-    """Refuses a job that does not fit this machine; nothing has been loaded or downloaded yet.
+    """Refuses a job that does not fit this host: too few or other devices, or too little memory. Nothing has been
+    loaded or downloaded yet.
 
     Args:
-        instead: A command that fits any machine, for the remedy.
+        machine: The machine that the job names.
+        instead: A command that fits any host, for the remedy.
     """
     count, kind, memory = visible_devices(machine.platform) if need.devices else (0, "none", None)
     lacks = []
@@ -110,7 +114,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
 
 
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
-    """Returns what to do: use a smaller video, if the weights alone would fit; else a larger machine, or `instead`."""
+    """Returns the remedy: a smaller video, if the weights alone would fit; else a larger machine, or `instead`."""
     weights_fit = limit is None or max(need.device_bytes.values(), default=0) <= limit
     all_fits = limit is None or max(map(need.bytes_of, need.device_bytes), default=0) <= limit
     is_large_video = (weights_fit and not all_fits) or need.host_bytes <= host < need.host_bytes + need.host_tensors
@@ -122,7 +126,9 @@ def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead:
 
 
 def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
-    """Returns a platform's devices in this run: number, kind and bytes of one; 0, "none" and None if it has none."""
+    """Returns the number of a platform's devices in this run, their kind, and the bytes of each, None if unknown.
+    Without a device the result is `(0, "none", None)`.
+    """
     import jax
 
     hush_libtpu()
@@ -144,9 +150,8 @@ def host_memory() -> int:
 
 
 def hush_libtpu() -> None:
-    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet.
-
-    JAX loads it as soon as any device is asked for, also for one of a CPU.
+    """Sets variables that keep libtpu from writing lines of errors to stderr where there is no TPU. To be called before
+    JAX gives out any device, even of a CPU: it loads libtpu then.
     """
     if not any(any(DEVICES.glob(pattern)) for pattern in CHIPS):
         os.environ.update({name: value for name, value in UNKNOWN_TO_LIBTPU.items() if name not in os.environ})

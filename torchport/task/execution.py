@@ -14,23 +14,23 @@ from torchport.progress import log
 from torchport.stages.family import Stage
 
 SKIPPED = 2
-"""Denoising steps before the first that is traced: the first one compiles, and the second may still settle."""
+"""Denoising steps before the first step in a profile: the first step compiles, and the second may still settle."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a request is executed, and what is shown of it."""
+    """The flags that say how a request is executed, and what a person sees of it."""
 
     #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
     jit: bool = True
     xla_flags: str | None = None  #: The name of a set of flags for the compiler.
     profile: int | None = None  #: How many denoising steps the profiler traces.
     memory: bool = False  #: Whether the memory that each program takes is logged.
-    #: Whether an operator is refused of which no sample has shown that it computes what PyTorch does.
+    #: Whether an operator is refused if no sample has compared it with PyTorch's.
     strict: bool = False
 
     def row(self, machine: Machine) -> dict[str, object]:
-        """Returns the fields of a manifest that say how a request was executed: what may change last bits."""
+        """Returns the fields of a manifest on the execution, which may change last bits: `{"jit": True, ...}`."""
         if self.xla_flags is None:
             return {"jit": self.jit, "xla_flags": None}
         texts = xla_flags.flag_set(self.xla_flags, machine).texts
@@ -42,7 +42,7 @@ COMPILED = Execution()
 
 
 def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
-    """Refuses flags that would have no effect on a request, or contradict it."""
+    """Refuses flags that would have no effect on these stages, or contradict the job or each other."""
     for flag, is_given in {"--no-jit": not execution.jit, "--strict": execution.strict}.items():
         if is_given and not any(stage.network for stage in stages):
             fact = f"'{stages[0].name}' has no network that is compiled"

@@ -22,7 +22,8 @@ from torchport.stages.family import Settings, Stage
 
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
-    """Returns the Python module of a card's family, loaded from its file; for `family: diffusers`, made from the card.
+    """Returns the Python module of a card's family: loaded from its file, or made from the card for `family:
+    diffusers`.
 
     Raises if the file, a builder in it or a name that a family must have is missing, or if a stage is wrong.
     """
@@ -48,7 +49,8 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
 
 
 def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, title: str, place: str) -> None:
-    """Refuses a stage that names what is not there, or whose function cannot be called as stages are.
+    """Refuses a stage that names an unknown component, setting, stage or output, or whose function takes other
+    arguments.
 
     Args:
         title: What errors call the stage.
@@ -79,7 +81,7 @@ def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, title: str, 
 
 
 def _load(file: Path, card: Card, place: str) -> ModuleType:
-    """Returns the module of a file among the patches; raises if it is not there, or if it imports the upstream."""
+    """Returns the module of a file among the patches; raises if the file is absent, or imports an upstream at once."""
     if not file.is_file():
         known = [other.name for other in file.parent.glob("*.py")]
         fact = f"There is no file '{file.name}' beside the family '{card.family}'"
@@ -95,7 +97,7 @@ def _load(file: Path, card: Card, place: str) -> ModuleType:
 
 
 def builder(family: ModuleType, reference: str, place: str) -> Callable[..., Any]:
-    """Returns the function `file.py:function` that builds a module, from a file beside a family's, or raises."""
+    """Returns the function that a reference `file.py:function` names, in a file beside the family's, or raises."""
     name, _, function = reference.partition(":")
     file = Path(str(family.__file__)).with_name(name)
     module = replacement.module_of(file, file.parent.name, place)
