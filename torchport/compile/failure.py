@@ -100,10 +100,12 @@ class Owners:
         names = set(self.others)
         if self.card is not None:
             paths = [component.class_ for component in self.card.components.values()]
-            paths += [self.card.pipeline] if self.card.pipeline else []
+            if self.card.pipeline:
+                paths.append(self.card.pipeline)
             names |= {name.replace("-", "_") for name in self.card.upstream}
             names |= {re.split(r"[.:]", path)[0] for path in paths}
-            names |= {self.card.checkout.package} if self.card.checkout else set()
+            if self.card.checkout:
+                names |= {self.card.checkout.package}
         return (names | {entry.package for entry in self.patches()}) - ENGINE - sys.stdlib_module_names
 
 

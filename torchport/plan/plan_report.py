@@ -106,7 +106,8 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
     text += [f"  {line}" for line in _finding_lines(stage, Underestimate)]
     text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
-    text += [f"  {stage.operators}"] if stage.operators else []
+    if stage.operators:
+        text.append(f"  {stage.operators}")
     text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
 

@@ -248,7 +248,8 @@ class Task:
         for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
             if value is not None:
                 words += [flag, value]
-        words += ["--backend", "original"] if self.original else []
+        if self.original:
+            words += ["--backend", "original"]
         for override in request.overrides:
             words += ["--set", override]
         return shlex.join([*words, "--out", str(folder)])

@@ -233,10 +233,14 @@ def convolved(
     lead = 0 if operands.lead is None else operands.lead
     numbers = [jnp.asarray(number).reshape(1).astype(jnp.int32) for number in (first, lead)]
     arrays: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
-    arrays += [_row(operands.gains, conv.channels)] if conv.normal else []
-    arrays += [operands.residual] if conv.residual else []
-    arrays += [operands.scale, operands.shift] if conv.scaled else []
-    arrays += [operands.carry] if conv.carried else []
+    if conv.normal:
+        arrays += [_row(operands.gains, conv.channels)]
+    if conv.residual:
+        arrays.append(operands.residual)
+    if conv.scaled:
+        arrays += [operands.scale, operands.shift]
+    if conv.carried:
+        arrays.append(operands.carry)
     out_specs, out_shapes = _outputs(conv)
     ring = (3, conv.width + 2, conv.frames, conv.channels)
     rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
@@ -294,9 +298,12 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     weights = pl.BlockSpec(taps, lambda n, s, *numbers: (n, 0, 0), pipeline_mode=kept)
     specs = [line(conv.width, 1), *[line(1, 1)] * 2, *[weights] * conv.weight_parts]
     specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n % conv.blocks)))
-    specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
-    specs += [pl.BlockSpec((1, conv.width, conv.frames, block), of_residual)] if conv.residual else []
-    specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2 if conv.scaled else []
+    if conv.normal:
+        specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))]
+    if conv.residual:
+        specs += [pl.BlockSpec((1, conv.width, conv.frames, block), of_residual)]
+    if conv.scaled:
+        specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2
     return specs + ([_carry_block(conv)] if conv.carried else [])
 
 

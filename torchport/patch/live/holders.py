@@ -255,7 +255,8 @@ def _places_in(container: Any, thing: Any) -> Iterator[Place | None]:
     else:
         attributes = names if isinstance(names, dict) else {}
         places = [Place("value", attributes, key) for key, value in list(attributes.items()) if value is thing]
-        places += [Place("key", attributes)] if any(key is thing for key in list(attributes)) else []
+        if any(key is thing for key in list(attributes)):
+            places += [Place("key", attributes)]
     has_dict = any(referent is names for referent in referents)  # then its values are no referents
     explained = 0 if has_dict else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:

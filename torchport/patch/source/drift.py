@@ -283,12 +283,16 @@ def _yaml(locked: Iterable[Locked]) -> str:
         for row in lock.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
             seen = [f"versions: {{{versions}}}"] if versions or row.commit is None else []
-            seen += [f'commit: "{row.commit}"'] if row.commit is not None else []
-            seen += ["dirty: true"] if row.dirty else []
+            if row.commit is not None:
+                seen.append(f'commit: "{row.commit}"')
+            if row.dirty:
+                seen.append("dirty: true")
             out += [f"    - {seen[0]}", *(f"      {line}" for line in seen[1:])]
-            out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
+            if row.signature is not None:
+                out.append(f'      signature: "{row.signature}"')
             out.append(f'      tree: "{row.tree}"')
-            out += [f'      statements: "{row.statements}"'] if row.tree not in written else []
+            if row.tree not in written:
+                out.append(f'      statements: "{row.statements}"')
             written.add(row.tree)
             if row.relies_on:
                 out.append("      relies_on:")

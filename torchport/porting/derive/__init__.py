@@ -203,17 +203,22 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     loop_calls = [loop_call for loop_call in observed.calls if loop_call.network == network]
     call |= {} if sound else _conditions(call["embeddings"], loop_calls, observed)
     call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
-    call |= {"answers": True} if trial.answers else {}
+    if trial.answers:
+        call |= {"answers": True}
     if not trial.answers and _asks(trial, observed, encoders):
         call |= {"asks": True}
-    call |= {"guider": True} if "guider" in parts else {}
-    call |= {"host": ["vae"]} if observed.changes_decoded else {}
-    call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}} if sound else {}
+    if "guider" in parts:
+        call |= {"guider": True}
+    if observed.changes_decoded:
+        call |= {"host": ["vae"]}
+    if sound:
+        call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}}
     call["settings"] = {name: field for field, names in ARGUMENTS.items() for name in names if name in takes}
     scale = guidance_argument(takes)
     call["settings"] |= {} if scale is None else {scale: "guidance_scale"}
     constants = constants_of(takes)
-    call |= {"constants": constants} if constants else {}
+    if constants:
+        call |= {"constants": constants}
     init = {**absent_parts(cls), **plain_arguments(cls)}
     if init:
         call |= {"init": init}
