@@ -98,12 +98,15 @@ class Ledger:
         self.records = list(records)
         self.stage = stage
         self.pending: list[TorchportError] = []  # raised in somebody's import, where a `try` of theirs may swallow them
+        #: The calls before this ledger was opened, by the record's id.
         self._before = {id(record): record.calls.count for record in self.records}
         self._ops: list[Op] | None = None
-        self._traced: dict[str, int] = {}
+        self._traced: dict[str, int] = {}  #: The calls in earlier traces of the programs, by the patch's id.
 
     def of_run(self, loaded: Trace) -> Ledger:
-        """Returns a ledger of the same patches for another run of a stage; calls from when it was loaded count, too."""
+        """Returns a new ledger of the same patches, for another run of a stage; it counts calls anew, on top of those
+        in `loaded`, which loading the stage has made.
+        """
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
         ledger.credit(loaded)
@@ -120,7 +123,7 @@ class Ledger:
         return Trace(dict(registry.digests), {key: count - earlier.get(key, 0) for key, count in calls.items()})
 
     def credit(self, trace: Trace) -> None:
-        """Adds the calls that were counted when an earlier run traced a program that this run uses again."""
+        """Adds the calls of an earlier trace, whose program is used again; refuses it if other patches are in force."""
         trace.check()
         for key, calls in trace.calls.items():
             self._traced[key] = self._traced.get(key, 0) + calls
@@ -150,14 +153,14 @@ class Ledger:
         return rows
 
     def ops(self) -> list[Op]:
-        """Returns the `op` entries with their functions. They are the same objects each time."""
+        """Returns the `op` entries with their functions, as the same objects at each call."""
         if self._ops is None:
             chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
             self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
     def cause_of(self, error: BaseException) -> TorchportError | None:
-        """Returns the pending error to which a later exception in the `with` is due; None if the process is to exit."""
+        """Returns the pending error behind a later exception; None without one, or if `error` ends the process."""
         return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:
@@ -212,6 +215,7 @@ def _remedy(file: str, name: str, other: str) -> str:
     """Returns the remedy for a file that was imported twice: often a folder inside the package is on `sys.path`."""
     if other == "__main__":
         return f"Start it from a script of its own, which imports '{name}'"
+    # The folder in which an import of the other name finds the file.
     folder = Path(file).parents[other.count(".") + (Path(file).name == "__init__.py")]
     if str(folder) in map(os.path.realpath, sys.path):
         return f"Take {folder} off sys.path (and PYTHONPATH), and import '{name}' there"

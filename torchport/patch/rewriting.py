@@ -119,7 +119,7 @@ def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: C
 def _match(pattern: object, node: object, captured: Captured) -> bool:
     """Returns whether one node fits a pattern's node; `captured` gets the source that each hole stands for."""
     if isinstance(pattern, ast.Name) and pattern.id.startswith(_SINGLE) and isinstance(node, ast.expr):
-        seen = ast.dump(node).replace("Store()", "Load()")
+        seen = ast.dump(node).replace("Store()", "Load()")  # `$x` is the same name where it is assigned and read
         return captured.setdefault(pattern.id, seen) == seen
     if isinstance(pattern, ast.AST):
         if type(pattern) is not type(node):
@@ -183,8 +183,9 @@ def edit(
     """Returns the text of a file with one function's run of statements replaced.
 
     Args:
-        find: Finds the function in the syntax tree of the statement of the file that it is in.
-        home: The file's text before other rewrites; by default the same text.
+        line: A line of the function in the file.
+        find: Finds the function in a syntax tree that has only the top-level statement around the function.
+        home: The file's text before other rewrites, which has the same lines; by default `text`.
 
     Raises:
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
@@ -204,6 +205,7 @@ def edit(
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
     for run in matches:
         _check_visible(entry, function, run, parameters)
+    # The last run first: the lines and columns of the others stay right.
     for run, statement in sorted(edits, key=lambda pair: pair[0].statements[0].lineno, reverse=True):
         _replace(lines, run, statement)
     local = arguments(function) | names_bound(function.body)
@@ -214,7 +216,8 @@ def edit(
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
-    """Refuses an edited text that does not parse to the intended tree: a statement got into another block."""
+    """Refuses an edited text that does not parse to the intended tree, for which it makes the same edits in `tree`."""
+    # Each `run.block` is a list inside `tree`. The last run goes first: the indices of the others stay right.
     for run, statement in sorted(edits, key=lambda pair: pair[0].start, reverse=True):
         run.block[run.start : run.end] = ast.parse(statement).body
     try:
@@ -320,7 +323,7 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
         if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
     ]
     names = arguments(function) | set().union(*map(binds, before))
-    if loop is not None:
+    if loop is not None:  # from its second round on, it also has the names that it bound after the run
         names |= names_bound([loop]) - names_bound(run.statements)
     local = arguments(function) | names_bound(function.body)
     for name in parameters:
@@ -363,7 +366,7 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
 
 
 def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
-    """Returns a function that finds a code object's definition in a tree, by its name and first line."""
+    """Returns a function of a syntax tree, which returns the `def` of a code object, by the name and first line."""
     return lambda tree: _enclosing(entry, tree, old)[-1]  # type: ignore[return-value]
 
 
@@ -387,10 +390,11 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
     """Returns the edited function's code, to replace the `old` code; raises if its free variables are not the same."""
     chain = _enclosing(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
-    cells = [name for name in old.co_freevars if name != "__class__"]
+    cells = [name for name in old.co_freevars if name != "__class__"]  # the class around it gives `__class__`
     tree = ast.Module([_alone(chain, cells)], [])
     flags = old.co_flags & _FUTURE
     new: types.CodeType = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
+    # The code of each scope is a constant of the code around it.
     for name in names:
         new = next(c for c in new.co_consts if inspect.iscode(c) and c.co_name == name)
     if new.co_freevars != old.co_freevars:
@@ -401,7 +405,9 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
 
 
 def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
-    """Returns a definition in empty copies of the functions and classes around it, which bind its free variables."""
+    """Returns a definition in empty copies of the functions and classes around it. The nearest function binds `cells`,
+    so that they are free variables of the definition.
+    """
     inner: Scope = chain[-1]
     if inner.decorator_list:  # never run; it stays because a code object's first line is its first decorator's
         inner.decorator_list = [ast.Name("_", ast.Load(), lineno=first_line(inner), col_offset=0)]
