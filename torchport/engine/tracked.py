@@ -34,7 +34,7 @@ COPIED = 2**16
 _FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
 _DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate, torch.angle}
+_DECOMPOSED = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate, torch.angle}
 """Functions with a lowering that are left to PyTorch, which decomposes them into operators: it knows their views."""
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
 """The exceptions of PyTorch for an operator whose result it cannot describe without values."""
@@ -100,6 +100,7 @@ def _value(tensor: Any) -> Any:
 
 
 def _numpy(tensor: Any) -> Any:
+    """Returns a tensor as an array of numpy: known values from the shadow, others from JAX, which raises in a trace."""
     if is_known(tensor):
         with _plain():
             return tensor._shadow.numpy()
@@ -194,11 +195,11 @@ class Dispatch:
             args, kwargs = pytree.tree_map(lambda leaf: _META if _is_engine_device(leaf) else leaf, (args, kwargs))
             return function(*args, **kwargs)
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
-        is_through = not is_lowered or function in _THROUGH
+        is_decomposed = not is_lowered or function in _DECOMPOSED
         # torchax's lowering may take `out`, and not write to it.
         if kwargs.get("out") is not None:
-            is_through = True
-        if not is_aten and is_through and not makes:
+            is_decomposed = True
+        if not is_aten and is_decomposed and not makes:
             raise self.not_found(f"{_name(function)} is made of operators")  # then PyTorch decomposes it
         if function is torch.ops.aten.as_strided.default:
             args, kwargs = self._as_strided_of_memory(*args, **kwargs), {}
@@ -336,9 +337,9 @@ class Dispatch:
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
         """Calls an operator's lowering, and gives the results the dtypes, strides and memory that PyTorch says."""
-        if (seen := watched()) is not None:
+        if (operators := watched()) is not None:
             with _plain():
-                is_new = seen.see(function, args, kwargs)
+                is_new = operators.see(function, args, kwargs)
             if is_new and sum(tensor.numel() for tensor in traced) <= FILLED:
                 self._check_dtypes(function, args, kwargs)
         written = self._traced(_written(function, args, kwargs))
@@ -356,15 +357,15 @@ class Dispatch:
             args, kwargs = self._in_computing_dtype(function, answer, args, kwargs)
         before = {id(tensor): tensor._elem for tensor in traced}
         properties, self.lowering = self.environment.param, self.lowering + 1
-        numbers = properties.prng
+        key = properties.prng
         try:
             # The operators that a lowering calls were compared with PyTorch's as parts of it.
             with watching(None):
                 output = self._lowered(function, types, args, kwargs)
         finally:
             self.lowering -= 1
-        if properties.prng is not numbers and seen is not None:
-            properties.prng = numbers
+        if properties.prng is not key and operators is not None:
+            properties.prng = key
             how = "draws numbers while the network is traced, the same for every call"
             raise DiffersError(operator_name(function), how, "Draw them outside of it, and pass them as an input")
         # A write gives all tensors of its memory new values.
@@ -547,9 +548,9 @@ class Dispatch:
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Gives a result the memory of an argument if their shadows share memory: then it is a view of the argument."""
-        memory_of = tensor._shadow.untyped_storage()._cdata
+        address = tensor._shadow.untyped_storage()._cdata
         for base in self._traced((args, kwargs)):
-            if base._shadow.untyped_storage()._cdata == memory_of:
+            if base._shadow.untyped_storage()._cdata == address:
                 break
         else:
             return
@@ -574,12 +575,14 @@ class Dispatch:
             return pytree.tree_leaves(self.lower(function, (), *new))[item]._elem
 
         def selected(numbers: torch.Tensor) -> torch.Tensor:
+            """Returns the same view of a host tensor."""
             with _plain():
                 new = pytree.tree_map(lambda leaf: numbers if leaf is shadow else leaf, (args, kwargs))
                 chosen: torch.Tensor = pytree.tree_leaves(function(*new[0], **new[1]))[item]
                 return chosen
 
         def backward(whole: Any, part: Any) -> Any:
+            """Returns the base's new array, from its old one and the view's new one."""
             if function is torch.ops.aten.view.dtype:
                 return self.lower(function, (), (self.tensor(part, _empty(part)), shadow.dtype), {})._elem
             enter = inverse(_name(function), shadow, args, kwargs, item, shapes, selected)
@@ -623,8 +626,8 @@ class Dispatch:
         """
         memory = self._memory(tensor)
         with _plain():
-            storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
-            root = torch.empty(storage, dtype=tensor._shadow.dtype, device="meta")
+            count = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
+            root = torch.empty(count, dtype=tensor._shadow.dtype, device="meta")
         # The whole tensor is alive: its views refer to it.
         for sharing, path in memory.alive():
             if not path:

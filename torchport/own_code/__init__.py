@@ -122,7 +122,7 @@ def applied(
     folder = None if card is None else checkout.find(card.checkout, place)
     choice = choice or PortDefaults()
     entries = entries_of(pack, card, patches, backend)
-    same_call = {
+    arguments = {
         "model": model,
         "patches": list(patches),
         "upstream_path": folder and str(folder),
@@ -133,7 +133,7 @@ def applied(
     unregister = atexit.unregister
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_path(folder))
-        stack.enter_context(_passed_on(same_call))
+        stack.enter_context(_passed_on(arguments))
         ledger = stack.enter_context(patch.applied(entries))
         session = Session(pack, ledger, card, document, backend, choice)
         sessions.append(session)

@@ -72,13 +72,13 @@ def port(
     if strategy is None and session.card is None and placed_on.size == 1:
         # On one device all strategies are the same.
         strategy = "fsdp"
-    written = _rules(module, session, strategy, component, inputs)
+    chosen_rules = _rules(module, session, strategy, component, inputs)
     sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
     config = load.configuration(module) if hasattr(module, "config") else {}
-    rules.check(written, config, sizes)
-    written = dataclasses.replace(written, strict=strict or session.choice.strict)
-    chosen = attention or session.choice.attention
-    return Ported(module, written, placed_on, session.ledger, _owners(module, session), chosen)
+    rules.check(chosen_rules, config, sizes)
+    chosen_rules = dataclasses.replace(chosen_rules, strict=strict or session.choice.strict)
+    implementation = attention or session.choice.attention
+    return Ported(module, chosen_rules, placed_on, session.ledger, _owners(module, session), implementation)
 
 
 def _check_state(module: torch.nn.Module) -> None:

@@ -84,9 +84,9 @@ class Trace:
         for key in sorted(self.digests.keys() | registry.digests.keys()):
             before, current = self.digests.get(key), registry.digests.get(key)
             if before != current:
-                what = "is not in force" if current is None else "has changed"
-                what = "was not in force then" if before is None else what
-                fact = f"A program is traced again, and '{key}' {what}"
+                change = "is not in force" if current is None else "has changed"
+                change = "was not in force then" if before is None else change
+                fact = f"A program is traced again, and '{key}' {change}"
                 remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"
                 raise StaleTraceError("trace", fact, remedy, patch=key)
 

@@ -43,6 +43,7 @@ def home_of(target: str) -> Home:
 
 
 def name_of(home: Home) -> str:
+    """Returns a home as a target: `("up.model", ("Block", "forward"))` -> `"up.model:Block.forward"`."""
     return f"{home[0]}:{'.'.join(home[1])}"
 
 

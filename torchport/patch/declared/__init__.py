@@ -94,6 +94,7 @@ class Lifetime(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
+        """Returns no fields for the word `run`, and a mapping as it is; raises ValueError for anything else."""
         if data == "run":
             return {}
         if isinstance(data, dict) and data:

@@ -229,6 +229,7 @@ def disguise_class(replacement: type, original: type, calls: Calls | None) -> Ca
         type.__setattr__(replacement, name, value)
 
     def stop() -> None:
+        """Gives the class its former names and values."""
         for name, value in before.items():
             if value is _ABSENT:
                 type.__delattr__(replacement, name)

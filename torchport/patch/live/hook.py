@@ -71,6 +71,7 @@ class _OldLoader(_Around):
     """Runs the callbacks after a loader that has `load_module` alone, which makes and executes a module at once."""
 
     def load_module(self, fullname: str) -> types.ModuleType:
+        """Loads and returns a module, inside the contexts of its packages, and runs its callbacks for `after`."""
         with _open_windows(fullname):
             self._loader.load_module(fullname)
         module = sys.modules[fullname]
@@ -119,6 +120,7 @@ def arm(name: str, callback: Callback | Window, when: When = "after") -> Callabl
     _place_finder()
 
     def disarm() -> None:
+        """Removes the callback, and the finder if nothing is left to wait for."""
         if callback in table.get(name, ()):
             table[name].remove(callback)
         if not table.get(name):

@@ -32,6 +32,7 @@ class Stub(types.ModuleType):
         self.__dict__["_keep"] = keep
 
     def __getattr__(self, name: str) -> Stub:
+        """Makes and keeps a stub of a name in this one: `flash.ops` of `flash`; there are no special names."""
         if name.startswith("__"):
             raise AttributeError(name)
         child = Stub(f"{self.__name__}.{name}", self.__dict__["_entry"], self.__dict__["_keep"])

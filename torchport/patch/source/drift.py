@@ -52,10 +52,10 @@ def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Re
     if None in versions.values():
         source = source_of(entry)
         assert source is not None
-        fresh = revision(package_folder(source))
-        if fresh.commit is not None:
+        checkout = revision(package_folder(source))
+        if checkout.commit is not None:
             known = {name: version for name, version in versions.items() if version is not None}
-            return row.model_copy(update={"versions": known, "commit": fresh.commit, "dirty": fresh.dirty})
+            return row.model_copy(update={"versions": known, "commit": checkout.commit, "dirty": checkout.dirty})
     return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
 
 
