@@ -254,7 +254,7 @@ def _accesses(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[An
 
 
 def _attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Returns an object's `__dict__`; None without one, and for modules, classes and dicts, which are told apart."""
+    """Returns an object's `__dict__`; None without one, and for modules, classes and dicts, which differ."""
     if isinstance(owner, (types.ModuleType, type, dict)):
         return None
     names = getattr(owner, "__dict__", None)

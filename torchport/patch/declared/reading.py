@@ -161,7 +161,7 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 
 def _files_of(root: Path, name: str) -> list[Path]:
-    """Returns a root's YAML files for `upstream` or `upstream/file`; refuses a name or link that leaves the folder."""
+    """Returns the YAML files in `root` of `upstream` or `upstream/file`; refuses a name or link that leaves `root`."""
     upstream, slash, file = name.partition("/")
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):

@@ -92,7 +92,7 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     is_dispatching = isinstance(slot.raw, types.FunctionType) and marks <= vars(slot.raw).keys()
     if entry.kind == "replace" and is_dispatching:  # only the default implementation changes, in the same dispatcher
         slot, has_holders = Slot(slot.raw, slot.name, slot.raw.registry[object], True, slot.path, True), False
-    placed = _substituted(entry, slot, loaded, calls)
+    placed = _substitution(entry, slot, loaded, calls)
     placed.has_holders = has_holders
     try:
         placed.slot.place.assign(placed.value)
@@ -102,7 +102,7 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     return placed
 
 
-def _substituted(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+def _substitution(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     """Returns the change that puts `loaded`, made to look like the original, into a slot, but does not make it; raises
     if one of the two is a class and the other a function.
     """

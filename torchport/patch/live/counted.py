@@ -1,9 +1,9 @@
 """Substitutes for upstream's functions: they count their calls, and call the original once they are retired.
 
-A substitute is seen as the original. It has the original's attributes themselves, so that what is set on one of the two
-later is set on both, and its name, so that it is pickled by it. The counter is plain Python, so that tracing counts as
-well as running. A substitute for a plain function is a plain function: its type is right, and a call is faster than
-through a proxy (`benchmarks/patching.py`). The proxy is for what a plain function cannot be: a coroutine or generator
+A substitute looks like the original. Both have one `__dict__`, so that an attribute that is set on either is on both.
+The substitute also has the original's name, by which it is pickled. The counter is plain Python, so that tracing counts
+as well as running. A substitute for a plain function is a plain function: its type is right, and a call is faster than
+through a proxy (`benchmarks/patching.py`). A proxy takes the place of any other callable: a coroutine or generator
 function, an `lru_cache`, a `functools.partial`, a function in C.
 """
 
@@ -33,7 +33,7 @@ Retire = Callable[[Any, Any], None]
 """A function that makes a substitute, its first argument, call the original, its second."""
 
 CALLS, FUNCTION = "_torchport_calls", "_torchport_function"
-"""The free variables of a substitute's code: its counter, and what it calls. By them its frames are known."""
+"""The free variables of a substitute's code: its counter, and the function that it calls. They mark its frames."""
 
 _ANY_CALL = [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE
@@ -42,7 +42,7 @@ _ABSENT = object()
 
 
 class _Wrapped(functools.partial[Any]):
-    """A wrapper with its original."""
+    """A wrapper that gets its original as its first argument."""
 
 
 def parts_of_substitutes() -> set[int]:

@@ -71,8 +71,8 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
 
 
 def _hashes(row: LockRow) -> dict[str, str]:
-    """Returns the hashes of the definitions that a lock row relies on, by name: for the text `{"up": "f:0c41d2aa
-    g:77aa01b2"}` it returns `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}`.
+    """Returns the hashes of the definitions that a lock row relies on: `{"up": "f:0c41d2aa g:77aa01b2"}` ->
+    `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}`.
     """
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": short_hash for module, (path, _, short_hash) in parts}

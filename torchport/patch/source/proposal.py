@@ -213,10 +213,10 @@ def _origin(spot: _Spot) -> _Spot | None:
     if not isinstance(test, ast.Name) or test.id in arguments(spot.function):
         return None
     spots = _spots(spot.names, spot.function)
-    binding = [other for other in spots if test.id in names_bound([other.statement])]
-    statement = binding[0].statement if len(binding) == 1 else None
+    assignments = [other for other in spots if test.id in names_bound([other.statement])]
+    statement = assignments[0].statement if len(assignments) == 1 else None
     plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1 and names_bound([statement]) == {test.id}
-    return binding[0] if plain else None
+    return assignments[0] if plain else None
 
 
 def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
