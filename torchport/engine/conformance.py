@@ -33,7 +33,7 @@ class Form:
 
 
 class Row(NamedTuple):
-    """Forms of one operator that differ from PyTorch."""
+    """A group of forms of an operator that differ from PyTorch in the same way."""
 
     options: frozenset[str]  #: A call of these forms has all of these options.
     dtypes: frozenset[str]  #: And a tensor of one of these dtypes; empty where no argument is a tensor.

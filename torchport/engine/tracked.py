@@ -569,7 +569,7 @@ class Dispatch:
         args, kwargs = pytree.tree_map(lambda leaf: shadow if leaf is base else leaf, (args, kwargs))
 
         def forward(value: Any) -> Any:
-            """Returns the view's array for an array of the base: what the operator's lowering makes of it."""
+            """Returns the view's array for an array of the base, from the operator's lowering."""
             whole = self.tensor(value, shadow.to("meta"))
             new = pytree.tree_map(lambda leaf: whole if leaf is shadow else leaf, (args, kwargs))
             return pytree.tree_leaves(self.lower(function, (), *new))[item]._elem
@@ -815,7 +815,7 @@ def check_read(values: Any, function: Any = None) -> None:
 
 
 def stamp(tensor: Any) -> tuple[Any, int]:
-    """Returns an object and a number; after a write to the tensor, or through a view of it, one of them is another."""
+    """Returns a mark of a tensor's content, an object and a number: a write, also through a view, changes the mark."""
     if not hasattr(tensor, "_env"):
         return None, tensor._version
     memory = tensor._env.dispatch._memory(tensor)
@@ -887,7 +887,7 @@ def _is_pointwise(function: Any) -> bool:
 
 
 def _name(function: Any) -> str:
-    """Returns the name of an operator without its overload, `add_` of `aten.add_.Tensor`; or that of a function."""
+    """Returns the name of a function, or of an operator without its overload: `add_` for `aten.add_.Tensor`."""
     if isinstance(function, torch._ops.OpOverload):
         return str(function._schema.name).rpartition("::")[2]
     return str(getattr(function, "__name__", ""))

@@ -56,7 +56,7 @@ class PortDefaults:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A set of patches that is in force around somebody's code."""
+    """A set of patches that is in force around a user's code."""
 
     pack: Pack
     ledger: Ledger  #: What became of each patch.

@@ -62,12 +62,12 @@ class Op:
 
 
 def digest(entry: Entry) -> str:
-    """Returns the hash of an entry and of the file that its function stands in."""
+    """Returns the hash of an entry and of the file with its function."""
     return hashlib.sha256((entry_digest(entry) + file_digest(entry)).encode()).hexdigest()[:16]
 
 
 def entry_digest(entry: Entry) -> str:
-    """Returns the hash of what an entry does: of its fields without the reasons that it gives."""
+    """Returns the hash of an entry's fields, except those that only give reasons, such as `why`."""
     text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until", "overrides"}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -117,7 +117,7 @@ class Ledger:
         return record.calls.count - self._before[id(record)] + self._traced.get(record.entry.id, 0)
 
     def trace(self, before: Trace | None = None) -> Trace:
-        """Returns what a newly traced program keeps: the patches in force and their calls, less those in `before`."""
+        """Returns the record for a newly traced program: the patches in force, and their calls since `before`."""
         earlier = {} if before is None else before.calls
         calls = {record.entry.id: self.calls(record) for record in self.records}
         return Trace(dict(registry.digests), {key: count - earlier.get(key, 0) for key, count in calls.items()})
@@ -164,7 +164,7 @@ class Ledger:
         return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:
-        """Raises the first error that somebody's import may have swallowed."""
+        """Raises the first pending error, which a `try` around an import of upstream's may have swallowed."""
         if self.pending:
             raise self.pending[0]
 

@@ -97,7 +97,7 @@ def _hole(node: ast.AST) -> str | None:
 
 def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured, whole: bool) -> int | None:
     """Returns how many of the first nodes a pattern takes, as few as possible, or all if it has to fit the `whole`
-    list; None if it does not match. `captured` gets the source that each hole stands for, by the hole's name.
+    list; None if it does not match. Puts the syntax tree of each hole, as text, into `captured` by the hole's name.
     """
     if not pattern:
         return None if whole and nodes else 0
@@ -117,7 +117,7 @@ def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: C
 
 
 def _match(pattern: object, node: object, captured: Captured) -> bool:
-    """Returns whether one node fits a pattern's node; `captured` gets the source that each hole stands for."""
+    """Returns whether a node fits a pattern's node; puts the syntax tree of each hole, as text, into `captured`."""
     if isinstance(pattern, ast.Name) and pattern.id.startswith(_SINGLE) and isinstance(node, ast.expr):
         seen = ast.dump(node).replace("Store()", "Load()")  # `$x` is the same name where it is assigned and read
         return captured.setdefault(pattern.id, seen) == seen
@@ -167,7 +167,7 @@ def spans(text: str) -> list[tuple[int, int]]:
 
 
 def first_line(node: ast.stmt) -> int:
-    """Returns the line that a code object calls its first: that of the first decorator, if there is one."""
+    """Returns the `co_firstlineno` of a definition's code object: the line of the first decorator, or else its own."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
@@ -290,7 +290,7 @@ def _jumps_out(statement: ast.AST) -> list[ast.AST]:
 
 
 def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list[str]:
-    """Returns the names that take what `put` returns; refuses `gives` if it lacks a name or has a wrong one."""
+    """Returns the names that the call's result is assigned to; refuses a `gives` with a missing or wrong name."""
     inside = names_bound(run.statements)
     if rewrite.gives is None and len(inside) > 1:
         fact = f"The run of '{entry.id}' binds {', '.join(sorted(inside))}"

@@ -74,7 +74,7 @@ def _under_conditions(
 
 
 def _changed_by(statement: ast.stmt) -> set[str]:
-    """Returns the names that a loop or a `with` binds, and those of which an item or attribute is assigned.
+    """Returns the names that a loop or `with` binds, and the names whose items or attributes a statement assigns.
 
     `for key in table:` changes `key`; `table["a"].b = 1` changes `table`.
     """

@@ -78,7 +78,7 @@ def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
 
 
 def uses(home: Home) -> list[str]:
-    """Returns what the names in a definition lead to, in its own package or by an import, sorted:
+    """Returns the targets of the names in a definition, in its own package or by an import, sorted:
     `["<self>.attend=up.m:Block.attend", "np=numpy"]`.
     """
     source = _source(home[0])

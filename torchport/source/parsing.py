@@ -111,7 +111,7 @@ def _unreadable(name: str, line: int, fact: str, kind: str) -> UnreadableError:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceFile:
-    """The source of a Python module, and what its names are bound to."""
+    """The source of a Python module, and the statements that bind its names."""
 
     module: str
     file: str

@@ -194,7 +194,7 @@ class Entry(Frozen):
 
     @property
     def folder(self) -> Path:
-        """The folder that the entry's file and its Python functions stand in."""
+        """The folder of the entry's file, and of the Python files beside it."""
         return self._folder
 
     @property
@@ -233,7 +233,7 @@ class Entry(Frozen):
 
     @property
     def reference(self) -> str | None:
-        """`file.py:name` of what is loaded for it. None for a stub."""
+        """The `file.py:name` of the function or class that the entry loads. None for a stub."""
         return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
 
 

@@ -74,7 +74,7 @@ def stack_of(folders: Folders) -> list[Path]:
 
 
 def _check_double(entry: Entry, other: Entry) -> None:
-    """Refuses two entries with one id; an entry may take the place of one in a lower folder, if it says so."""
+    """Refuses two entries with one id, unless `entry` overrides the other, of a lower folder, or is its copy."""
     fact = f"The id '{entry.id}' is also at {other.place}"
     if entry.folder.parent == other.folder.parent:
         raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
@@ -194,7 +194,7 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(file: Path) -> list[Entry]:
-    """Returns the entries of one YAML file, none if it is empty; raises if it is no list of entries."""
+    """Returns the entries of a YAML file, none of an empty file; raises if the file is no list of entries."""
     document = read_document(file, as_named(file))
     if document.data is None:
         return []
@@ -257,7 +257,7 @@ class LockRow(Frozen):
 
 
 class Locked(Frozen):
-    """A target's rows in a lock file: one for each source of it that somebody reviewed."""
+    """A target's rows in a lock file: a row for each source of the target that was reviewed."""
 
     target: TargetName
     rows: list[LockRow] = pydantic.Field(min_length=1)

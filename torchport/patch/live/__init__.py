@@ -21,7 +21,7 @@ Window = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass
 class Registry:
-    """What is in force in this process, and what the engine has put into it."""
+    """The patches in force in this process, and the objects that the engine has put into it."""
 
     #: Is held while a set of patches is entered or left.
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)

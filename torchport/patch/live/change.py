@@ -71,7 +71,7 @@ class Recompiled:
         return makes_call and any(function is self.function for function in layers(self.slot.place.current()))
 
     def undo(self) -> None:
-        """Restores the function's code, unless somebody else has changed it since."""
+        """Restores the function's code, unless other code has changed it since."""
         if self.function.__code__ is self.new:
             self.function.__code__ = self.old
             self.function.__globals__.pop(self.name, None)

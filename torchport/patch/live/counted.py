@@ -311,5 +311,5 @@ def _class_of(kind: type) -> type[_Proxy]:
 
 
 def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a special method for proxies, such as `__len__`, that calls that of the original."""
+    """Returns a special method for proxies, such as `__len__`, which calls the original's method."""
     return lambda self, *args, **kwargs: method(_original(self), *args, **kwargs)

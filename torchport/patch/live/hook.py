@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """A loader around a module's own loader. It has the attributes of that one, too."""
+    """A loader around a module's own loader, with the attributes of both."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -232,7 +232,7 @@ def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
 
 
 def _matches(node: ast.stmt) -> Iterator[str]:
-    """Yields patterns that match a statement: its text if it is short, then one with holes in place of its blocks."""
+    """Yields patterns that match a statement: its text if short, then its text with holes in place of its blocks."""
     text = ast.unparse(node)
     if len(text.splitlines()) <= LONGEST:
         yield text
