@@ -201,21 +201,21 @@ def arm(*_: object) -> None:
 
     It is an initializer: `multiprocessing.Pool(initializer=torchport.arm)`, `ProcessPoolExecutor(initializer=...)`,
     `DataLoader(worker_init_fn=torchport.arm)`, or the first line of a script that a subprocess runs. A process that was
-    forked has the patches of its parent, and nothing is to be done.
+    forked has the patches of its parent without this call.
 
     Args:
-        *_: What an initializer is called with, such as the worker's number.
+        *_: The arguments of an initializer, such as the worker's number. They are ignored.
 
     Raises:
-        BadValueError: No parent has told it anything.
+        BadValueError: No process above this one has patches in force.
         TooLateError: Upstream is imported already, and the original cannot be replaced everywhere.
     """
-    call = os.environ.get(VARIABLE)
-    if call is None:
+    text = os.environ.get(VARIABLE)
+    if text is None:
         fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
         raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
     if not registry.sets:
-        arguments = json.loads(call)
+        arguments = json.loads(text)
         choice = PortDefaults(**arguments.pop("choice"))
         choice.prepare()
         _armed.enter_context(applied(**arguments, choice=choice))

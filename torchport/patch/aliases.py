@@ -267,7 +267,7 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     if source is None:
         return None
     wanted = {name, original} - {None}
-    # Imports first, then assignments and uses, then definitions: in this order they show best who holds it.
+    # Imports first, then assignments and uses, then definitions: in this order they best show the holder.
     imports, uses = (ast.Import, ast.ImportFrom), (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
     kinds: tuple[tuple[type[ast.stmt], ...], ...] = (imports, uses, (ast.FunctionDef, ast.ClassDef))
     for node in (node for kind in kinds for node in ast.walk(source.tree) if isinstance(node, kind)):

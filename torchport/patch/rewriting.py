@@ -416,7 +416,7 @@ def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
             inner = ast.ClassDef(name=scope.name, bases=[], keywords=[], body=[inner], decorator_list=[])
         else:
             binds: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in cells]
-            cells = ()
+            cells = ()  # bound already
             bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
             inner = ast.FunctionDef(name=scope.name, args=bare, body=[*binds, inner], decorator_list=[])
     return inner

@@ -277,6 +277,7 @@ def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int
         first, written = exposed(outer[index + 1 :])
         live |= first - sure
         sure |= written
+    # A nested function may be called at any later time.
     nested = (node for node in in_scope(function.body) if isinstance(node, _SCOPES))
     return live | _union(map(reads, nested))
 

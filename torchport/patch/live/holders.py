@@ -143,7 +143,7 @@ class Referrers:
         self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
         referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
         lists = [referrers, self._first]
-        for _ in range(3):  # as a function owns a tuple, and that a cell, and that the object
+        for _ in range(3):  # the longest row is function, tuple, cell, object
             known = self._modules | self._owners.keys()
             frontier = [r for r in referrers if isinstance(r, _OWNED) and id(r) not in known and r is not lists]
             if not frontier:
@@ -152,6 +152,7 @@ class Referrers:
                 self._owners[id(referrer)] = []
             referrers = gc.get_referrers(*frontier)
             lists += [frontier, referrers, *self._owners.values()]
+            # The lists of this search refer to the same objects.
             internal = {*map(id, lists), id(lists), id(self._owners)}
             for owner in referrers:
                 if id(owner) not in internal:

@@ -238,6 +238,7 @@ def _matches(node: ast.stmt) -> Iterator[str]:
         yield text
     hollow = copy.deepcopy(node)
     holes = [block for block in inner_blocks(hollow) if block]
+    # Each block is a list inside `hollow`.
     for number, block in enumerate(holes):
         block[:] = [ast.Expr(ast.Name(f"_torchport_hole_{number}"))]
     if holes:
