@@ -1,7 +1,7 @@
 """The engine under a port: torchax, behind a few functions.
 
-No other file of torchport imports it, so that it can be exchanged. It is imported when a function is called: its
-patches must be in place by then.
+No other folder of torchport imports torchax, so that it can be exchanged. It is imported when a function is called:
+its patches must be in place by then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a JAX function that knows 32-bit types alone; see `call_jax`. Wider arguments become 32-bit."""
+    """Calls a JAX function that has only 32-bit types, as `call_jax`; wider arguments become 32-bit."""
     import jax
 
     def in_32_bits(value: Any) -> Any:
@@ -63,7 +63,7 @@ _IN_32_BITS = {"int64": "int32", "uint64": "uint32", "float64": "float32", "comp
 
 
 def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a PyTorch function with JAX arrays, and returns its results as arrays; `jax.jit` may trace it."""
+    """Calls a PyTorch function with JAX arrays, and returns its results as JAX arrays. `jax.jit` may trace the call."""
     from torchax import interop
 
     with wide():
@@ -71,7 +71,7 @@ def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def wide() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which JAX has 64-bit types, as PyTorch has. A program is traced in it, not lowered."""
+    """Returns a context in which JAX has 64-bit types, as PyTorch has: for the trace of a program, not its lowering."""
     import jax
 
     context: contextlib.AbstractContextManager[Any] = jax.enable_x64(True)
@@ -89,7 +89,7 @@ def constant(tensor: Any) -> Any:
     import torchax
 
     environment = torchax.default_env()
-    dispatch = environment.__dict__.get("dispatch")  # of a trace; it knows the tensor's values from then on
+    dispatch = environment.__dict__.get("dispatch")  # there during a trace: it keeps the values known
     return environment.to_xla(tensor) if dispatch is None else dispatch.with_values(tensor)
 
 
@@ -110,12 +110,12 @@ def missing_operator(error: BaseException) -> str | None:
 
 
 def difference(error: BaseException) -> tuple[str, str] | None:
-    """Returns the operator, how it differs from PyTorch's, and the remedy, of a `DiffersError`; else None."""
+    """Returns the text of a `DiffersError` (the operator and its difference) and the remedy; None for other errors."""
     return (str(error), error.cure) if isinstance(error, DiffersError) else None
 
 
 def is_host_tensor(error: BaseException) -> bool:
-    """Returns whether an exception says that a host tensor meets a torchax tensor, or a tensor on meta."""
+    """Returns whether an exception says that an operator gets a host tensor beside a torchax or meta tensor."""
     return isinstance(error, AssertionError | RuntimeError) and _HOST_TENSOR.search(str(error)) is not None
 
 
@@ -133,7 +133,7 @@ def is_traced_value(error: BaseException) -> bool:
 
 _HOST_TENSOR = re.compile(r"Expect a Tensor or a View but got|Tensor on device \w+ is not on the expected device")
 _NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta device type tensor|register_meta")
-"""What torchax and torch say. Source: torchax/tensor.py of torchax 0.0.13, and torch/_meta_registrations.py of 2.13."""
+"""Messages of torchax and torch, from torchax/tensor.py of torchax 0.0.13 and torch/_meta_registrations.py of 2.13."""
 
 
 def table_versions() -> Mapping[str, str]:
@@ -161,7 +161,7 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
             environment.override_op_definition(_operator(target), function)
         yield
     finally:
-        # torchax offers no way to take one back, so the table is put back as it was.
+        # torchax offers no way to remove a lowering, so the whole table is restored.
         environment._ops.clear()
         environment._ops.update(before)
 

@@ -1,4 +1,4 @@
-"""What shares memory among the tensors of a traced network, and how a write reaches all of it.
+"""The memory that tensors of a traced network share, and the way of a write to all tensors in it.
 
 An array of JAX never changes, and a view of PyTorch is its base's memory. So each traced tensor knows the memory that
 it lies in and the views that lead to it. A write goes back along the views, and every other tensor of that memory that
@@ -18,7 +18,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One view of PyTorch, on arrays."""
+    """One view of PyTorch, as two functions of arrays."""
 
     forward: Callable[[Any], Any]  # the base's value -> the view's
     backward: Callable[[Any, Any], Any]  # the base's value, the view's new one -> the base's new one
@@ -29,8 +29,8 @@ class Storage:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.whose = ""  # what it is, if the network must not write to it: `an argument of the network`
-        self.is_callers = False  # then nobody knows where it begins in the caller's memory
+        self.whose = ""  # if the network must not write to it, a word for it: `an argument of the network`
+        self.is_callers = False  # then its offset in the caller's memory is not known
         self.written = False
         self.stale: str | Exception = ""  # why its value is not what PyTorch would have
         self.layout: Any = None  # of its first tensor; see `layout`
@@ -41,8 +41,11 @@ class Storage:
         self.tensors.append((weakref.ref(tensor), path))
 
     def write(self, path: tuple[View, ...], value: Any) -> None:
-        """Writes a value to the part of the memory to which a path of views leads, back through each view's base."""
+        """Writes a value to the part of the memory to which a path of views leads, back through each view's base. Its
+        caller gives the tensors of the memory their new values.
+        """
         self.written = True
+        # The value of the base of each view.
         bases = [self.value]
         for view in path[:-1]:
             bases.append(view.forward(bases[-1]))
@@ -69,7 +72,7 @@ class Storage:
 
 
 class Section(NamedTuple):
-    """Where a tensor lies in another one, its whole, and how it is read; sizes are in elements of its own."""
+    """Where a tensor lies in a larger tensor, and how it is read; strides and offset in elements of its own dtype."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -79,7 +82,7 @@ class Section(NamedTuple):
     is_neg: bool
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that lies there in a tensor of the host: a view of it."""
+        """Returns the view of a host tensor that this section describes."""
         if self.dtype != whole.dtype:
             (start, end), first = extent(whole), whole.storage_offset()
             whole = whole.as_strided(((end - start) // whole.itemsize,), (1,), first).view(self.dtype)
@@ -89,21 +92,21 @@ class Section(NamedTuple):
 
 
 def place(part: torch.Tensor, whole: torch.Tensor) -> Section:
-    """Returns where a tensor lies in another one of the same storage."""
+    """Returns the section of `whole` that is `part`; both have the same storage."""
     offset = int(part.storage_offset() - whole.storage_offset() * whole.itemsize // part.itemsize)
     return Section(part.shape, part.stride(), offset, part.dtype, part.is_conj(), part.is_neg())
 
 
 def layout(tensor: torch.Tensor) -> tuple[int, list[int]] | None:
-    """Returns where a tensor begins in its storage, and its dims in their order there: of a transposed matrix
-    `(0, [1, 0])`. None if it has gaps.
+    """Returns where a tensor begins in its storage, and its dims from the largest stride to the smallest: of a
+    transposed matrix `(0, [1, 0])`. None if it has gaps.
     """
     order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
-    step = 1
+    stride = 1
     for dim in reversed(order):
-        if tensor.shape[dim] != 1 and tensor.stride(dim) != step:
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != stride:
             return None
-        step *= tensor.shape[dim]
+        stride *= tensor.shape[dim]
     return int(tensor.storage_offset()), order
 
 
@@ -112,7 +115,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     start, size = int(tensor.storage_offset()), tensor.itemsize
     if not tensor.numel():
         return start * size, start * size
-    last = start + sum(int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = start + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (last + 1) * size
 
 
@@ -123,14 +126,15 @@ def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors have some elements of a storage in common, and not each the same ones."""
+    """Returns whether two tensors share some elements of a storage, and are not the same elements in the same order."""
     (start, end), (head, tail) = extent(first), extent(other)
     is_apart = first.untyped_storage()._cdata != other.untyped_storage()._cdata or max(start, head) >= min(end, tail)
-    steps = [[pair for pair in zip(each.shape, each.stride(), strict=True) if pair[0] != 1] for each in (first, other)]
-    if is_apart or (start == head and first.dtype == other.dtype and steps[0] == steps[1]):
+    dims = [[(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if n != 1] for x in (first, other)]
+    if is_apart or (start == head and first.dtype == other.dtype and dims[0] == dims[1]):
         return False
     if first.dtype != other.dtype:
         return True
+    # Marks the elements of the first tensor, and looks for a mark among those of the other.
     low, size = min(start, head), first.itemsize
     marks = torch.zeros((max(end, tail) - low) // size, dtype=torch.bool)
     marks.as_strided(first.shape, first.stride(), (start - low) // size).fill_(True)
@@ -143,15 +147,15 @@ _PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", 
 
 
 def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, selected: Any) -> Any:
-    """Returns how a view's new value enters its base, as a function of the base's value and the view's: for `transpose`
-    the view's value is transposed. None if the view has one element of the base several times.
+    """Returns a function (the base's value, a view's new value) -> the base's new value. For `transpose` it transposes
+    the view's value. None if the view has an element of the base several times.
 
     Args:
-        name: The operator's, such as `slice`.
+        name: The name of the operator that makes the view, such as `slice`.
         base: The base, or its shadow.
         args: The operator's arguments; the first is the base, but for operators without a short inverse.
-        item: Which of its outputs the view is, and `shapes` the shapes of all of them.
-        selected: Returns the same view of a tensor of the host: for a view that has no short inverse.
+        item: The number of the view among the operator's outputs; `shapes` has the shapes of all of these.
+        selected: Returns the same view of a host tensor. A view without a short inverse is tried on numbered elements.
     """
     import jax
     import jax.numpy as jnp
@@ -205,7 +209,7 @@ def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, 
 
 
 def _with_part(whole: Any, part: Any, start: int, dim: int) -> Any:
-    """Returns an array whose part from `start` on along `dim` is replaced, as a concatenation.
+    """Returns a copy of `whole` with `part` in it from `start` on along `dim`, as a concatenation.
 
     XLA for CPU (jaxlib 0.10.2) reads a tensor before a `dynamic_update_slice` into it where a product of matrices takes
     the result, in some layouts: tests/engine/test_tracked.py.

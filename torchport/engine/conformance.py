@@ -1,4 +1,4 @@
-"""Whether an operator agrees with PyTorch: the form of a call, and what the table of operators says of it.
+"""Whether an operator agrees with PyTorch: the form of its call, looked up in the table of operators.
 
 `python tools/conformance.py --write` makes the table, `conformance.yaml`, from PyTorch's own samples of its operators.
 """
@@ -33,7 +33,7 @@ class Form:
 
 
 class Row(NamedTuple):
-    """Forms of one operator that differ from PyTorch."""
+    """A group of forms of an operator that differ from PyTorch in the same way."""
 
     options: frozenset[str]  #: A call of these forms has all of these options.
     dtypes: frozenset[str]  #: And a tensor of one of these dtypes; empty where no argument is a tensor.
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """The table's entry of one operator: the dtypes and options with which a sample agreed, and forms that differ."""
+    """The table's samples of one operator: the dtypes and options with which a sample agreed, and forms that differ."""
 
     dtypes: frozenset[str]
     options: frozenset[str]
@@ -62,30 +62,31 @@ def read() -> _Table:
     """Returns the table of operators."""
     data = yaml.load(FILE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     operators = {}
-    for name, entry in data["operators"].items():
+    for name, samples in data["operators"].items():
         rows = []
-        for row in (*entry.get("differs", ()), *entry.get("mended", ())):
+        for row in (*samples.get("differs", ()), *samples.get("mended", ())):
             rows.append(Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", "")))
-        operators[name] = _Samples(frozenset(entry["dtypes"]), frozenset(entry["options"]), tuple(rows))
+        operators[name] = _Samples(frozenset(samples["dtypes"]), frozenset(samples["options"]), tuple(rows))
     return _Table(data["versions"], frozenset(data["random"]), operators)
 
 
 def state_of(form: Form) -> tuple[str, str]:
-    """Returns whether a call of this form agrees with PyTorch, by the table `conformance.yaml`, and why.
+    """Returns the table's state for a call of this form, and a word on it.
 
     Returns:
-        `same`; `mended`, with the patch; `differs`, with how; `unknown`, with what was never sampled.
+        `same` with nothing; `mended` with the patch's id; `differs` with the difference; `unknown` with the dtypes and
+        options that no sample has.
     """
     if form.operator in read().random:
         return "unknown", "random by nature"
-    entry = read().operators.get(form.operator)
-    if entry is None:
+    samples = read().operators.get(form.operator)
+    if samples is None:
         return "unknown", "the operator was never sampled"
-    rows = [row for row in entry.rows if row.options <= form.options]
+    rows = [row for row in samples.rows if row.options <= form.options]
     rows = [row for row in rows if not row.dtypes or not row.dtypes.isdisjoint(form.dtypes)]
-    for row in sorted(rows, key=lambda row: row.patch != ""):
+    for row in sorted(rows, key=lambda row: row.patch != ""):  # a difference without a patch counts first
         return ("mended", row.patch) if row.patch else ("differs", row.what)
-    missing = sorted(form.dtypes - entry.dtypes) + sorted(form.options - entry.options)
+    missing = sorted(form.dtypes - samples.dtypes) + sorted(form.options - samples.options)
     return ("unknown", f"never sampled: {', '.join(missing)}") if missing else ("same", "")
 
 
@@ -109,27 +110,27 @@ def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _traits(tensors: Sequence[Any]) -> Iterator[str]:
-    """Yields the traits of input tensors that lowerings get wrong, such as `empty` or `0-dim`."""
+    """Yields the traits of some input tensors with which lowerings often err, such as `empty` or `0-dim`."""
     import torch
 
     if any(tensor.numel() == 0 for tensor in tensors):
         yield "empty"
     if len({tensor.dtype for tensor in tensors}) > 1:
         yield "mixed dtypes"
-    points = [tensor.dtype for tensor in tensors if tensor.ndim == 0]
+    scalars = [tensor.dtype for tensor in tensors if tensor.ndim == 0]
     others = [tensor.dtype for tensor in tensors if tensor.ndim > 0]
-    if points:
+    if scalars:
         yield "0-dim"
-    if points and others:
-        point, kept = (functools.reduce(torch.promote_types, dtypes) for dtypes in (points, others))
-        kinds = [(dtype.is_complex, dtype.is_floating_point, dtype != torch.bool) for dtype in (point, kept)]
+    if scalars and others:
+        scalar, other = (functools.reduce(torch.promote_types, dtypes) for dtypes in (scalars, others))
+        kinds = [(dtype.is_complex, dtype.is_floating_point, dtype != torch.bool) for dtype in (scalar, other)]
         # PyTorch keeps the dtype of tensors with dims, unless a 0-dim one is of a higher kind: float beside integers.
-        if kinds[0] <= kinds[1] and torch.promote_types(kept, point) != kept:
+        if kinds[0] <= kinds[1] and torch.promote_types(other, scalar) != other:
             yield "0-dim of a wider dtype"
 
 
 def operator_name(func: Callable[..., Any]) -> str:
-    """Returns the name of a torch function or of an ATen overload."""
+    """Returns the name of a torch function or of an ATen overload: `torch.nn.functional.linear`, `aten.add.Tensor`."""
     import torch
 
     if hasattr(func, "_schema"):
@@ -142,20 +143,21 @@ def _word(value: object) -> str:
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the options of a call: arguments that are not the default, such as `dim=0`; without a default, bools,
-    dtypes and texts; and numbers that are passed as a tensor or a scalar, such as `int number`.
+    """Yields the options of a call: arguments that are not the default, such as `dim=0`; of the arguments without a
+    default the bools, dtypes and texts; and the types of numbers in the place of tensors, such as `int number`.
     """
     parameters = _parameters(func, len(args), frozenset(kwargs))
     if parameters is None:
-        # A builtin whose overload is not known: what stands at a place has no name.
-        words = [(f"#{place}", value) for place, value in enumerate(args) if _is_word(value)]
+        # A builtin whose overload is not known: an argument has no name, only its position.
+        words = [(f"#{position}", value) for position, value in enumerate(args) if _is_word(value)]
         yield from (_option(name, value) for name, value in (*words, *kwargs.items()) if name not in PLACES)
         return
-    for place, parameter in enumerate(parameters):
-        if parameter.name in PLACES or (place >= len(args) and parameter.name not in kwargs):
+    for position, parameter in enumerate(parameters):
+        is_named = position >= len(args)
+        if parameter.name in PLACES or (is_named and parameter.name not in kwargs):
             continue
-        value = args[place] if place < len(args) else kwargs[parameter.name]
-        if parameter.required and not parameter.by_name and place >= len(args):
+        value = kwargs[parameter.name] if is_named else args[position]
+        if parameter.required and not parameter.by_name and is_named:
             yield f"{parameter.name} by keyword"
         if parameter.nullable and value is not None:
             yield parameter.name
@@ -167,14 +169,14 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _is_word(value: object) -> bool:
-    """Returns whether an argument is a choice among few values, which a form has in full: a bool, a text, a dtype."""
+    """Returns whether an argument is a choice among few values, so that a form has the value: a bool, text or dtype."""
     import torch
 
     return value is None or isinstance(value, bool | str | torch.dtype)
 
 
 def _option(name: str, value: Any) -> str:
-    """Returns an option in words: with its value where there are few values, and for a zero, such as `beta=0`."""
+    """Returns an option in words: with its value if there are few values, or for a zero (`beta=0`); else the name."""
     if _is_word(value):
         return f"{name}={_word(value)}"
     return f"{name}=0" if isinstance(value, int | float) and value == 0 else name
@@ -182,7 +184,8 @@ def _option(name: str, value: Any) -> str:
 
 def _is_default(value: Any, default: Any) -> bool:
     """Returns whether an argument has its default value."""
-    if isinstance(default, list | tuple):  # one number stands for as many as there are dimensions
+    # A single number counts for each dim.
+    if isinstance(default, list | tuple):
         return list(value) == list(default) if isinstance(value, list | tuple) else {value} == set(default)
     if isinstance(value, bool | str) or value is None:
         return value is default or (type(value) is type(default) and value == default)
@@ -201,10 +204,10 @@ class _Parameter(NamedTuple):
 
 @functools.cache
 def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of a function; None where they are not known.
+    """Returns the parameters of an operator; None if they are not known.
 
     Args:
-        places: How many arguments are passed by position, and `names` those passed by name: they choose the overload.
+        places: How many arguments are passed by position. This and `names`, those passed by name, choose the overload.
     """
     if hasattr(func, "_schema"):
         declared = []
@@ -223,7 +226,9 @@ def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Paramete
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of the first ATen overload of a builtin that takes such arguments, or None."""
+    """Returns the parameters of the first ATen overload with a builtin's name that takes `places` arguments by position
+    and `names` by name; None if there is none.
+    """
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)
@@ -237,7 +242,7 @@ def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> lis
 
 
 def _equation_kinds(equation: str) -> Iterator[str]:
-    """Yields what is special in an equation of `einsum`: an ellipsis, a diagonal, other than two tensors."""
+    """Yields the traits of an equation of `einsum`: `...` for an ellipsis, `diagonal`, `3 tensors` if not two."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow:
@@ -269,7 +274,7 @@ _WORST = ("differs", "unknown", "mended", "same")
 
 
 class DiffersError(Exception):
-    """An operator would compute something else than PyTorch: its name, a verb with what follows it, and what helps."""
+    """An operator would not compute the values of PyTorch: its name, a verb with an object (`how`), and the remedy."""
 
     def __init__(self, operator: str, how: str, cure: str = "Compute it with other operators, and write to a copy"):
         super().__init__(f"{operator}, which {how}")
@@ -290,7 +295,9 @@ class Operators:
         self.found: dict[Form, tuple[str, str]] = {}  # the state of each form, and why
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Notes a call and returns whether no sample has its form; refuses an operator that differs from PyTorch's."""
+        """Notes a call, and returns whether no sample has its form. Raises DiffersError for a form that differs from
+        PyTorch's, and if `strict` for one without a sample, unless the operator is accepted.
+        """
         form = form_of(function, args, kwargs)
         if form in self.found:
             return self.found[form][0] == "unknown"
@@ -299,7 +306,8 @@ class Operators:
         if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
             state, what = state_of(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
         stops = state == "differs" and _STOPS.match(what) is not None
-        if stops:  # it raises an exception of its own, which says more
+        # The lowering raises an exception, which says more than ours.
+        if stops:
             state = "unknown"
         if form.operator not in self.accepted:
             if state == "differs":
@@ -310,14 +318,14 @@ class Operators:
         return state == "unknown"
 
     def states(self) -> dict[str, str]:
-        """Returns each operator's state, `same`, `mended`, `unknown` or `differs`: the worst one of its calls."""
+        """Returns each operator's state, `same`, `mended`, `unknown` or `differs`: the worst state of its calls."""
         states: dict[str, str] = {}
         for form, (state, _) in self.found.items():
             states[form.operator] = min(states.get(form.operator, "same"), state, key=_WORST.index)
         return states
 
     def unknown(self) -> str:
-        """Returns the operators without a sample in one line, each with what was not sampled; empty if all have one."""
+        """Returns one line of the operators without a sample, each with the options that no sample has; or no text."""
         lines = {form.operator: what for form, (state, what) in self.found.items() if state == "unknown"}
         return "; ".join(f"{name} ({what})" for name, what in sorted(lines.items()))
 
@@ -336,7 +344,7 @@ class Operators:
         return {"same": same, **{state: texts for state, texts in others.items() if texts}}
 
     def text(self) -> str:
-        """Returns one line: `112 operators: 110 same, 2 mended`. Those that differ or are unknown have their names."""
+        """Returns one line: `112 operators: 110 same, 1 mended, 1 unknown (aten.foo.default)`."""
         states = self.states()
         parts = []
         for state in reversed(_WORST):
@@ -354,7 +362,7 @@ _WATCHING: contextvars.ContextVar[Operators | None] = contextvars.ContextVar("op
 
 @contextlib.contextmanager
 def watching(operators: Operators | None) -> Iterator[None]:
-    """Notes each operator that is traced in the context; None: notes none."""
+    """Records in `operators` each operator that is traced while the context lasts; None: records none."""
     token = _WATCHING.set(operators)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Each operator of a traced network is asked of PyTorch, too: what PyTorch says counts, and JAX computes the values.
+"""Calls each operator of a traced network in PyTorch, too: PyTorch decides dtypes, shapes and memory, JAX the values.
 
 A traced tensor has a shadow: a tensor of PyTorch's with the same dtype, shape, strides and memory. An operator is
 called with the shadows first. So PyTorch itself says which dtype and shape its result has, and whose memory it shares.
@@ -34,10 +34,10 @@ COPIED = 2**16
 _FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
 _DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate, torch.angle}
-"""Functions of the engine's table that PyTorch takes apart better: it knows what is a view."""
+_DECOMPOSED = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate, torch.angle}
+"""Functions with a lowering that are left to PyTorch, which decomposes them into operators: it knows their views."""
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
-"""What PyTorch raises where it cannot say what an operator returns without values."""
+"""The exceptions of PyTorch for an operator whose result it cannot describe without values."""
 
 _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "__matmul__", "linear", "convolution"}
 """Products, which PyTorch refuses of tensors of two dtypes, and computes on meta."""
@@ -52,7 +52,7 @@ _OF_ITS_DTYPE = {"fmod", "hardshrink", "nextafter", "pow", "remainder", "softshr
 """Operators whose numbers PyTorch rounds, too."""
 
 _NO_DTYPE = re.compile("only support|not supported for")
-"""What PyTorch says of a dtype on every device but meta. `not implemented for` is the host's: a GPU may compute it."""
+"""PyTorch's words for a dtype that no device but meta takes. `not implemented for` is the host's: a GPU may take it."""
 
 _OF_ENGINE = {"_env", "_array", "_shadow", "_memory", "_path", "_whole", "_cast", "_made_in"}
 """Attributes of a traced tensor that are the engine's; all others are upstream's."""
@@ -64,7 +64,9 @@ _trace = 0
 
 
 def begin_trace() -> None:
-    """Begins a new trace. The first time in a process, it also puts `Dispatch` in the place of torchax's dispatch."""
+    """Begins a new trace. The first time in a process, it also exchanges torchax's dispatch for `Dispatch`, and some
+    methods of its tensor for those of PyTorch or of this module.
+    """
     global _trace
     from torchax import default_env
     from torchax.tensor import Tensor
@@ -77,7 +79,8 @@ def begin_trace() -> None:
         return
     environment.dispatch = Dispatch(environment, environment.dispatch)
     for name in ("__setitem__", "type_as", "shape", "ndim", "flatten", "detach", "dtype", "dim", "tolist", "numpy"):
-        delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
+        # These methods of torchax bypass the dispatch; those of torch.Tensor do not.
+        delattr(Tensor, name)
     Tensor._elem = property(_value, lambda tensor, value: setattr(tensor, "_array", value))
     Tensor.numpy, Tensor.tolist = _numpy, lambda tensor: _numpy(tensor).tolist()
     Tensor.__deepcopy__ = lambda tensor, copies: copies.setdefault(id(tensor), tensor.clone())
@@ -86,8 +89,8 @@ def begin_trace() -> None:
 
 
 def _value(tensor: Any) -> Any:
-    """Returns the JAX array of a traced tensor; for a tensor with known values, an array that belongs to this trace, as
-    upstream may keep such tables from one call to the next.
+    """Returns the JAX array of a traced tensor. For a tensor with known values, makes an array for this trace if it has
+    none: upstream may keep the tensor, such as a table of frequencies, from one trace to the next.
     """
     value, trace = tensor.__dict__.get("_array"), tensor.__dict__.get("_made_in", _trace)
     if value is None or (trace != _trace and is_known(tensor)):
@@ -97,6 +100,7 @@ def _value(tensor: Any) -> Any:
 
 
 def _numpy(tensor: Any) -> Any:
+    """Returns a tensor as an array of numpy: known values from the shadow, others from JAX, which raises in a trace."""
     if is_known(tensor):
         with _plain():
             return tensor._shadow.numpy()
@@ -104,14 +108,16 @@ def _numpy(tensor: Any) -> Any:
 
 
 def _offset(tensor: Any) -> int:
-    """Returns where a tensor begins in its memory; refuses a caller's, which may begin elsewhere in each call."""
+    """Returns where a tensor begins in its memory; refuses arguments, whose offset may differ from call to call."""
     if tensor._env.dispatch._memory(tensor).is_callers:
         raise DiffersError("Tensor.storage_offset", "may say something else of its caller's tensor in the next call")
     return int(tensor._shadow.storage_offset())
 
 
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
-    """Assigns to `tensor.data`: gives the tensor a value's memory. Raises unless shape, dtype and strides are equal."""
+    """Gives a tensor the memory of another one, for `tensor.data = value`. Raises DiffersError unless shape, dtype and
+    strides are equal, or if the tensor is the caller's.
+    """
     dispatch = tensor._env.dispatch
     value, whose = dispatch.with_values(value), dispatch._memory(tensor).whose
     if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
@@ -175,24 +181,26 @@ class Dispatch:
                 # A host tensor, as no device is named.
                 with _plain():
                     return function(*args, **kwargs)
-            is_moved = isinstance(output, self.type)  # a tensor of the host to the devices
-            answer = self._pytorchs(function, args, kwargs, "cpu") if is_moved else None
+            # A host tensor that is moved to the devices keeps its values known.
+            is_moved = isinstance(output, self.type)
+            answer = self._ask_pytorch(function, args, kwargs, "cpu") if is_moved else None
             return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
         if function in _INDEXING:
             index = self._index(args[1])
             if function is torch.Tensor.__getitem__ and isinstance(index, self.type):
                 index = self._without_mask(index)
             return function(args[0], index, *args[2:])
-        if function is torch.Tensor.to:  # a tensor that is there already stays the same: PyTorch calls the devices meta
-            args, kwargs = pytree.tree_map(lambda each: _META if _is_engine_device(each) else each, (args, kwargs))
+        if function is torch.Tensor.to:
+            # A traced tensor is on meta for PyTorch. So `to("jax")` of it has to return the tensor itself.
+            args, kwargs = pytree.tree_map(lambda leaf: _META if _is_engine_device(leaf) else leaf, (args, kwargs))
             return function(*args, **kwargs)
         is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
-        is_through = not is_lowered or function in _THROUGH
+        is_decomposed = not is_lowered or function in _DECOMPOSED
         # torchax's lowering may take `out`, and not write to it.
         if kwargs.get("out") is not None:
-            is_through = True
-        if not is_aten and is_through and not makes:
-            raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
+            is_decomposed = True
+        if not is_aten and is_decomposed and not makes:
+            raise self.not_found(f"{_name(function)} is made of operators")  # then PyTorch decomposes it
         if function is torch.ops.aten.as_strided.default:
             args, kwargs = self._as_strided_of_memory(*args, **kwargs), {}
         if is_aten and torch.Tag.inplace_view in function.tags:
@@ -204,13 +212,14 @@ class Dispatch:
         is_patched = getattr(self.environment._ops.get(function), "is_user_defined", False)
         if returning and not is_patched:
             return self._call_with_out(function, returning, args, kwargs)
-        # Below autograd PyTorch leaves these whole.
+        # Below autograd PyTorch does not decompose these.
         if is_aten and self._is_composite(function):
             with self.environment._dispatch_mode:
                 return function.decompose(*args, **kwargs)
         # A lowering may write what PyTorch refuses: torchax's attention adds a mask of 4 dims to a bias of 2.
-        is_own = self.lowering and _written(function, args, kwargs)
-        if all(is_known(tensor) for tensor in traced) and not is_own and self._is_for_host(function, args, kwargs):
+        lowering_writes = self.lowering and _written(function, args, kwargs)
+        has_values = all(is_known(tensor) for tensor in traced) and not lowering_writes
+        if has_values and self._is_for_host(function, args, kwargs):
             return self._on_host(function, args, kwargs)
         return self._on_devices(function, types, args, kwargs, traced)
 
@@ -236,7 +245,7 @@ class Dispatch:
         return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, self.type)]
 
     def _index(self, index: Any) -> Any:
-        """Returns an index with tensors of known values in place of lists, whose values PyTorch would lose on meta."""
+        """Returns an index with known tensors in place of lists, arrays and masks: on meta these have no values."""
         if isinstance(index, tuple):
             return tuple(part for item in index for part in self._without_mask(self._index(item)))
         if isinstance(index, list | range | numpy.ndarray):
@@ -247,7 +256,7 @@ class Dispatch:
         return index
 
     def _without_mask(self, index: Any) -> tuple[Any, ...]:
-        """Returns a mask with known values as its indices, so that the result's size is known; all else as it is."""
+        """Returns a mask with known values as index tensors, so that the result's size is known; else the index."""
         if not isinstance(index, self.type) or index.dtype != torch.bool or not index.ndim or not is_known(index):
             return (index,)
         with _plain():
@@ -257,18 +266,19 @@ class Dispatch:
     def shadow(self, tensor: Any) -> torch.Tensor:
         """Returns a traced tensor's shadow, PyTorch's tensor of its dtype, shape and strides; makes a missing one."""
         shadow: torch.Tensor | None = tensor.__dict__.get("_shadow")
-        if shadow is None:  # of an input or a weight
+        # An input or a weight, which `tensor` has not made.
+        if shadow is None:
             shadow = tensor._shadow = _empty(tensor._elem)
             self.made.append(weakref.ref(tensor))
         return shadow
 
     def _is_for_host(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Returns whether the host computes an operator of known values: no random one, and none of a large result."""
+        """Returns whether the host computes an operator of known values: not if it is random, or its result large."""
         if function in _DRAWS or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             return False
         if function in (torch.tensor, torch.as_tensor):
             return True
-        answer = self._pytorchs(function, args, kwargs, "meta")
+        answer = self._ask_pytorch(function, args, kwargs, "meta")
         if answer is _UNKNOWN:
             return function not in self.constructors
         leaves = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
@@ -276,9 +286,9 @@ class Dispatch:
             return False
         return all(leaf.untyped_storage().nbytes() <= LARGEST for leaf in leaves)
 
-    def _pytorchs(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
-        """Returns what PyTorch's operator returns for the shadows of its arguments on a device, `meta` or `cpu`; and
-        `_UNKNOWN` where PyTorch cannot say it without values.
+    def _ask_pytorch(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
+        """Calls PyTorch's operator with the shadows of its arguments on a device, `meta` or `cpu`, and returns the
+        result. It is `_UNKNOWN` if PyTorch needs values that meta does not have.
         """
 
         def shadow(leaf: Any) -> Any:
@@ -298,20 +308,21 @@ class Dispatch:
             try:
                 return function(*args, **kwargs)
             except _REFUSALS as error:
-                # What PyTorch refuses is refused, and upstream may go on from that. A lowering of torchax's may call
-                # what PyTorch refuses, and an operator that needs values says so.
+                # A refusal of PyTorch's is raised, as upstream may catch it. Two refusals do not count: of an operator
+                # that a lowering of torchax's calls, and of an operator that needs values.
                 needs_values = isinstance(error, NotImplementedError | AssertionError) or "meta" in str(error).lower()
                 if device == "cpu" or not (self.lowering or needs_values):
                     raise
                 return _UNKNOWN
 
     def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator in PyTorch on the host: all arguments have known values, and the results have them, too."""
-        answer = self._pytorchs(function, args, kwargs, "cpu")
+        """Calls an operator in PyTorch on the host: arguments with known values give results with known values."""
+        answer = self._ask_pytorch(function, args, kwargs, "cpu")
         shadows = {id(tensor._shadow): tensor for tensor in self._traced((args, kwargs))}
         for tensor in self._traced(_written(function, args, kwargs)):
             for sharing, _ in self._memory(tensor).alive():
-                sharing._array = None  # a cached copy: the operator writes to the memory that they share
+                # An outdated copy: the operator has written to the memory.
+                sharing._array = None
         outputs, tree = pytree.tree_flatten(answer)
         shapes = [getattr(leaf, "shape", None) for leaf in outputs]
         for item, leaf in enumerate(outputs):
@@ -326,9 +337,9 @@ class Dispatch:
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
         """Calls an operator's lowering, and gives the results the dtypes, strides and memory that PyTorch says."""
-        if (seen := watched()) is not None:
+        if (operators := watched()) is not None:
             with _plain():
-                is_new = seen.see(function, args, kwargs)
+                is_new = operators.see(function, args, kwargs)
             if is_new and sum(tensor.numel() for tensor in traced) <= FILLED:
                 self._check_dtypes(function, args, kwargs)
         written = self._traced(_written(function, args, kwargs))
@@ -337,7 +348,7 @@ class Dispatch:
                 self._forget(tensor)
         if not self.lowering:
             _check_overlap(written, traced)
-        answer = self._pytorchs(function, args, kwargs, "meta")
+        answer = self._ask_pytorch(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.with_values, (args, kwargs))
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
             dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in traced)
@@ -346,20 +357,21 @@ class Dispatch:
             args, kwargs = self._in_computing_dtype(function, answer, args, kwargs)
         before = {id(tensor): tensor._elem for tensor in traced}
         properties, self.lowering = self.environment.param, self.lowering + 1
-        numbers = properties.prng
+        key = properties.prng
         try:
-            with watching(None):  # what a lowering calls was compared as a part of it
+            # The operators that a lowering calls were compared with PyTorch's as parts of it.
+            with watching(None):
                 output = self._lowered(function, types, args, kwargs)
         finally:
             self.lowering -= 1
-        if properties.prng is not numbers and seen is not None:
-            properties.prng = numbers
+        if properties.prng is not key and operators is not None:
+            properties.prng = key
             how = "draws numbers while the network is traced, the same for every call"
             raise DiffersError(operator_name(function), how, "Draw them outside of it, and pass them as an input")
         # A write gives all tensors of its memory new values.
         for tensor, value in [(each, each._elem) for each in traced if each._elem is not before[id(each)]]:
             self._write(function, tensor, value)
-        for tensor in written if _name(function) != "copy_" else ():  # what is copied may be the same array
+        for tensor in written if _name(function) != "copy_" else ():  # `copy_` may get the array that is there already
             if tensor._elem is before[id(tensor)]:
                 raise DiffersError(operator_name(function), "does not write to its argument, as PyTorch's does")
         if answer is _UNKNOWN:
@@ -385,8 +397,8 @@ class Dispatch:
     def _in_computing_dtype(self, function: Any, answer: Any, args: Any, kwargs: Any) -> Any:
         """Returns an operator's arguments in the dtype in which PyTorch computes.
 
-        That is a float for integers whose result is a float, and float32 for floats of 16 bits where the operator has
-        several steps: PyTorch rounds the result alone.
+        Integers become floats if the result is a float. Floats of 16 bits become float32 if the operator has several
+        steps of arithmetic: PyTorch rounds only the last one's result.
         """
         dtypes, target = {tensor.dtype for tensor in self._traced((args, kwargs))}, torch.float32
         is_pointwise = isinstance(answer, torch.Tensor) and _is_pointwise(function)
@@ -397,7 +409,7 @@ class Dispatch:
             name = _name(function)
             in_steps = name in _IN_STEPS
             if is_pointwise and answer.dtype in _HALVES and name not in _OF_ITS_DTYPE:
-                # Of most numbers, PyTorch keeps all digits.
+                # PyTorch does not round the Python numbers of most operators to 16 bits.
                 has_number = any(isinstance(leaf, float) for leaf in pytree.tree_leaves((args, kwargs)))
                 in_steps = in_steps or has_number or name not in _IN_ONE_STEP
             dtypes = dtypes & _HALVES if in_steps else set()
@@ -411,26 +423,27 @@ class Dispatch:
             return pytree.tree_map_only(self.type, cast, (args, kwargs))
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Raises what PyTorch raises for these dtypes on the host: calls the operator there with zeros."""
+        """Calls an operator on the host with zeros, and raises PyTorch's error if the dtypes are not supported."""
         try:
-            self._pytorchs(function, args, kwargs, "cpu")
+            self._ask_pytorch(function, args, kwargs, "cpu")
         except _REFUSALS as error:
             if _NO_DTYPE.search(str(error)):
                 raise
 
     def _call_with_out(self, function: Any, returning: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator with `out`: calls its overload without (`returning`), and copies the results there."""
+        """Calls an operator's overload without `out` (`returning`), and copies the results into the `out` tensors."""
         given, outs = dict(kwargs), {}
         for name in _names(function):
+            # An argument for a result, mostly `out`.
             if name not in _names(returning):
                 outs[name] = given.pop(name)
         tensors = pytree.tree_leaves(outs)
         # PyTorch would resize the shadows themselves.
         with _plain():
             shadows = pytree.tree_map_only(self.type, lambda tensor: tensor._shadow.detach(), outs)
-        self._pytorchs(function, args, given | shadows, "meta")  # raises where PyTorch refuses such an `out`
-        answer = self._pytorchs(returning, args, given, "meta")
-        # A sum is computed in the dtype that `out` has.
+        self._ask_pytorch(function, args, given | shadows, "meta")  # raises where PyTorch refuses such an `out`
+        answer = self._ask_pytorch(returning, args, given, "meta")
+        # An operator with an argument `dtype`, such as `sum`, computes in the dtype of `out`.
         dtype = tensors[0].dtype
         if "dtype" in _names(returning) and getattr(answer, "dtype", dtype) != dtype:
             given["dtype"] = dtype
@@ -444,7 +457,7 @@ class Dispatch:
         return (first, *others) if others else first
 
     def _resize(self, function: Any, tensor: Any, value: Any) -> None:
-        """Gives an `out` tensor the size of the value that is written to it next; refuses memory that others share."""
+        """Gives an `out` tensor the size of the value to write there; refuses a tensor whose memory others share."""
         memory = self._memory(tensor)
         whose = memory.whose or ("a tensor that others share" if len(memory.alive()) > 1 else "")
         if whose:
@@ -458,8 +471,8 @@ class Dispatch:
         del tensor._memory
 
     def _lowered(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator's lowering; for an in-place operator without one, or one that PyTorch computes in a wider
-        dtype, that of its functional form.
+        """Calls an operator's lowering. An in-place operator without a lowering, or of a 16-bit dtype in which PyTorch
+        does not compute, gets the result of its functional form (`add` for `add_`) as its new value.
         """
         not_in_place = functional(function)
         if not_in_place is None or not (_is_pointwise(function) and args[0].dtype in _HALVES):
@@ -509,7 +522,7 @@ class Dispatch:
         return memory
 
     def span(self, tensors: Sequence[Any]) -> Any:
-        """Returns the part of their memory that has all of some tensors in it, as a tensor of one dim."""
+        """Returns a tensor of one dim: the part of their memory that has all of some tensors in it."""
         memory = self._memory(tensors[0])
         start, order = memory.layout
         value = memory.value.transpose(order).ravel()
@@ -521,7 +534,9 @@ class Dispatch:
             return self.tensor(value[first - start : last - start], shadow[first:last])
 
     def _as_strided_of_memory(self, tensor: Any, size: Any, strides: Any, offset: int | None = None) -> tuple[Any, ...]:
-        """Returns `as_strided`'s arguments for the whole of a tensor's memory, in which PyTorch counts elements."""
+        """Returns the arguments of `as_strided` (tensor, size, strides, offset) for the tensor that is a view's whole
+        memory: PyTorch counts elements there, not in the view.
+        """
         start = self.shadow(tensor).storage_offset() if offset is None else offset
         if offset is not None:
             _offset(tensor)
@@ -532,10 +547,10 @@ class Dispatch:
         return tensor, size, strides, start
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
-        """Notes that a result is a view of an argument, if PyTorch says that they share memory."""
-        memory_of = tensor._shadow.untyped_storage()._cdata
+        """Gives a result the memory of an argument if their shadows share memory: then it is a view of the argument."""
+        address = tensor._shadow.untyped_storage()._cdata
         for base in self._traced((args, kwargs)):
-            if base._shadow.untyped_storage()._cdata == memory_of:
+            if base._shadow.untyped_storage()._cdata == address:
                 break
         else:
             return
@@ -547,25 +562,27 @@ class Dispatch:
     def _view(self, base: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> View:
         """Returns the `View` that an operator makes of its argument `base`: how values go forward and back.
 
-        It has no reference to `base`, whose memory refers to the view: PyTorch refers to the bases of some views, too,
-        and Python cannot collect such a cycle.
+        The view does not refer to `base`, whose memory refers to the view. PyTorch refers to the bases of some views,
+        too, and Python cannot collect such a cycle.
         """
         shadow = base._shadow
         args, kwargs = pytree.tree_map(lambda leaf: shadow if leaf is base else leaf, (args, kwargs))
 
         def forward(value: Any) -> Any:
-            """Returns the view's array for an array of the base: what the operator's lowering makes of it."""
+            """Returns the view's array for an array of the base, from the operator's lowering."""
             whole = self.tensor(value, shadow.to("meta"))
             new = pytree.tree_map(lambda leaf: whole if leaf is shadow else leaf, (args, kwargs))
             return pytree.tree_leaves(self.lower(function, (), *new))[item]._elem
 
         def selected(numbers: torch.Tensor) -> torch.Tensor:
+            """Returns the same view of a host tensor."""
             with _plain():
                 new = pytree.tree_map(lambda leaf: numbers if leaf is shadow else leaf, (args, kwargs))
                 chosen: torch.Tensor = pytree.tree_leaves(function(*new[0], **new[1]))[item]
                 return chosen
 
         def backward(whole: Any, part: Any) -> Any:
+            """Returns the base's new array, from its old one and the view's new one."""
             if function is torch.ops.aten.view.dtype:
                 return self.lower(function, (), (self.tensor(part, _empty(part)), shadow.dtype), {})._elem
             enter = inverse(_name(function), shadow, args, kwargs, item, shapes, selected)
@@ -576,11 +593,12 @@ class Dispatch:
         return View(forward, backward)
 
     def _write(self, function: Any, tensor: Any, value: Any) -> None:
-        """Writes a value to a tensor, and updates all tensors that share its memory; refuses memory of a caller's."""
+        """Writes a value to a tensor and to its memory, and updates all tensors there; refuses memory of the caller."""
         from torchax.ops import mappings
 
         if is_known(tensor):
-            tensor._array = None  # what PyTorch has, until now
+            # So that `_forget` takes the values before the write from the shadow.
+            tensor._array = None
             self._forget(tensor)
         dtype = mappings.t2j_dtype(tensor._shadow.dtype)
         if value.dtype != dtype:
@@ -588,7 +606,7 @@ class Dispatch:
         if tuple(value.shape) != tuple(tensor._shadow.shape):
             import jax.numpy as jnp
 
-            # PyTorch refuses that. A lowering of torchax's does it to a tensor of its own.
+            # PyTorch refuses such a write. A lowering of torchax's makes it to a tensor that is its own.
             if value.ndim > tensor._shadow.ndim:
                 tensor._array, tensor._shadow = value, _empty(value)
                 return
@@ -603,12 +621,15 @@ class Dispatch:
                 sharing._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
-        """Makes the values of a tensor, and of all that share its memory, unknown to the host, before a write."""
+        """Makes the values of all tensors of a memory unknown to the host, before the devices write there: they get
+        shadows on meta, and arrays of their values so far.
+        """
         memory = self._memory(tensor)
         with _plain():
-            storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
-            root = torch.empty(storage, dtype=tensor._shadow.dtype, device="meta")
-        for sharing, path in memory.alive():  # a view holds the tensor that it is of
+            count = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
+            root = torch.empty(count, dtype=tensor._shadow.dtype, device="meta")
+        # The whole tensor is alive: its views refer to it.
+        for sharing, path in memory.alive():
             if not path:
                 memory.value = sharing._elem
         for sharing, _ in memory.alive():
@@ -621,7 +642,7 @@ class Dispatch:
             sharing._array = value
 
     def _call_inplace_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator such as `unsqueeze_`, which makes its tensor another view of its memory, or raises."""
+        """Calls an operator as `unsqueeze_`, which makes its tensor another view of its memory; refuses new memory."""
         tensor, not_in_place = args[0], functional(function)
         if not_in_place is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
@@ -648,7 +669,7 @@ class Dispatch:
 
 
 def _check_overlap(written: Sequence[Any], traced: Sequence[Any]) -> None:
-    """Refuses to write to a tensor of which some elements are read as others: PyTorch leaves open what comes out."""
+    """Refuses a write to a tensor that overlaps another argument in part: PyTorch does not define the result."""
     with _plain():
         if any(overlap(tensor._shadow, other._shadow) for tensor in written for other in traced):
             raise RuntimeError("an operator reads some elements of the written-to tensor as others: pass it a clone()")
@@ -663,7 +684,7 @@ def _empty(array: Any) -> torch.Tensor:
 
 
 def is_known(tensor: Any) -> bool:
-    """Returns whether a traced tensor depends on no input of the network: PyTorch has its values."""
+    """Returns whether the host has the values of a traced tensor, as it depends on no input of the network."""
     shadow = tensor.__dict__.get("_shadow")
     return shadow is not None and shadow.device.type == "cpu"
 
@@ -680,8 +701,8 @@ def on_host(value: Any) -> Any:
 
 
 def live_tensors() -> list[Any]:
-    """Returns those tensors of the last trace that something still refers to, and that depend on the network's inputs.
-    Call it after the trace: the tensors lose what they know of shared memory, which refers to tensors, too.
+    """Returns the tensors of the last trace that depend on the network's inputs and are still referred to. It deletes
+    their notes on shared memory, which are such references, too: call it after the trace.
     """
     from torchax import default_env
 
@@ -696,14 +717,15 @@ def live_tensors() -> list[Any]:
 
 
 def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int, tuple[str, Any, Section]]:
-    """Returns which tensors of a trace lie in the memory of another one, and where.
+    """Finds the outputs of a trace that lie in the memory of an input, a weight or another output.
 
     Args:
-        tensors: Outputs. Where some overlap and none has all others in it, their whole memory is appended.
-        bases: Inputs and weights by kind and number or name, each of which is the whole of its memory.
+        tensors: The outputs. If some overlap, and none has all others in it, a tensor of their memory is appended.
+        bases: Inputs and weights, by kind and number or name. Each is the whole of its memory.
 
     Returns:
-        By number of the output: of which base or `output` it is a part, by kind and number, and its `Section` there.
+        By the output's number: kind (of `bases`, or `output`) and number of the tensor that it lies in, and its
+        `Section` there.
     """
     sections: dict[int, tuple[str, Any, Section]] = {}
     inputs = {_memory_of(base): key for key, base in bases.items() if not base.__dict__.get("_path")}
@@ -716,6 +738,7 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
         elif len(numbers) > 1:
             kind, whole = "output", _container([tensors[number] for number in numbers])
             whole = numbers[whole] if whole < len(numbers) else len(tensors)
+            # No output has all the others in it.
             if whole == len(tensors):
                 tensors.append(tensors[numbers[0]]._env.dispatch.span([tensors[number] for number in numbers]))
             base = tensors[whole]
@@ -729,13 +752,13 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
 
 
 def _memory_of(tensor: Any) -> int:
-    """Returns a number that traced tensors have in common that share memory, by PyTorch's account."""
+    """Returns a number that is equal for traced tensors with shared memory: the address of their shadows' storage."""
     return int(tensor._env.dispatch.shadow(tensor).untyped_storage()._cdata)
 
 
 def _container(tensors: Sequence[Any]) -> int:
-    """Returns the number of a tensor whose memory contains that of all others, or `len(tensors)`. The largest one
-    counts as it, too, if none overlap, or if their memory has gaps.
+    """Returns the index of the tensor that contains all others, or `len(tensors)` if there is none. If no two overlap,
+    or their memory has gaps, it is the index of the largest.
     """
     shadows = [tensor._shadow for tensor in tensors]
     largest = max(range(len(shadows)), key=lambda n: (shadows[n].is_contiguous(), shadows[n].nbytes))
@@ -767,7 +790,7 @@ def freeze(tree: Any, whose: str) -> None:
     """Makes the engine refuse writes to tensors of a tree: the caller of the network would not see them.
 
     Args:
-        whose: What the tensors are, such as `an argument of the network`; empty: writes are no loss any more.
+        whose: Words for the tensors, such as `an argument of the network`. Empty: writes are allowed again.
     """
     from torchax import default_env
 
@@ -778,12 +801,12 @@ def freeze(tree: Any, whose: str) -> None:
 
 
 def spoil(tensor: Any, why: str | Exception) -> None:
-    """Makes the engine refuse reads of a tensor, as its value is not PyTorch's: with an error, or saying why."""
+    """Makes the engine refuse reads of a tensor whose value is not PyTorch's. `why` is the error, or its text."""
     tensor._env.dispatch._memory(tensor).stale = why
 
 
 def check_read(values: Any, function: Any = None) -> None:
-    """Refuses tensors of a tree whose value is not PyTorch's, and which an operator `function` reads; see `spoil`."""
+    """Raises if a tree, which the operator `function` reads, has a tensor that `spoil` has marked."""
     for tensor in pytree.tree_leaves(values):
         memory = tensor.__dict__.get("_memory") if isinstance(tensor, torch.Tensor) else None
         if memory is not None and memory.stale:
@@ -792,7 +815,7 @@ def check_read(values: Any, function: Any = None) -> None:
 
 
 def stamp(tensor: Any) -> tuple[Any, int]:
-    """Returns an object and a number, of which one is another after a write to a tensor, also through a view of it."""
+    """Returns a mark of a tensor's content, an object and a number: a write, also through a view, changes the mark."""
     if not hasattr(tensor, "_env"):
         return None, tensor._version
     memory = tensor._env.dispatch._memory(tensor)
@@ -820,7 +843,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     given = {**dict(zip(_names(function), args, strict=False)), **kwargs}
     written: list[Any] = []
     for argument in function._schema.arguments:
-        # A normalization has running statistics always, and writes to them in training alone.
+        # By its schema a normalization always writes to its running statistics. It does so only in training.
         is_kept = argument.name.startswith("running_") and not given.get("training")
         if argument.alias_info is not None and argument.alias_info.is_write and not is_kept:
             written.append(given.get(argument.name))
@@ -847,7 +870,7 @@ def _overload(packet: Any, arguments: Sequence[Any]) -> Any:
 
 @functools.cache
 def _without_out(function: Any) -> Any:
-    """Returns an operator's overload without `out`, which returns what this one writes there; None if there is none."""
+    """Returns the overload of an operator with `out` that returns the results instead; None if there is none."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
     arguments = function._schema.arguments
@@ -864,7 +887,7 @@ def _is_pointwise(function: Any) -> bool:
 
 
 def _name(function: Any) -> str:
-    """Returns the name of an operator without its overload, `add_` of `aten.add_.Tensor`; or that of a function."""
+    """Returns the name of a function, or of an operator without its overload: `add_` for `aten.add_.Tensor`."""
     if isinstance(function, torch._ops.OpOverload):
         return str(function._schema.name).rpartition("::")[2]
     return str(getattr(function, "__name__", ""))

@@ -28,17 +28,17 @@ from torchport.patch.live import registry
 VARIABLE = "TORCHPORT_APPLIED"
 """The variable by which children know what is in force in their parent: see `arm`."""
 BESIDE = ("torchax", "torch/attention", "torch/normalization")
-"""The patches that a compiled module needs, of whatever model."""
+"""The patches that a compiled module of any model needs."""
 
 BENEATH = ("torch", "torchax")
-"""Packages that are under any code: that their patches are applied says nothing of a model's."""
+"""Packages that all code imports: an applied patch of theirs does not show that the model's code was imported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PortDefaults:
-    """What `port` takes where its caller says nothing: the flags of `torchport exec`."""
+    """The default arguments of `port`: the flags of `torchport exec`."""
 
-    strategy: str | None = None  #: One of the card's.
+    strategy: str | None = None  #: The name of a strategy of the card.
     mesh: Mapping[Axis, int] | None = None  #: Sizes of the axes.
     attention: Implementation | None = None
     #: The devices, such as `cpu:8`; None: what JAX finds. A child prepares them as its parent did.
@@ -47,7 +47,7 @@ class PortDefaults:
     strict: bool = False
 
     def prepare(self) -> None:
-        """Gives JAX in this process the machine's devices; refuses if JAX runs already, with fewer of them."""
+        """Gives JAX in this process the devices of `machine`; refuses if JAX runs already, with fewer devices."""
         if self.machine is not None:
             from torchport.task import devices
 
@@ -56,21 +56,21 @@ class PortDefaults:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A set of patches that is in force around somebody's code."""
+    """A set of patches that is in force around a user's code."""
 
     pack: Pack
     ledger: Ledger  #: What became of each patch.
     card: Card | None  #: The model card; None where only patches were named.
     document: Document | None  #: The card's lines, for errors.
     backend: str  #: `torchax`, or `original`: upstream in PyTorch, with its plumbing patched.
-    choice: PortDefaults  #: What `port` takes by default.
+    choice: PortDefaults  #: The defaults of `port`.
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a plain dict for each patch: its id, its target, and its state."""
         return self.ledger.rows()
 
-    def nothing(self) -> NothingAppliedError | None:
-        """Returns an error if no patch was applied, as nobody imported the modules that they change; None otherwise."""
+    def error_if_unused(self) -> NothingAppliedError | None:
+        """Returns an error if no patch was applied, because nothing imported the patched modules; None otherwise."""
         records = [r for r in self.ledger.records if r.entry.package not in BENEATH and r.outcome is None]
         waited = [record for record in records if record.entry.edits and not record.late]
         if not waited or any(record.change is not None for record in waited):
@@ -83,7 +83,7 @@ class Session:
 
 
 sessions: list[Session] = []
-"""Those in force in this process, the last one entered last."""
+"""The sessions in force in this process, in the order in which they were entered."""
 
 
 @contextlib.contextmanager
@@ -104,7 +104,7 @@ def applied(
         upstream_path: The checkout of an upstream that is no installed package.
         backend: `torchax`; or `original`: only plumbing, and what the card says of the original.
         paths: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
-        choice: What `port` takes by default.
+        choice: The defaults of `port`.
 
     Yields:
         The session: `rows()` says what became of each patch.
@@ -122,7 +122,7 @@ def applied(
     folder = None if card is None else checkout.find(card.checkout, place)
     choice = choice or PortDefaults()
     entries = entries_of(pack, card, patches, backend)
-    same_call = {
+    arguments = {
         "model": model,
         "patches": list(patches),
         "upstream_path": folder and str(folder),
@@ -133,7 +133,7 @@ def applied(
     unregister = atexit.unregister
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_path(folder))
-        stack.enter_context(_passed_on(same_call))
+        stack.enter_context(_passed_on(arguments))
         ledger = stack.enter_context(patch.applied(entries))
         session = Session(pack, ledger, card, document, backend, choice)
         sessions.append(session)
@@ -143,14 +143,14 @@ def applied(
             yield session
         finally:
             unregister(stack.close)
-        nothing = session.nothing()
-    if nothing is not None:
-        raise nothing
+        unused = session.error_if_unused()
+    if unused is not None:
+        raise unused
 
 
 def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: str) -> list[Entry]:
-    """Returns the patches of all stages of a card, those of its scripts, and further ones. For the backend `original`,
-    only plumbing, and the patches that the card names for it.
+    """Reads the patches of all stages of a card, those of its `script`, and the further `patches`. For the backend
+    `original` returns only the plumbing among them, and the patches under the card's `original`.
     """
     names = dict.fromkeys(BESIDE if backend == "torchax" else ())
     names |= {name: None for _, stage in (card.patch_sets() if card is not None else ()) for name in stage}
@@ -165,7 +165,7 @@ def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: s
 
 @contextlib.contextmanager
 def _on_path(folder: Path | None) -> Iterator[None]:
-    """Puts a checkout first on `sys.path`. Environment variables that upstream sets stay, unlike in a run."""
+    """Puts a checkout first on `sys.path`. Unlike in a run, environment variables that upstream sets stay."""
     entry = str(folder)
     if folder is not None:
         sys.path.insert(0, entry)
@@ -178,7 +178,7 @@ def _on_path(folder: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _passed_on(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Sets the variable from which `arm` reads, in child processes, what `applied` was called with."""
+    """Sets the environment variable from which `arm`, in child processes, reads the arguments of `applied`."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = json.dumps(arguments)
     try:
@@ -191,31 +191,31 @@ def _passed_on(arguments: Mapping[str, Any]) -> Iterator[None]:
 
 
 _armed = contextlib.ExitStack()
-"""Of a child: what it has entered, for as long as it lives."""
+"""In a child process: the context of `applied`, which `arm` has entered for as long as the process lives."""
 
 
 def arm(*_: object) -> None:
-    """Puts the patches in force that were in force where this process was started, for as long as it lives.
+    """Puts the patches of the parent process in force in this process, for as long as it lives.
 
-    What `torchport.port` takes by default there, it takes here, too: strategy, mesh, attention, and the devices.
+    `torchport.port` gets the defaults of the parent, too: strategy, mesh, attention, and the devices.
 
     It is an initializer: `multiprocessing.Pool(initializer=torchport.arm)`, `ProcessPoolExecutor(initializer=...)`,
     `DataLoader(worker_init_fn=torchport.arm)`, or the first line of a script that a subprocess runs. A process that was
-    forked has the patches of its parent, and nothing is to be done.
+    forked has the patches of its parent without this call.
 
     Args:
-        *_: What an initializer is called with, such as the worker's number.
+        *_: The arguments of an initializer, such as the worker's number. They are ignored.
 
     Raises:
-        BadValueError: No parent has told it anything.
+        BadValueError: No process above this one has patches in force.
         TooLateError: Upstream is imported already, and the original cannot be replaced everywhere.
     """
-    call = os.environ.get(VARIABLE)
-    if call is None:
+    text = os.environ.get(VARIABLE)
+    if text is None:
         fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
         raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
     if not registry.sets:
-        arguments = json.loads(call)
+        arguments = json.loads(text)
         choice = PortDefaults(**arguments.pop("choice"))
         choice.prepare()
         _armed.enter_context(applied(**arguments, choice=choice))
@@ -223,6 +223,6 @@ def arm(*_: object) -> None:
 
 
 def _disarm() -> None:
-    """Takes the patches back as the process ends. It prints nothing: the parent process reports."""
+    """Undoes the patches as the process ends. It prints no error: the parent process does."""
     with contextlib.suppress(TorchportError):
         _armed.close()

@@ -1,4 +1,4 @@
-"""A module that somebody has loaded already becomes a program on a mesh, and is called as before."""
+"""A loaded module becomes a program on a mesh, and is called as before."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def port(
 ) -> torch.nn.Module:
     """Returns a module that is compiled on a mesh at its first call, and at each call with other shapes.
 
-    It takes what `module` takes, with tensors of the host, and returns what that returns, on the host. Call it inside
-    the same `torchport.applied(...)`. It takes `module` over: the weights go to the devices.
+    The returned module has the arguments and results of `module`, as tensors of the host. Call it inside the same
+    `torchport.applied(...)`. `module` itself is used up: its weights go to the devices.
 
     Args:
         module: With its weights, in the host's memory, in evaluation mode.
@@ -44,7 +44,7 @@ def port(
             "inputs": [...]}`, also as text of YAML. By default the card's first; without a card, on one device, none is
             needed.
         mesh: Sizes of the axes, `{"dp": 2, "tp": 4}`, or a mesh of JAX's with these names. By default one device.
-        component: The card's name for the module; by default the one whose class it is.
+        component: The card's name for the module; by default the component that has the module's class.
         inputs: Rules for inputs, before those of the card: for a call that differs from that of its family.
         attention: The implementation of attention; by default the platform's own.
         strict: Whether an operator is refused that no sample has compared with PyTorch's; see docs/engine.md.
@@ -53,7 +53,7 @@ def port(
         The ported module. Under `backend="original"` it is `module` itself.
 
     Raises:
-        BadValueError: There are no patches in force, or it is no module, or is training.
+        BadValueError: No patches are in force, or `module` is no module, or in training mode.
         UnknownNameError: There is no such strategy or component.
         ShardError: Rules that do not fit the module, or a mesh that does not fit it or the devices.
     """
@@ -70,14 +70,15 @@ def port(
     placed_on = _mesh(mesh if mesh is not None else session.choice.mesh or {})
     strategy = strategy or session.choice.strategy
     if strategy is None and session.card is None and placed_on.size == 1:
-        strategy = "fsdp"  # any: one device has all
-    written = _rules(module, session, strategy, component, inputs)
+        # On one device all strategies are the same.
+        strategy = "fsdp"
+    chosen_rules = _rules(module, session, strategy, component, inputs)
     sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
     config = load.configuration(module) if hasattr(module, "config") else {}
-    rules.check(written, config, sizes)
-    written = dataclasses.replace(written, strict=strict or session.choice.strict)
-    chosen = attention or session.choice.attention
-    return Ported(module, written, placed_on, session.ledger, _owners(module, session), chosen)
+    rules.check(chosen_rules, config, sizes)
+    chosen_rules = dataclasses.replace(chosen_rules, strict=strict or session.choice.strict)
+    implementation = attention or session.choice.attention
+    return Ported(module, chosen_rules, placed_on, session.ledger, _owners(module, session), implementation)
 
 
 def _check_state(module: torch.nn.Module) -> None:
@@ -98,7 +99,9 @@ def _rules(
     component: str | None,
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
-    """Returns a module's rules: its caller's, those of a shared strategy, or the card's; raises if there are none."""
+    """Returns the sharding rules of a module: of the caller's mapping, a shared strategy, or the card's strategy.
+    Raises BadValueError if there is neither a strategy nor a card.
+    """
     is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
     if not is_name:
         if inputs:
@@ -126,7 +129,7 @@ class _Inputs(Frozen):
 
 
 def _component(module: torch.nn.Module, card: Card) -> str:
-    """Returns the name of the card's network that has a module's class; refuses a card with none, or with several."""
+    """Returns the name of the card's network that has a module's class; refuses a card with no or several of them."""
     path = f"{type(module).__module__}:{type(module).__qualname__}"
     networks = [name for name in card.components if any(name in each.weights for each in card.strategies.values())]
     names = [name for name in networks if card.components[name].class_.rpartition(":")[2] == type(module).__name__]
@@ -138,8 +141,8 @@ def _component(module: torch.nn.Module, card: Card) -> str:
 
 
 def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
-    """Returns a mesh with all of torchport's axes, on the given mesh's devices or the first of the process. Refuses an
-    axis of another name, and more devices than there are.
+    """Returns a mesh with all of torchport's axes: on the devices of a given `Mesh`, or for sizes on the first devices
+    of the process. Refuses an unknown axis, and more devices than there are.
     """
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
     for axis in sizes:
@@ -160,7 +163,7 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
 
 
 def _owners(module: torch.nn.Module, session: Session) -> failure.Owners:
-    """Returns whose code a module runs, for remedies in errors; the packages of its submodules count as upstream's."""
+    """Returns the owners of a module's code, for remedies in errors: its submodules' packages count as upstream."""
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return failure.Owners(
         session.pack,

@@ -1,4 +1,4 @@
-"""The process of `torchport exec`: what is done in it before the first line of the script, and after the last."""
+"""The process of `torchport exec`: the work in it before the first line of the script, and after the last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchport.processes import script
 from torchport.progress import log
 
 _entered = contextlib.ExitStack()
-"""Of this process: its patches, for as long as it lives."""
+"""The context of `applied`, which this process has entered for as long as it lives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Flags:
 
 
 def run(flags: Flags) -> None:
-    """Checks the flags, and replaces this process by the script's, under the patches; does not return."""
+    """Checks the flags, and replaces this process by the script's, which calls `start` first; does not return."""
     script.check(flags.words)
-    axes_of(flags.mesh)  # for its errors, as the next one
+    # Called only for its refusal, as `parse_machine` below: the script's process reads both flags again.
+    axes_of(flags.mesh)
     if flags.machine is not None:
         machine.parse_machine(flags.machine, f"--machine {flags.machine}")
     if flags.backend == "original":
@@ -52,7 +53,7 @@ def run(flags: Flags) -> None:
             if (value := getattr(flags, name)) not in (None, False):
                 place = f"--{name}" if value is True else f"--{name} {value}"
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-    # A script would compile a network, and read these names, only late, or never.
+    # The script's process would read these names only when it compiles a network: late, or never.
     if flags.strategy is not None:
         card, _ = find_pack(flags.paths).card(flags.model)
         if flags.strategy not in card.strategies:
@@ -67,7 +68,9 @@ def run(flags: Flags) -> None:
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
-    """Returns the axes with their sizes in a value of `--mesh`, as `dp=2,tp=4`, or raises; None without the flag."""
+    """Returns the sizes of a mesh by axis for a value of `--mesh`: `{"dp": 2, "tp": 4}` for `dp=2,tp=4`. None for None;
+    raises BadValueError for other text.
+    """
     if text is None:
         return None
     mesh: dict[Any, int] = {}
@@ -80,7 +83,9 @@ def axes_of(text: str | None) -> dict[Axis, int] | None:
 
 
 def start(**arguments: Any) -> None:
-    """Runs in the process of the script, before it: puts the patches in force until the process ends."""
+    """Prepares the script's process before its first line: logs to stderr, gives JAX its devices, and puts the patches
+    in force until the process ends. `arguments` are the fields of `Flags`, without `words`.
+    """
     flags = Flags(words=(), **arguments)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -103,14 +108,14 @@ def start(**arguments: Any) -> None:
 
 
 def _report(session: Session) -> None:
-    """Prints what was wrong with a script's patches once it has ended, and leaves its exit code as it is."""
-    errors, nothing = unreached(), session.nothing()
+    """Prints the errors of a script's patches after its end, and undoes the patches; the exit code stays as it is."""
+    errors, unused = unreached(), session.error_if_unused()
     is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
     # A script prints its own help before it imports anything. `-h` may be a flag with a value, unless it is the last.
     asks_for_help = "--help" in sys.orig_argv[2:] or sys.orig_argv[2:][-1:] == ["-h"]
     if errors or is_failed or asks_for_help:
-        nothing = None
-    for error in [*errors, *([nothing] if nothing is not None else [])]:
+        unused = None
+    for error in [*errors, *([unused] if unused is not None else [])]:
         sys.stderr.write(f"{error.report()}\n")
     sys.stderr.flush()
     with contextlib.suppress(TorchportError):  # these errors are written already

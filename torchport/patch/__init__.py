@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what applies patches when it is first asked for: whoever only lists entries does not wait for that."""
+    """Imports `applied` and the ledger's classes at their first use: code that only lists entries does not wait."""
     if name == "applied":
         from torchport.patch.patch_set import applied
 

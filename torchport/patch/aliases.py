@@ -23,7 +23,7 @@ from torchport.patch.declared import Entry
 from torchport.patch.ledger import Op, Record
 from torchport.patch.live import registry
 from torchport.patch.live.change import Placed
-from torchport.patch.live.counted import parts_of_stand_ins
+from torchport.patch.live.counted import parts_of_substitutes
 from torchport.patch.live.holders import Holder, Place, Referrers, names_of, namespace, weak_references
 from torchport.patch.live.target import Slot, function_in
 from torchport.source.parsing import SourceFile, read_source, shown
@@ -40,7 +40,7 @@ class Rebinding:
 
 @dataclasses.dataclass(slots=True)
 class _Audit:
-    """Who refers to an old object, for which a new one is to stand in every place."""
+    """The holders of an old object, and the new object that takes its place in all of them."""
 
     record: Record | None  #: The patch; None where a replacement is taken back.
     old: Any
@@ -50,14 +50,17 @@ class _Audit:
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
-    """Makes all that refers to an original refer to its replacement, or raises. Returns what was rebound, in order."""
+    """Puts replacements in place of the originals in all holders of these, and returns each exchange, in order. Raises
+    AliasError, or TooLateError, for an original that a holder keeps.
+    """
     audits = [audit for record in records for audit in _audits_of(record)]
     _find_holders(audits)
-    # A namespace does not wait to be collected; other holders may, as a closure of an earlier call.
-    if any(audit.unknown or any(h.place is None or h.container is not None for h in audit.holders) for audit in audits):
+    # Modules stay. Any other holder may be garbage that nobody has collected yet, as a closure of an earlier call.
+    has_other = any(h.place is None or h.container is not None for audit in audits for h in audit.holders)
+    if has_other or any(audit.unknown for audit in audits):
         for audit in audits:
             audit.holders.clear()
-        gc.collect()  # who is only waiting to be collected holds nothing
+        gc.collect()
         _find_holders(audits)
     for audit in audits:
         record, keepers = audit.record, [holder for holder in audit.holders if holder.place is None]
@@ -71,7 +74,7 @@ def repair(records: Sequence[Record]) -> list[Rebinding]:
 
 
 def _rebind(audit: _Audit) -> list[Rebinding]:
-    """Puts the new object in place of the old one in every holder of an audit, and notes where."""
+    """Puts the new object in place of the old one in every holder of an audit, and notes the holders in the record."""
     if audit.record is not None:
         notes = [f"rebound {holder.where}" for holder in audit.holders]
         audit.record.detail = "; ".join([*filter(None, [audit.record.detail]), *notes])
@@ -82,11 +85,11 @@ def _rebind(audit: _Audit) -> list[Rebinding]:
 
 
 def give_back(changes: Sequence[Placed]) -> None:
-    """Makes all that took a replacement while it was in force refer to the original again. A local variable, a closure
-    or a weak reference keeps the replacement, which from now on calls the original.
+    """Puts originals back in place of replacements that other code took while these were in force. A local variable, a
+    closure or a weak reference keeps the replacement, which from then on calls the original.
     """
-    audits = [audit for change in changes for audit in _unwrapped(None, change.value, change.slot.raw)]
-    # The change (or the descriptor around it) and the audit hold a replacement always.
+    audits = [audit for change in changes for audit in _audits_with_inner(None, change.value, change.slot.raw)]
+    # Three references are always there: of the change (or the descriptor), of the audit, and of the argument.
     shared = [audit for audit in audits if sys.getrefcount(audit.old) > 3]
     _find_holders(shared)
     for audit in shared:
@@ -94,16 +97,16 @@ def give_back(changes: Sequence[Placed]) -> None:
     registry.kept += [audit.old for audit in audits if weak_references(audit.old)]
 
 
-def _unwrapped(record: Record | None, old: Any, new: Any) -> list[_Audit]:
-    """Returns the audit of two objects; of two descriptors (`staticmethod`) also that of the functions in them."""
+def _audits_with_inner(record: Record | None, old: Any, new: Any) -> list[_Audit]:
+    """Returns the audit of an exchange; of a descriptor (`staticmethod`) also the audit of the function in it."""
     inner = function_in(old)
     audits = [_Audit(record, old, new)]
     return audits if inner is old else [*audits, _Audit(record, inner, function_in(new))]
 
 
 def _audits_of(record: Record) -> list[_Audit]:
-    """Returns the audits of a patch: what is to be exchanged wherever somebody refers to it. There is none if the patch
-    changes one name alone, or nobody else has the original.
+    """Returns the audits of a patch: the objects to exchange in all their holders. Empty if the patch changes one name
+    alone, or nothing else holds the original.
     """
     change = record.change
     if not isinstance(change, Placed) or not change.has_holders or not change.slot.in_holder:
@@ -114,20 +117,24 @@ def _audits_of(record: Record) -> list[_Audit]:
     if is_name_only is None:
         is_name_only = len(entry.path) == 1 and home not in (None, entry.module)
     if isinstance(original, types.BuiltinFunctionType) and home is not None:
-        is_name_only = is_name_only or home.partition(".")[0] != entry.package  # as `size = len` in a class
-    return [] if is_name_only else _unwrapped(record, change.slot.raw, change.value)
+        # After `size = len` in a class, all of Python holds `len`.
+        is_name_only = is_name_only or home.partition(".")[0] != entry.package
+    return [] if is_name_only else _audits_with_inner(record, change.slot.raw, change.value)
 
 
 def _find_holders(audits: list[_Audit]) -> None:
-    """Notes who refers to each old object. A lambda that nobody else has shows how many references are our own."""
+    """Finds the holders of each audit's old object, and counts the references that they do not explain. A fresh lambda
+    shows how many references this search itself adds.
+    """
     if not audits:
         return
     control = _Audit(None, lambda: None, None)
     objects = [audit.old for audit in (*audits, control)]
     counts = [sys.getrefcount(thing) for thing in objects]
-    parts = parts_of_stand_ins()
+    parts = parts_of_substitutes()
 
-    def is_own(referrer: Any) -> bool:  # an object of the patch engine, which holds originals for as long as it works
+    def is_own(referrer: Any) -> bool:
+        """Returns whether a referrer is an object of the patch engine, whose references are no holders."""
         return id(referrer) in parts or isinstance(referrer, (_Audit, Slot, Placed, Record, Op, Rebinding))
 
     names = names_of(objects)
@@ -142,7 +149,7 @@ def _find_holders(audits: list[_Audit]) -> None:
 
 
 def _in_words(holder: Holder, entry: Entry) -> str:
-    """Returns a holder in words, with the line in its module's source if that shows one."""
+    """Describes a holder in words, with its line if the source of its module shows it."""
     line = line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
     name = None if holder.container is None else expression(holder.container)
@@ -165,11 +172,12 @@ def _refusal(record: Record, holder: str) -> PatchError:
 
 _attributes = type.__dict__["__dict__"].__get__
 _HEIGHT = 5
+"""How many levels of referrers are searched."""
 
 
 def expression(thing: Any) -> str | None:
     """Returns the shortest expression that leads to an object from a module or class, such as `up.model.TABLE['f']`;
-    None if it has six steps.
+    None if no module or class is within five levels of referrers.
     """
     homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
@@ -181,24 +189,24 @@ def expression(thing: Any) -> str | None:
         owners = _referrers(
             [holder for holders in referrers.values() for holder in holders if isinstance(holder, dict)]
         )
-        for item, steps in level:
+        for item, suffix in level:
             for referrer in referrers[id(item)]:
                 owned = owners.get(id(referrer), [])
                 name = _global_name(referrer, item, homes, owned)
                 if name is not None:
-                    return f"{name}{steps}"
+                    return f"{name}{suffix}"
                 if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
                     seen.add(id(referrer))
-                    above += [(owner, f"{step}{steps}") for owner, step in _steps(referrer, item, owned)]
+                    above += [(owner, f"{access}{suffix}") for owner, access in _accesses(referrer, item, owned)]
         level = above
-        # Their lists would be found next.
+        # These lists refer to the objects of the next level, too.
         del referrers
         del owners
     return None
 
 
 def _referrers(things: list[Any]) -> dict[int, list[Any]]:
-    """Returns what refers to each of some objects, by its id: one walk through all objects for all of them."""
+    """Returns the referrers of some objects, by the object's id, from one walk through all objects of Python."""
     referrers: dict[int, list[Any]] = {id(thing): [] for thing in things}
     for referrer in gc.get_referrers(*things) if things else ():
         if referrer is not things:
@@ -208,7 +216,7 @@ def _referrers(things: list[Any]) -> dict[int, list[Any]]:
 
 
 def _global_name(referrer: Any, thing: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
-    """Returns `module.name`, or `module.Class.name`, where a referrer is the namespace of a module or class."""
+    """Returns `module.name` or `module.Class.name` if a referrer is the namespace of a module or class, else None."""
     if id(referrer) in homes:
         keys = (key for key, value in list(referrer.items()) if value is thing)
         return next((f"{homes[id(referrer)]}.{key}" for key in keys), None)
@@ -221,9 +229,9 @@ def _global_name(referrer: Any, thing: Any, homes: dict[int, str], owners: list[
     return None
 
 
-def _steps(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
-    """Yields ways to write `thing`: an object, and what to write after it, such as `.name` or `[0]`. The object is
-    `referrer`, or one of `owners` that has it as `__dict__`. Keys and members of sets have no such step: it is empty.
+def _accesses(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
+    """Yields each owner of `thing` with the text that leads from the owner to `thing`: `.name`, `[0]`, or nothing for a
+    key or a member of a set. The owner is `referrer`, or an object of `owners` whose `__dict__` it is.
     """
     if isinstance(referrer, dict):
         if any(key is thing for key in list(dict.keys(referrer))):
@@ -246,7 +254,7 @@ def _steps(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[Any, 
 
 
 def _attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Returns an object's attributes; None if it has none, and for modules, classes and dicts: `_steps` has those."""
+    """Returns an object's `__dict__`; None without one, and for modules, classes and dicts, which differ."""
     if isinstance(owner, (types.ModuleType, type, dict)):
         return None
     names = getattr(owner, "__dict__", None)
@@ -259,7 +267,7 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     if source is None:
         return None
     wanted = {name, original} - {None}
-    # Imports first, then assignments and uses, then definitions: in this order they show best who holds it.
+    # Imports first, then assignments and uses, then definitions: in this order they best show the holder.
     imports, uses = (ast.Import, ast.ImportFrom), (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
     kinds: tuple[tuple[type[ast.stmt], ...], ...] = (imports, uses, (ast.FunctionDef, ast.ClassDef))
     for node in (node for kind in kinds for node in ast.walk(source.tree) if isinstance(node, kind)):
@@ -279,8 +287,9 @@ def importer(module: str) -> str | None:
     absolute = rf"^\s*(?:import {dotted}\b|from {dotted} |from {package} import\b)"
     for name in ("__main__", *reversed(list(sys.modules))):
         if name != module and isinstance(sys.modules.get(name), types.ModuleType):
-            near = name.partition(".")[0] == module.partition(".")[0]
-            source = _source_of_module(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
+            # Only modules whose text has a match are parsed. In the same package the import may be relative.
+            is_near = name.partition(".")[0] == module.partition(".")[0]
+            source = _source_of_module(name, rf"{absolute}|\b{leaf}\b" if is_near else absolute)
             for node in ast.walk(source.tree) if source else ():
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and source and module in _imports(node, source):
                     return f"{source.shown}:{node.lineno}"
@@ -288,7 +297,7 @@ def importer(module: str) -> str | None:
 
 
 def _local_variable(thing: Any) -> str | None:
-    """Returns in words the local variable of a caller that holds an object; None if there is none."""
+    """Returns a local variable of a caller that holds an object, in words; None if no caller has it."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
             for name, value in frame.f_locals.items():
@@ -311,7 +320,8 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
         source = SourceFile(module, file, text) if module == "__main__" else read_source(module)
         return source if source is None or source.tree else None
     except (OSError, ImportError, UnreadableError):
-        return None  # only a message is poorer for it
+        # An error message then has no line.
+        return None
 
 
 def _imports(node: ast.Import | ast.ImportFrom, source: SourceFile) -> set[str]:

@@ -62,12 +62,12 @@ class Op:
 
 
 def digest(entry: Entry) -> str:
-    """Returns the hash of an entry and of the file that its function stands in."""
+    """Returns the hash of an entry and of the file with its function."""
     return hashlib.sha256((entry_digest(entry) + file_digest(entry)).encode()).hexdigest()[:16]
 
 
 def entry_digest(entry: Entry) -> str:
-    """Returns the hash of what an entry does: of its fields without the reasons that it gives."""
+    """Returns the hash of an entry's fields, except those that only give reasons, such as `why`."""
     text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until", "overrides"}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -84,9 +84,9 @@ class Trace:
         for key in sorted(self.digests.keys() | registry.digests.keys()):
             before, current = self.digests.get(key), registry.digests.get(key)
             if before != current:
-                what = "is not in force" if current is None else "has changed"
-                what = "was not in force then" if before is None else what
-                fact = f"A program is traced again, and '{key}' {what}"
+                change = "is not in force" if current is None else "has changed"
+                change = "was not in force then" if before is None else change
+                fact = f"A program is traced again, and '{key}' {change}"
                 remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"
                 raise StaleTraceError("trace", fact, remedy, patch=key)
 
@@ -98,12 +98,15 @@ class Ledger:
         self.records = list(records)
         self.stage = stage
         self.pending: list[TorchportError] = []  # raised in somebody's import, where a `try` of theirs may swallow them
+        #: The calls before this ledger was opened, by the record's id.
         self._before = {id(record): record.calls.count for record in self.records}
         self._ops: list[Op] | None = None
-        self._traced: dict[str, int] = {}
+        self._traced: dict[str, int] = {}  #: The calls in earlier traces of the programs, by the patch's id.
 
     def of_run(self, loaded: Trace) -> Ledger:
-        """Returns a ledger of the same patches for another run of a stage; calls from when it was loaded count, too."""
+        """Returns a new ledger of the same patches, for another run of a stage; it counts calls anew, on top of those
+        in `loaded`, which loading the stage has made.
+        """
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
         ledger.credit(loaded)
@@ -114,13 +117,13 @@ class Ledger:
         return record.calls.count - self._before[id(record)] + self._traced.get(record.entry.id, 0)
 
     def trace(self, before: Trace | None = None) -> Trace:
-        """Returns what a newly traced program keeps: the patches in force and their calls, less those in `before`."""
+        """Returns the record for a newly traced program: the patches in force, and their calls since `before`."""
         earlier = {} if before is None else before.calls
         calls = {record.entry.id: self.calls(record) for record in self.records}
         return Trace(dict(registry.digests), {key: count - earlier.get(key, 0) for key, count in calls.items()})
 
     def credit(self, trace: Trace) -> None:
-        """Adds the calls that were counted when an earlier run traced a program that this run uses again."""
+        """Adds the calls of an earlier trace, whose program is used again; refuses it if other patches are in force."""
         trace.check()
         for key, calls in trace.calls.items():
             self._traced[key] = self._traced.get(key, 0) + calls
@@ -150,18 +153,18 @@ class Ledger:
         return rows
 
     def ops(self) -> list[Op]:
-        """Returns the `op` entries with their functions. They are the same objects each time."""
+        """Returns the `op` entries with their functions, as the same objects at each call."""
         if self._ops is None:
             chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
             self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
     def cause_of(self, error: BaseException) -> TorchportError | None:
-        """Returns the pending error to which a later exception in the `with` is due; None if the process is to exit."""
+        """Returns the pending error behind a later exception; None without one, or if `error` ends the process."""
         return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:
-        """Raises the first error that somebody's import may have swallowed."""
+        """Raises the first pending error, which a `try` around an import of upstream's may have swallowed."""
         if self.pending:
             raise self.pending[0]
 
@@ -212,6 +215,7 @@ def _remedy(file: str, name: str, other: str) -> str:
     """Returns the remedy for a file that was imported twice: often a folder inside the package is on `sys.path`."""
     if other == "__main__":
         return f"Start it from a script of its own, which imports '{name}'"
+    # The folder in which an import of the other name finds the file.
     folder = Path(file).parents[other.count(".") + (Path(file).name == "__init__.py")]
     if str(folder) in map(os.path.realpath, sys.path):
         return f"Take {folder} off sys.path (and PYTHONPATH), and import '{name}' there"

@@ -31,18 +31,18 @@ from torchport.patch.source.checks import check_source, is_imported
 
 
 class _PatchSet:
-    """A set of patches that is entered and left together, without those that were in force before."""
+    """The patches that one `applied(...)` puts in force, without those that an outer one has in force already."""
 
     def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:
         self.records = list(records)
         self.ledger = ledger
-        self.changed: list[Record] = []
+        self.changed: list[Record] = []  #: In the order of their changes.
         #: Changes of modules that were imported again since: somebody may still hold the old functions.
         self.replaced: list[Change] = []
         #: Where an original was exchanged for its replacement.
         self.rebindings: list[aliases.Rebinding] = []
-        self.disarm: list[Callable[[], None]] = []
-        self.failed = False
+        self.disarm: list[Callable[[], None]] = []  #: Each ends the wait for an import.
+        self.failed = False  #: Whether a patch could not be applied, and all were undone.
 
     def enter(self) -> None:
         """Applies the patches of modules that are imported already, and arms the others. An error undoes all."""
@@ -53,7 +53,7 @@ class _PatchSet:
                     self._arm_window(record)
                 if record.entry.stub is not None:
                     self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.pending.append))
-            for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
+            for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied_at_import(r)):
                 self._arm(name)
         except BaseException:
             self.leave()
@@ -62,7 +62,7 @@ class _PatchSet:
 
     def _arm(self, name: str) -> None:
         """Applies the patches of one module at its import, and at once if it is imported already."""
-        due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied(r)]
+        due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied_at_import(r)]
         if name in sys.modules:
             for record in due:
                 record.late = True
@@ -93,7 +93,7 @@ class _PatchSet:
         self.disarm.append(hook.arm(package, window, "windows"))
 
     def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
-        """Applies a module's patches when it has been executed. An error undoes the whole set."""
+        """Applies a module's patches after its execution. An error undoes the whole set, and is kept in the ledger."""
         if self.failed:
             return
         for record in due:
@@ -110,7 +110,7 @@ class _PatchSet:
             raise
 
     def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
-        """Applies a module's patches to its objects, and makes all that refers to an original refer to its patch."""
+        """Changes a module's objects, and puts the replacements in place of the originals wherever these are held."""
         for record in due:
             record.change = change(record.entry, module, record.loaded, record.calls)
             self.changed.append(record)
@@ -118,8 +118,8 @@ class _PatchSet:
 
     def check_reached(self) -> None:
         """Notes an error for each patch that did nothing, because its module was imported without being noticed.
-        Another finder before ours, or `exec_module` of a spec made by hand, goes past the import system. So does a
-        second name for the same file: the module under that name has no patch.
+        Another finder before ours, or `exec_module` of a spec made by hand, goes past our finder. A second name for
+        the same file is such an error, too: the module under that name has no patch.
         """
         try:
             check_twins([record.entry for record in self.records if record.change is not None])
@@ -127,14 +127,14 @@ class _PatchSet:
             self.ledger.pending.append(error)
         for record in self.records:
             entry = record.entry
-            waits = record.outcome is None and record.change is None and _is_applied(record)
+            waits = record.outcome is None and record.change is None and _is_applied_at_import(record)
             if waits and not self.failed and entry.module in sys.modules:
                 fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
                 remedy = "Import it with an import statement, and let no other finder go before"
                 self.ledger.pending.append(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
-        """Undoes all changes, the last one first, and disarms the patches whose module was not imported."""
+        """Undoes all changes, the last one first, notes each patch's last state, and ends the wait for imports."""
         for disarm in reversed(self.disarm):
             disarm()
         for record in self.records:
@@ -151,21 +151,21 @@ class _PatchSet:
             spent.clear()
 
 
-def _is_applied(record: Record) -> bool:
+def _is_applied_at_import(record: Record) -> bool:
     """Returns whether a patch is applied when its target's module is imported: no operator, no stub, no window."""
     return record.entry.edits and not record.entry.lifetime.while_importing
 
 
 @contextlib.contextmanager
 def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift: bool = False) -> Iterator[Ledger]:
-    """Puts patches in force for the length of a `with`, and gives their ledger.
+    """Puts patches in force while the context lasts, and yields their ledger.
 
-    Each is applied as its module is imported, all of them or none. Sets nest. What is in force already is not applied
-    twice. Nothing of them is left afterwards.
+    A patch is applied as its module is imported. If a patch fails, all are undone. Contexts nest: a patch that is in
+    force already is not applied twice. At the end all changes are undone.
 
     Args:
-        stage: A stage's name, such as denoise. The ledger checks its `must_be_called`. None for all stages.
-        accept_drift: For `torchport check`, which reports drift itself and goes on.
+        stage: A stage's name, such as denoise: the ledger checks the patches that this stage must call. None: all.
+        accept_drift: Whether drift is no error: `torchport check` reports drift itself and goes on.
     """
     if stage is not None and stage not in STAGES:
         raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
@@ -198,14 +198,12 @@ def _leave(patches: _PatchSet) -> None:
         fact = "A set of patches is left while a later one is in force; both are undone"
         error = ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
         for entered in above:
-            entered.ledger.pending.append(
-                error
-            )  # whoever entered it goes on without its patches, and has to hear of it
+            entered.ledger.pending.append(error)  # its code goes on without patches, and the error is raised there, too
         raise error
 
 
 def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> _PatchSet:
-    """Returns a checked set of those patches that are not in force yet. Upstream is not imported or changed by it."""
+    """Returns a checked set of the entries that are not in force yet. It neither imports nor changes upstream."""
     in_force = {record.entry.id: record for patches in registry.sets for record in patches.records}
     fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
     check_claims([record.entry for record in in_force.values()], fresh)
@@ -217,7 +215,8 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
             record.outcome, record.detail = "not needed", reason
     wanted = [record for record in records.values() if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
-    texts: dict[str, str] = {}  # of each module, after the rewrites that were checked already
+    # The text of each module after the rewrites that are checked by then.
+    texts: dict[str, str] = {}
     for record in wanted:
         record.loaded = loaded.get(record.entry.id)
         if record.entry.edits:
@@ -237,6 +236,7 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
     ids: dict[str, Entry] = {}
     places: dict[_Place, Entry] = {}
     for number, entry in enumerate([*running, *fresh]):
+        # Entries in force were checked when they were entered.
         if number >= len(running):
             if entry.id in ids:
                 fact = f"The id '{entry.id}' is in force with another content, from {ids[entry.id].place}"
@@ -255,18 +255,20 @@ _Place = tuple[str, bool, tuple[str, ...], str]
 
 
 def _claimed_places(entry: Entry) -> Iterator[_Place]:
-    """Yields what an entry changes: its target, and for all above the target that something below is changed."""
+    """Yields the places that an entry claims: of `up:A.f` the whole of `A.f` (or a rewrite in it), and that something
+    below `A` and below the module `up` is changed.
+    """
     module, edits, path = entry.module, entry.edits, entry.path
     yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
     yield from ((module, edits, path[:length], "below") for length in range(len(path)))
 
 
 def _excluded(entry: Entry) -> Iterator[_Place]:
-    """Yields the places that no other entry may claim: its target as a whole, and what is above and below it."""
+    """Yields the places that no other entry may claim: the target as a whole, and all names above and below it."""
     module, edits, path = entry.module, entry.edits, entry.path
     for length in range(len(path) + 1):
         yield module, edits, path[:length], "whole"
-        if length < len(path) or entry.kind != "rewrite":
+        if length < len(path) or entry.kind != "rewrite":  # several rewrites of one function go together
             yield module, edits, path[:length], "rewrite"
     yield module, edits, path, "below"
 

@@ -97,7 +97,7 @@ def _hole(node: ast.AST) -> str | None:
 
 def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: Captured, whole: bool) -> int | None:
     """Returns how many of the first nodes a pattern takes, as few as possible, or all if it has to fit the `whole`
-    list; None if it does not match. `captured` gets the source that each hole stands for, by the hole's name.
+    list; None if it does not match. Puts the syntax tree of each hole, as text, into `captured` by the hole's name.
     """
     if not pattern:
         return None if whole and nodes else 0
@@ -117,9 +117,9 @@ def _match_run(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured: C
 
 
 def _match(pattern: object, node: object, captured: Captured) -> bool:
-    """Returns whether one node fits a pattern's node; `captured` gets the source that each hole stands for."""
+    """Returns whether a node fits a pattern's node; puts the syntax tree of each hole, as text, into `captured`."""
     if isinstance(pattern, ast.Name) and pattern.id.startswith(_SINGLE) and isinstance(node, ast.expr):
-        seen = ast.dump(node).replace("Store()", "Load()")
+        seen = ast.dump(node).replace("Store()", "Load()")  # `$x` is the same name where it is assigned and read
         return captured.setdefault(pattern.id, seen) == seen
     if isinstance(pattern, ast.AST):
         if type(pattern) is not type(node):
@@ -167,7 +167,7 @@ def spans(text: str) -> list[tuple[int, int]]:
 
 
 def first_line(node: ast.stmt) -> int:
-    """Returns the line that a code object calls its first: that of the first decorator, if there is one."""
+    """Returns the `co_firstlineno` of a definition's code object: the line of the first decorator, or else its own."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
@@ -183,8 +183,9 @@ def edit(
     """Returns the text of a file with one function's run of statements replaced.
 
     Args:
-        find: Finds the function in the syntax tree of the statement of the file that it is in.
-        home: The file's text before other rewrites; by default the same text.
+        line: A line of the function in the file.
+        find: Finds the function in a syntax tree that has only the top-level statement around the function.
+        home: The file's text before other rewrites, which has the same lines; by default `text`.
 
     Raises:
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
@@ -204,6 +205,7 @@ def edit(
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
     for run in matches:
         _check_visible(entry, function, run, parameters)
+    # The last run first: the lines and columns of the others stay right.
     for run, statement in sorted(edits, key=lambda pair: pair[0].statements[0].lineno, reverse=True):
         _replace(lines, run, statement)
     local = arguments(function) | names_bound(function.body)
@@ -214,7 +216,8 @@ def edit(
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
-    """Refuses an edited text that does not parse to the intended tree: a statement got into another block."""
+    """Refuses an edited text that does not parse to the intended tree, for which it makes the same edits in `tree`."""
+    # Each `run.block` is a list inside `tree`. The last run goes first: the indices of the others stay right.
     for run, statement in sorted(edits, key=lambda pair: pair[0].start, reverse=True):
         run.block[run.start : run.end] = ast.parse(statement).body
     try:
@@ -287,7 +290,7 @@ def _jumps_out(statement: ast.AST) -> list[ast.AST]:
 
 
 def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list[str]:
-    """Returns the names that take what `put` returns; refuses `gives` if it lacks a name or has a wrong one."""
+    """Returns the names that the call's result is assigned to; refuses a `gives` with a missing or wrong name."""
     inside = names_bound(run.statements)
     if rewrite.gives is None and len(inside) > 1:
         fact = f"The run of '{entry.id}' binds {', '.join(sorted(inside))}"
@@ -320,7 +323,7 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
         if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
     ]
     names = arguments(function) | set().union(*map(binds, before))
-    if loop is not None:
+    if loop is not None:  # from its second round on, it also has the names that it bound after the run
         names |= names_bound([loop]) - names_bound(run.statements)
     local = arguments(function) | names_bound(function.body)
     for name in parameters:
@@ -363,7 +366,7 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
 
 
 def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
-    """Returns a function that finds a code object's definition in a tree, by its name and first line."""
+    """Returns a function of a syntax tree, which returns the `def` of a code object, by the name and first line."""
     return lambda tree: _enclosing(entry, tree, old)[-1]  # type: ignore[return-value]
 
 
@@ -387,10 +390,11 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
     """Returns the edited function's code, to replace the `old` code; raises if its free variables are not the same."""
     chain = _enclosing(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
-    cells = [name for name in old.co_freevars if name != "__class__"]
+    cells = [name for name in old.co_freevars if name != "__class__"]  # the class around it gives `__class__`
     tree = ast.Module([_alone(chain, cells)], [])
     flags = old.co_flags & _FUTURE
     new: types.CodeType = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
+    # The code of each scope is a constant of the code around it.
     for name in names:
         new = next(c for c in new.co_consts if inspect.iscode(c) and c.co_name == name)
     if new.co_freevars != old.co_freevars:
@@ -401,7 +405,9 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
 
 
 def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
-    """Returns a definition in empty copies of the functions and classes around it, which bind its free variables."""
+    """Returns a definition in empty copies of the functions and classes around it. The nearest function binds `cells`,
+    so that they are free variables of the definition.
+    """
     inner: Scope = chain[-1]
     if inner.decorator_list:  # never run; it stays because a code object's first line is its first decorator's
         inner.decorator_list = [ast.Name("_", ast.Load(), lineno=first_line(inner), col_offset=0)]
@@ -410,7 +416,7 @@ def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
             inner = ast.ClassDef(name=scope.name, bases=[], keywords=[], body=[inner], decorator_list=[])
         else:
             binds: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in cells]
-            cells = ()
+            cells = ()  # bound already
             bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
             inner = ast.FunctionDef(name=scope.name, args=bare, body=[*binds, inner], decorator_list=[])
     return inner

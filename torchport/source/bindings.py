@@ -1,4 +1,4 @@
-"""Which statement binds a name; which names a run of statements binds and reads; a function's parameters as written."""
+"""The statements that bind a name; the names that statements bind and read; a function's parameters as written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Binding:
     #: The statement that binds the path's last name, or its first name that is bound by an import; None if the source
     #: does not say (a star import, an inherited name, a name made at run time).
     node: ast.stmt | None
-    depth: int
+    depth: int  #: How many of the path's names were found.
     open: bool  #: Whether the name may come from somewhere that the source does not show.
 
 
@@ -53,7 +53,9 @@ def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
 
 
 def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Returns the statements that run when a module or class body does, conditional ones included."""
+    """Returns the statements of a module's or class's body, and those in its `if`, `try` and loops; of a nested
+    function or class the definition alone.
+    """
     return (statement for statement, _ in _under_conditions(body))
 
 
@@ -72,7 +74,7 @@ def _under_conditions(
 
 
 def _changed_by(statement: ast.stmt) -> set[str]:
-    """Returns the names that a loop or a `with` binds, and those of which an item or attribute is assigned.
+    """Returns the names that a loop or `with` binds, and the names whose items or attributes a statement assigns.
 
     `for key in table:` changes `key`; `table["a"].b = 1` changes `table`.
     """
@@ -94,13 +96,13 @@ def _changed_by(statement: ast.stmt) -> set[str]:
 
 @functools.cache
 def last_bindings(holder: ast.Module | ast.ClassDef) -> dict[str, ast.stmt]:
-    """Returns the last statement that binds each name. A property's setter is no binding of its own."""
+    """Returns the last statement of a module or class that binds each name. A property's setter does not count."""
     statements = at_import(holder.body)
     return {name: node for node in statements for name in _bound_by(node) if not _is_accessor(node, name)}
 
 
 def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """Returns all statements that bind each name, or a part of it, with the conditions that they stand under."""
+    """Returns by name all statements that bind or change it, each after the `if` statements around it."""
     result: dict[str, list[ast.stmt]] = {}
     for statement, conditions in _under_conditions(body):
         for name in _bound_by(statement) | _changed_by(statement):
@@ -125,7 +127,7 @@ def _bound_by(statement: ast.stmt) -> set[str]:
 
 
 def _is_accessor(statement: ast.stmt, name: str) -> bool:
-    """Returns whether a statement is a setter, deleter or getter that is added to a property."""
+    """Returns whether a statement adds a setter, deleter or getter to a property: `@x.setter def x(self, value)`."""
     marks = [mark for mark in getattr(statement, "decorator_list", ()) if isinstance(mark, ast.Attribute)]
     return any(mark.attr in ("setter", "deleter", "getter") and ast.unparse(mark.value) == name for mark in marks)
 
@@ -175,6 +177,7 @@ def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if isinstance(node, _SCOPES):
             continue
+        # A scope of its own, but `:=` in it binds a name outside of it.
         if isinstance(node, _COMPREHENSIONS):
             yield from (inner for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
             yield from (inner.target for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
@@ -187,7 +190,7 @@ def binds(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Load) else {node.id}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return set(map(taken, node.names))
+        return set(map(bound_name, node.names))
     if isinstance(node, (*DEFINITIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
         return {node.name} if node.name else set()
     if isinstance(node, ast.MatchMapping):
@@ -195,7 +198,7 @@ def binds(node: ast.AST) -> set[str]:
     return set()
 
 
-def taken(alias: ast.alias) -> str:
+def bound_name(alias: ast.alias) -> str:
     """Returns the name that a part of an import statement binds: `a` for `import a.b`, `c` for `import a.b as c`."""
     return (alias.asname or alias.name).partition(".")[0]
 
@@ -239,6 +242,7 @@ def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
         read |= first - written
         written |= sure
     jumps = any(isinstance(node, (ast.Break, ast.Continue)) for node in in_scope(statements))
+    # A jump may leave out any of the writes.
     return read, set() if jumps else written
 
 
@@ -262,7 +266,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:
-    """Returns the names that may be read after `block[:end]`, before they are written; `chain` leads to `block`."""
+    """Returns the names that may be read after `block[:end]` before they are written; `chain` leads to the block."""
     live, sure = exposed(block[end:])  # names that may be read, and names that are surely written before
     for parent, outer, index in reversed(chain):
         if isinstance(parent, _LOOPS):
@@ -273,6 +277,7 @@ def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int
         first, written = exposed(outer[index + 1 :])
         live |= first - sure
         sure |= written
+    # A nested function may be called at any later time.
     nested = (node for node in in_scope(function.body) if isinstance(node, _SCOPES))
     return live | _union(map(reads, nested))
 
@@ -281,7 +286,7 @@ POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
-# Decorators of which the signature of what they make is known to be that of the function under them.
+# Decorators that keep the signature of the function under them.
 _KEEPING = {
     "staticmethod", "classmethod", "property", "cached_property", "cache", "lru_cache", "abstractmethod", "no_grad",
     "inference_mode", "disable", "override", "final", "deprecated",
@@ -312,7 +317,7 @@ def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
 
 
 def signature(function: Function) -> Signature:
-    """Returns a function's signature without its decorators; `...` stands for every default."""
+    """Returns a function's signature as its `def` has it, decorators left aside; `...` stands for every default."""
     bare = []
     for name, _, kind, default in parameters(function):
         bare.append(Parameter(name, kind, default=Parameter.empty if default is None else ...))
@@ -320,7 +325,7 @@ def signature(function: Function) -> Signature:
 
 
 def written_signature(function: Function) -> Signature | None:
-    """Returns a function's signature from its source. None if a decorator may have changed it."""
+    """Returns a function's signature from its source; None if a decorator may change it."""
     for decorator in function.decorator_list:
         named = decorator.func if isinstance(decorator, ast.Call) else decorator
         name = named.attr if isinstance(named, ast.Attribute) else getattr(named, "id", "")

@@ -1,8 +1,8 @@
-"""Follows from a definition what its upstream's own source lets it use, to the border of the package.
+"""Finds the definitions that a definition uses, directly or not, in the source of its own package.
 
 Names are resolved as Python would, without importing anything: a global of the module, a name that it imports from its
-own package, `module.name`, `self.method` and `super().method` in the classes that the source shows. What is looked up
-in any other way (a method of an argument, a table of functions) is not followed.
+own package, `module.name`, `self.method` and `super().method` in the classes that the source shows. A look-up of any
+other kind (a method of an argument, a table of functions) is not followed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchport.source import parsing
-from torchport.source.bindings import DEFINITIONS, at_import, last_bindings, taken
+from torchport.source.bindings import DEFINITIONS, at_import, bound_name, last_bindings
 from torchport.source.parsing import SourceFile, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -43,11 +43,12 @@ def home_of(target: str) -> Home:
 
 
 def name_of(home: Home) -> str:
+    """Returns a home as a target: `("up.model", ("Block", "forward"))` -> `"up.model:Block.forward"`."""
     return f"{home[0]}:{'.'.join(home[1])}"
 
 
 def callees(targets: Sequence[str]) -> dict[str, Callee]:
-    """Returns all that definitions use of their own packages, directly or not, by `module:path`, the nearest first."""
+    """Returns the definitions in their own packages that targets use, directly or not, by name; the nearest first."""
     result: dict[str, Callee] = {}
     pending = list(map(home_of, targets))
     while pending:
@@ -77,7 +78,9 @@ def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
 
 
 def uses(home: Home) -> list[str]:
-    """Returns, as `name=target`, where the names in a definition lead: to its own package, or to an import."""
+    """Returns the targets of the names in a definition, in its own package or by an import, sorted:
+    `["<self>.attend=up.m:Block.attend", "np=numpy"]`.
+    """
     source = _source(home[0])
     if source is None:
         return []
@@ -89,24 +92,29 @@ def uses(home: Home) -> list[str]:
 
 
 def _imported_names(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
-    """Yields the full names that imports bind to a name."""
+    """Yields the full names that imports among some statements bind to a name: `up.m.f` for the name `a` and the
+    statement `from up.m import f as a`.
+    """
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
                 yield f"{source.imported_from(node)}.{alias.name}"
-            elif isinstance(node, ast.Import) and taken(alias) == name:
-                yield alias.name if alias.asname else name
+            elif isinstance(node, ast.Import) and bound_name(alias) == name:
+                yield alias.name if alias.asname else name  # `import a.b` binds `a`
 
 
 def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
-    """Yields the definitions of its own package that a definition names, each with the names that lead to it."""
+    """Yields the definitions that the definition `user` names in its own package, each after the names that lead there:
+    `(("<self>", "attend"), ("up.m", ("Block", "attend")))`.
+    """
     source = _source(user[0])
     if source is None:
         return
     chains, local = _reads(source, user[1])
     owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
     for chain in chains:
-        if chain[0] == _SUPER and not owner:  # of a class inside a function
+        # The class is inside a function, where no path leads.
+        if chain[0] == _SUPER and not owner:
             continue
         lookup = Lookup(user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
@@ -120,7 +128,9 @@ def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
 
 @functools.cache
 def _reads(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
-    """Returns the names (`a.b.c` as a tuple) that a definition reads, and its local names with the imports of each."""
+    """Returns the names (`a.b.c` as a tuple) that a definition reads, and its local names, each with the statements
+    that import it; none for a local name that is assigned.
+    """
     chains: set[Chain] = set()
     local: dict[str, list[Imports]] = {}
     for node in bindings(source, path):
@@ -135,7 +145,9 @@ def _reads(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict
 
 
 def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
-    """Returns the statements that bind or change a global; of `Class.name` its last one, and assignments outside."""
+    """Returns the statements that bind or change a global; for a path `("Class", "name")` the last statement that binds
+    it in the class, and assignments `Class.name = ...` outside.
+    """
     node, touching = source.where(path).node, source.all_names.get(path[0], [])
     if len(path) == 1:
         return touching
@@ -146,7 +158,7 @@ def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
 
 
 def _head(node: ast.stmt) -> ast.AST:
-    """Returns a statement without the blocks in it: of a loop or an `if` what stands before the colon."""
+    """Returns a statement without the blocks in it: of a loop or an `if` the part before the colon."""
     if not hasattr(node, "body"):
         return node
     flat = []
@@ -173,7 +185,7 @@ def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:
     for node in _nodes_in(scope):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
-                local.setdefault(taken(alias), []).append(node)
+                local.setdefault(bound_name(alias), []).append(node)
     return local
 
 
@@ -187,7 +199,7 @@ def _first_argument(node: ast.stmt) -> str | None:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields what stands in a node but its annotations, which compute nothing."""
+    """Yields the nodes directly in a node, without annotations, which compute nothing."""
     for field, value in ast.iter_fields(node):
         children = value if isinstance(value, list) else [value]
         yield from (child for child in children if isinstance(child, ast.AST) and field not in _ANNOTATIONS)
@@ -204,22 +216,22 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
     """Yields the names that a definition reads, by their parts, with a mark for a method's first argument: `a.b.c` ->
     `("a", "b", "c")`, `self.f` -> `("<self>", "f")`, `super().f` -> `("<super>", "f")`.
     """
-    steps: list[str] = []
+    attributes: list[str] = []
     base = node
     while isinstance(base, ast.Attribute):
-        steps.insert(0, base.attr)
+        attributes.insert(0, base.attr)
         base = base.value
     called = base.func.id if isinstance(base, ast.Call) and isinstance(base.func, ast.Name) else None
-    if steps and called == "type" and isinstance(base, ast.Call) and len(base.args) == 1:
+    if attributes and called == "type" and isinstance(base, ast.Call) and len(base.args) == 1:
         base = base.args[0]  # `type(self).method`
     if isinstance(base, ast.Name):
         first = _SELF if base.id == self_name else base.id
-        steps = steps[1:] if first == _SELF and steps[:1] == ["__class__"] else steps
-        if isinstance(base.ctx, ast.Load) and (steps or first != _SELF):
-            yield (first, *steps)
+        attributes = attributes[1:] if first == _SELF and attributes[:1] == ["__class__"] else attributes
+        if isinstance(base.ctx, ast.Load) and (attributes or first != _SELF):
+            yield (first, *attributes)
         return
-    if steps and called == "super":
-        yield (_SUPER, *steps)
+    if attributes and called == "super":
+        yield (_SUPER, *attributes)
         return
     # A scope's own names are not read from outside it.
     bound = _bound_inside(node) if isinstance(node, _SCOPES) else {}
@@ -230,11 +242,11 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
 
 
 class Lookup:
-    """One look-up of a chain of names. Circular imports end: nothing is asked twice.
+    """One look-up of a chain of names. Circular imports end, as no question is answered twice.
 
     Args:
         package: The package whose modules are entered; None: those of all packages.
-        is_for_classes: Whether a class is the answer, and not its constructors.
+        is_for_classes: Whether a class leads to the class itself; else it leads to its constructors.
     """
 
     def __init__(self, package: str | None, is_for_classes: bool = False) -> None:
@@ -243,13 +255,13 @@ class Lookup:
         self._asked: set[tuple[object, ...]] = set()
 
     def _is_new(self, *question: object) -> bool:
-        """Notes a question of this look-up, and returns whether it is asked for the first time."""
+        """Notes a question (a module and a name, say), and returns whether this look-up asks it for the first time."""
         before = len(self._asked)
         self._asked.add(question)
         return len(self._asked) > before
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
-        """Yields the definitions that a chain of names (`a.b.c` as a tuple) means in a module."""
+        """Yields the definitions to which a chain of names (`a.b.c` as a tuple) leads in a module."""
         source = _source(module) if self._may_enter(module) else None
         if source is None or not self._is_new(module, chain):
             return
@@ -268,7 +280,7 @@ class Lookup:
             yield module, (chain[0],)
 
     def from_import(self, node: Imports, source: SourceFile, chain: Chain) -> Iterator[Home]:
-        """Yields the definitions that a chain of names means, if this import binds its first name."""
+        """Yields the definitions to which a chain of names leads, if this import binds the first of them."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
                 home = source.imported_from(node)
@@ -277,14 +289,14 @@ class Lookup:
                     yield from self.names(home, (alias.name, *chain[1:]))
                 else:
                     yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self.names(home, chain)
-            elif isinstance(node, ast.Import) and taken(alias) == chain[0]:
+            elif isinstance(node, ast.Import) and bound_name(alias) == chain[0]:
                 yield from self._in_module(alias.name if alias.asname else chain[0], chain[1:])
 
     def _may_enter(self, module: str) -> bool:
         return self._package in (None, module.partition(".")[0])
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
-        """Returns the definitions that a chain of names means inside a module; its first names may be submodules."""
+        """Returns the definitions to which a chain of names leads in a module; the first names may be submodules."""
         source = _source(module) if chain and self._may_enter(module) else None
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
@@ -303,7 +315,7 @@ class Lookup:
         yield from makers or [home]
 
     def method(self, home: Home, name: str, inherited: bool) -> Iterator[Home]:
-        """Yields the first definition of a method in a class, or, if `inherited`, in the classes above it."""
+        """Yields the first definition of a method, in a class or those above it; if `inherited`, only above it."""
         place = definition(home)
         node = place[1] if place else None
         if not isinstance(node, ast.ClassDef) or not self._is_new(home, name, inherited):

@@ -1,4 +1,4 @@
-"""A Python file as a text and as a syntax tree. Here alone is said why one cannot be read.
+"""A Python file as a text and as a syntax tree, or an UnreadableError that says why it cannot be read.
 
 Upstream's modules are found and read without importing any of them: `importlib.util.find_spec("a.b")` would run the
 code of `a`, so only search paths are walked.
@@ -64,12 +64,12 @@ def _status(file: Path, name: str) -> os.stat_result:
 
 @contextlib.contextmanager
 def decoded(name: str) -> Iterator[None]:
-    """Turns what Python raises while a file is opened and decoded into an UnreadableError with its name."""
+    """Turns an exception of Python's while a file is opened and decoded into an UnreadableError with that name."""
     try:
         yield
     except OSError as error:
         raise _unreadable(name, 0, f"It cannot be opened: {error.strerror}", "unreadable") from error
-    except (SyntaxError, LookupError, UnicodeError) as error:  # an encoding that is none, or is not the file's
+    except (SyntaxError, LookupError, UnicodeError) as error:  # an unknown encoding, or bytes of another one
         fact = f"Its bytes are no text: {' '.join(str(error).split())}"
         raise _unreadable(name, 0, fact, "encoding") from error
 
@@ -77,7 +77,8 @@ def decoded(name: str) -> Iterator[None]:
 def tree(text: str, name: str) -> ast.Module:
     """Returns the syntax tree of a text; raises UnreadableError if it is not Python, or nested too deep."""
     with nesting(name), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of somebody's escapes in strings
+        # Warnings of the text, such as for an invalid escape.
+        warnings.simplefilter("ignore")
         try:
             return ast.parse(text)
         except SyntaxError as error:
@@ -91,7 +92,7 @@ def tree(text: str, name: str) -> ast.Module:
 
 @contextlib.contextmanager
 def nesting(name: str, line: int = 0) -> Iterator[None]:
-    """Turns what Python raises at a syntax tree that is nested too deep to be walked into an UnreadableError."""
+    """Turns Python's exceptions for a syntax tree that is nested too deep to be walked into an UnreadableError."""
     try:
         yield
     except (RecursionError, MemoryError) as error:
@@ -110,7 +111,7 @@ def _unreadable(name: str, line: int, fact: str, kind: str) -> UnreadableError:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceFile:
-    """The source of a Python module, and what its names are bound to."""
+    """The source of a Python module, and the statements that bind its names."""
 
     module: str
     file: str
@@ -164,7 +165,7 @@ def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile
 
 
 def _spec_of(module: str) -> ModuleSpec:
-    """Returns the spec that an import of a module would use, and imports no parent; raises ModuleNotFoundError."""
+    """Returns the spec that an import would use, without importing the parents; raises ModuleNotFoundError."""
     parts = module.split(".")
     top = sys.modules.get(parts[0])
     spec = None if top is None else vars(top).get("__spec__")
@@ -179,7 +180,8 @@ def _spec_of(module: str) -> ModuleSpec:
         name, parent = ".".join(parts[:depth]), ".".join(parts[: depth - 1])
         live = vars(sys.modules[parent]).get("__path__") if parent in sys.modules else None
         paths = live if live is not None else spec.submodule_search_locations
-        below = PathFinder.find_spec(parts[depth - 1], list(paths or ()))  # as if on a path of its own: no parent runs
+        # The last name alone: for a dotted name, Python would import the parents.
+        below = PathFinder.find_spec(parts[depth - 1], list(paths or ()))
         if below is None:
             raise ModuleNotFoundError(f"no '{name}'")
         spec = below

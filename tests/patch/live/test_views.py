@@ -346,10 +346,10 @@ DIFFERENT = {
         PROXIED,
         ("type", "type in its namespace"),
     ): "no function in Python is one of these and calls another; `__class__` and `isinstance` are",
-    ("*", ("half", "root", "called", "bound"), "copy"): "a copy would lose the patch: it is the stand-in",
+    ("*", ("half", "root", "called", "bound"), "copy"): "a copy would lose the patch: it is the substitute",
     ("*", ("half", "root", "called", "bound"), "pickle"): "it is pickled by the target's name, not by its content",
     ("*", ("half", "called", "bound"), "partial"): "the same",
-    ("*", ("root",), "weak"): "a function in C cannot be referred to weakly, and a stand-in can",
+    ("*", ("root",), "weak"): "a function in C cannot be referred to weakly, and a substitute can",
     (
         "*",
         ("exported", "Child.method"),
@@ -371,7 +371,7 @@ DIFFERENT = {
 def view(function, thing, module, name):
     try:
         return function(thing, module, name)
-    except Exception as error:  # noqa: BLE001 - what cannot be asked of the original cannot be asked of the stand-in
+    except Exception as error:  # noqa: BLE001 - what cannot be asked of the original cannot be asked of the substitute
         return type(error).__name__
 
 
@@ -392,7 +392,7 @@ def is_listed(form, name, label):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_stand_in_is_seen_as_what_it_stands_for(world, form):
+def test_a_substitute_is_seen_as_what_it_stands_for(world, form):
     names = [name for name in NAMES if form != "rewrite" or name not in NOT_REWRITTEN]
     names = [name for name in names if form.startswith("replace") or name != "Whole"]
     import up.m
@@ -406,7 +406,7 @@ def test_a_stand_in_is_seen_as_what_it_stands_for(world, form):
     assert {key: values for key, values in differences.items() if not is_listed(form, *key)} == {}
 
 
-def test_what_is_set_on_a_stand_in_or_on_the_original_is_set_on_both_and_stays(world):
+def test_what_is_set_on_a_substitute_or_on_the_original_is_set_on_both_and_stays(world):
     world.write("up/later.py", "from up.m import plain, cached\nplain.later = cached.later = 2\nplain.flag = False\n")
     world.python("def wrap(original, *args, **kwargs): original.calls = 1 + getattr(original, 'calls', 0)\n")
     target = "wrap: p.py:wrap"
@@ -455,7 +455,7 @@ def test_a_replacement_that_takes_more_is_given_more(world):
         assert up.m.plain(2, scale=3) == 6
 
 
-def test_the_source_of_a_stand_in_is_the_replacements_or_under_a_wrapper_the_originals(world):
+def test_the_source_of_a_substitute_is_the_replacements_or_under_a_wrapper_the_originals(world):
     for kind, name, wanted in (
         ("replace: p.py:same_plain", "plain", "same_plain"),
         ("wrap: p.py:loose", "plain", "z = a"),

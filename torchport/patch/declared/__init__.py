@@ -58,7 +58,9 @@ class Equivalence(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
-        """Returns the word `bitwise` as a field, and a mapping with one of the other fields as it is; else raises."""
+        """Returns the fields as pydantic needs them: `{"bitwise": True}` for the word `bitwise`; a mapping with one of
+        the other fields as it is. Raises ValueError otherwise.
+        """
         if data == "bitwise":
             return {"bitwise": True}
         if isinstance(data, dict) and len(data) == 1 and "bitwise" not in data:
@@ -74,7 +76,7 @@ class Equivalence(Frozen):
         return {"anyOf": [{"const": "bitwise"}, {**single, "properties": written}]}
 
     def written(self) -> str | dict[str, Any]:
-        """Returns the promise as it stands in YAML."""
+        """Returns the promise as YAML has it: `"bitwise"`, `{"lossy": "why"}`."""
         if self.bitwise:
             return "bitwise"
         return self.model_dump(exclude_defaults=True, exclude_none=True)
@@ -92,6 +94,7 @@ class Lifetime(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
+        """Returns no fields for the word `run`, and a mapping as it is; raises ValueError for anything else."""
         if data == "run":
             return {}
         if isinstance(data, dict) and data:
@@ -191,7 +194,7 @@ class Entry(Frozen):
 
     @property
     def folder(self) -> Path:
-        """The folder that the entry's file and its Python functions stand in."""
+        """The folder of the entry's file, and of the Python files beside it."""
         return self._folder
 
     @property
@@ -206,7 +209,7 @@ class Entry(Frozen):
 
     @property
     def edits(self) -> bool:
-        """Whether it changes an object of upstream's modules, as they are imported; such a target has drift."""
+        """Whether it changes an object of upstream's modules as they are imported: then drift is checked."""
         return self.kind in ("replace", "wrap", "rewrite")
 
     @property
@@ -230,7 +233,7 @@ class Entry(Frozen):
 
     @property
     def reference(self) -> str | None:
-        """`file.py:name` of what is loaded for it. None for a stub."""
+        """The `file.py:name` of the function or class that the entry loads. None for a stub."""
         return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
 
 
@@ -238,7 +241,7 @@ Mistake = tuple[tuple[str, ...], str, str]
 
 
 def mistake(entry: Entry) -> Mistake | None:
-    """Returns the first mistake in how an entry's fields go together: location, fact and remedy; None for none."""
+    """Returns the first contradiction between fields: the keys of the field, fact and remedy; None if there is none."""
     kinds = [kind for kind in KINDS if kind in entry.model_fields_set]
     if len(kinds) != 1:
         listed = ", ".join(kinds) or "none"

@@ -44,8 +44,8 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     Args:
         folders: A folder of patches, one folder per upstream in it; or several, from the top.
         names: `upstream` for every file of that folder, `upstream/file` for one file.
-        home: Which of the folders the names are looked up in, with those under it; by default all of them. From a
-            folder above it comes only what overrides a patch.
+        home: The folder of `folders` in which, and in those under it, the names are looked up; by default in all.
+            Of the folders above it only the entries are used that override a patch.
 
     Raises:
         UnknownNameError: No such folder or file.
@@ -57,6 +57,7 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     for file in _files(stack if home is None else stack[stack.index(home) :], names):
         for entry in read_file(file):
             previous = by_id.get(entry.id, entry)
+            # `entry.folder.parent` is the entry's folder of `stack`, whose first folder is the highest.
             lower, upper = sorted((previous, entry), key=lambda entry: -stack.index(entry.folder.parent))
             if previous is not entry:
                 _check_double(upper, lower)
@@ -73,7 +74,7 @@ def stack_of(folders: Folders) -> list[Path]:
 
 
 def _check_double(entry: Entry, other: Entry) -> None:
-    """Refuses two entries with one id; an entry may take the place of one in a lower folder, if it says so."""
+    """Refuses two entries with one id, unless `entry` overrides the other, of a lower folder, or is its copy."""
     fact = f"The id '{entry.id}' is also at {other.place}"
     if entry.folder.parent == other.folder.parent:
         raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
@@ -83,15 +84,15 @@ def _check_double(entry: Entry, other: Entry) -> None:
 
 
 def _is_copy(entry: Entry, other: Entry) -> bool:
-    """Returns whether two entries say the same, and their functions stand in files with the same bytes."""
+    """Returns whether two entries have equal fields, and the files of their functions the same bytes."""
     if entry.model_dump() != other.model_dump():
         return False
-    files = [each.folder / each.reference.partition(":")[0] for each in (entry, other) if each.reference]
+    files = [patch.folder / patch.reference.partition(":")[0] for patch in (entry, other) if patch.reference]
     return not files or (all(map(has_file, files)) and filecmp.cmp(files[0], files[1], shallow=False))
 
 
 def _overriding(stack: Sequence[Path]) -> list[Entry]:
-    """Returns the entries that override one in a lower folder, the highest last; raises if one overrides nothing."""
+    """Returns the entries that override a lower folder's, the highest last; refuses an entry that overrides nothing."""
     overriding: list[Entry] = []
     for level in reversed(range(len(stack) - 1)):
         upper = [entry for entry in _all_entries(stack[level]) if entry.overrides]
@@ -136,7 +137,7 @@ def _is_word(name: str) -> bool:
 
 
 def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
-    """Returns the files of patches with some names, from every folder of the stack; refuses an unknown name."""
+    """Returns the YAML files of names (`upstream`, `upstream/file`), the lowest folder first; refuses unknown names."""
     roots = [root for root in stack if root.is_dir()]
     if not roots:
         shown = ", ".join(map(as_named, stack))
@@ -160,12 +161,13 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 
 def _files_of(root: Path, name: str) -> list[Path]:
-    """Returns the YAML files of `upstream` or `upstream/file`; raises for other names: none may leave the folder."""
+    """Returns the YAML files in `root` of `upstream` or `upstream/file`; refuses a name or link that leaves `root`."""
     upstream, slash, file = name.partition("/")
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):
         if upstream in {f.name for f in root.iterdir()}:
-            _upstreams(root)  # says what to rename it to
+            # Raises the error that says how to rename the folder.
+            _upstreams(root)
         raise BadValueError(name, f"'{name}' is no name of patches", "Write upstream or upstream/file")
     folder = root / upstream
     if not has_folder(folder):
@@ -192,7 +194,7 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(file: Path) -> list[Entry]:
-    """Returns the entries of one YAML file, none if it is empty; raises if it is no list of entries."""
+    """Returns the entries of a YAML file, none of an empty file; raises if the file is no list of entries."""
     document = read_document(file, as_named(file))
     if document.data is None:
         return []
@@ -203,7 +205,7 @@ def read_file(file: Path) -> list[Entry]:
 
 
 def _items(document: Document) -> list[Document]:
-    """Returns the items of a list as documents of their own, with the lines that they have in the file."""
+    """Returns the items of a document that is a list, each as a document with the lines that it has in the file."""
     lines: dict[Any, dict[Any, int]] = {index: {} for index in range(len(document.data))}
     for path, line in document.lines.items():
         if path:
@@ -212,7 +214,7 @@ def _items(document: Document) -> list[Document]:
 
 
 def _entry(document: Document, folder: Path) -> Entry:
-    """Returns a document as an entry, with its place and folder; refuses one that contradicts itself."""
+    """Returns a document as an entry, with its place and folder; refuses a wrong field, and fields in contradiction."""
     for key in document.data if isinstance(document.data, dict) else ():
         if key in _REMOVED:
             raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
@@ -243,7 +245,7 @@ class LockRow(Frozen):
     relies_on: dict[str, str] = {}
 
     def seen_at(self) -> dict[str, Any]:
-        """Returns where the source was seen, in one dict: versions by distribution, `commit`, and `dirty` if it is."""
+        """Returns where the source was seen: `{"diffusers": "0.36.0"}`, or `{"commit": "0f1e...", "dirty": True}`."""
         return {**self.versions, **self.model_dump(include={"commit", "dirty"}, exclude_defaults=True)}
 
     def seen_at_in_words(self) -> str:
@@ -255,7 +257,7 @@ class LockRow(Frozen):
 
 
 class Locked(Frozen):
-    """A target's rows in a lock file: one for each source of it that somebody reviewed."""
+    """A target's rows in a lock file: a row for each source of the target that was reviewed."""
 
     target: TargetName
     rows: list[LockRow] = pydantic.Field(min_length=1)
@@ -267,7 +269,8 @@ def read_lock(folder: Path) -> dict[str, Locked]:
     shown = as_named(file)
     if not file.is_file():
         if file.is_symlink() or file.exists():
-            read_document(file, shown)  # which refuses what is no file
+            # Raises: it is a folder, or a link to nothing.
+            read_document(file, shown)
         return {}
     stat = file.stat()
     return _lock(file, shown, stat.st_mtime_ns, stat.st_size)
@@ -281,7 +284,7 @@ def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]
         raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
     locks: dict[str, Locked] = {}
     for locked in (validated(Locked, part) for part in _items(document)):
-        # The file has the statements once for rows with the same tree.
+        # Of rows with the same tree, the file has the statements in the first alone.
         known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
         rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
         locks[locked.target] = locked.model_copy(update={"rows": rows})

@@ -16,16 +16,17 @@ from torchport.patch.declared import Entry
 
 
 class Explained:
-    """A context that raises `error(exception)` for an exception of foreign code, unless that is None."""
+    """A context that turns an exception of foreign code into an error of torchport's."""
 
     def __init__(self, error: Callable[[BaseException], Exception | None]) -> None:
+        """Takes the function that returns the error to raise for an exception, or None to let the exception through."""
         self._error = error
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        # `sys.exit` in foreign code would end the process without a word.
+        # SystemExit, too: `sys.exit` in foreign code would end the process without a word.
         if isinstance(value, Exception | SystemExit) and not isinstance(value, TorchportError):
             error = self._error(value)
             if error is not None:
@@ -33,7 +34,9 @@ class Explained:
 
 
 def file_of(entry: Entry, reference: str) -> Path:
-    """Returns the path of the Python file in a reference `file.py:name`; refuses one that is not among the patches."""
+    """Returns the path of the file that a reference `file.py:name` names, beside the entry's YAML; refuses a file that
+    does not exist, or a link out of the patches.
+    """
     path = entry.folder / reference.partition(":")[0]
     if not path.is_file():
         known = [file.name for file in sorted(entry.folder.glob("*.py"))]
@@ -46,7 +49,9 @@ def file_of(entry: Entry, reference: str) -> Path:
 
 
 def load(entry: Entry, reference: str) -> Any:
-    """Returns the function or class of a reference `file.py:name`, or raises; its file is executed once."""
+    """Executes the file of a reference `file.py:name`, once for each content, and returns the function or class of that
+    name; raises ReplacementError if the file fails, or has no such name.
+    """
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
     fact = f"'{path.name}' does not load for '{entry.id}'"
@@ -64,11 +69,11 @@ def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> R
 
 
 def module_of(path: Path, upstream: str, place: str, fact: str = "", **culprit: Any) -> types.ModuleType:
-    """Returns the module of a Python file that stands among the patches of an upstream, executing the file once.
+    """Executes a Python file among the patches of an upstream, once for each content, and returns its module.
 
     Args:
-        place: Where the file is named, for the error of a file that does not load.
-        fact: What that error says before the exception; `culprit` its attributes.
+        place: The place that names the file, for the error of a file that does not load.
+        fact: The beginning of that error's text; `culprit` gives the error's attributes.
     """
 
     def does_not_load(error: BaseException) -> ReplacementError:
@@ -84,8 +89,8 @@ def module_of(path: Path, upstream: str, place: str, fact: str = "", **culprit: 
 
 @functools.cache
 def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
-    """Returns the module that a file's source makes. It is the same object while the source is the same, or jit caches
-    would miss.
+    """Executes a file's source, and returns the module. The cache gives the same object for the same source: functions
+    that were new objects would miss the caches of jit.
     """
     module = types.ModuleType(name)
     module.__file__ = str(path)
@@ -102,14 +107,16 @@ def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
 
 
 def file_digest(entry: Entry) -> str:
-    """Returns the hash of the file that an entry's function stands in. It is empty for a stub."""
+    """Returns the hash of the file that has an entry's function; an empty text for a stub."""
     if entry.reference is None:
         return ""
     return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Returns the function or class of every entry, by id. Refuses one whose file imports a patch's target."""
+    """Loads the function or class of each entry, and returns them by the entry's id. Refuses a file that imports the
+    target of a patch, which is then imported too early.
+    """
     chosen = list(entries)
     homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.edits}
     loaded: dict[str, Any] = {}

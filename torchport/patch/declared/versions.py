@@ -25,7 +25,8 @@ def installed(distribution: str) -> str | None:
 
 
 def outcome(entry: Entry, probe: bool = True) -> str | None:
-    """Returns why an entry is not needed, or None where it is to be applied. Without `probe` a fault is assumed.
+    """Returns in words why an entry is not needed; None if it has to be applied. Without `probe` the entry's probe is
+    not run, and its fault is assumed.
 
     Raises:
         UnsupportedError: The upstream that is installed is outside `fits`, and not outside `needed`.

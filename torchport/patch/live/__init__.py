@@ -21,12 +21,13 @@ Window = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass
 class Registry:
-    """What is in force in this process, and what the engine has put into it."""
+    """The patches in force in this process, and the objects that the engine has put into it."""
 
     #: Is held while a set of patches is entered or left.
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     owner: int | None = None  #: The thread that has patches in force, or None.
     sets: list[Any] = dataclasses.field(default_factory=list)
+    #: The hashes of the patches in force, by their ids.
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
     #: Callbacks for a module that is about to be executed, by its name.
     before: dict[str, list[Callback]] = dataclasses.field(default_factory=dict)
@@ -37,12 +38,12 @@ class Registry:
     #: The `__import__` of each module that imports stubs, by the module's name. Its functions keep it for good.
     servers: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: The functions that the engine has made, by their ids. None of them is an alias.
-    stand_ins: weakref.WeakValueDictionary[int, Any] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-    #: Stand-ins that somebody refers to weakly, and that have to outlive their set for that.
+    substitutes: weakref.WeakValueDictionary[int, Any] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    #: Substitutes that weak references lead to: these must find them after the patches, too.
     kept: list[Any] = dataclasses.field(default_factory=list)
 
     def is_idle(self) -> bool:
-        """Returns whether no import is waited for."""
+        """Returns whether no callback and no context waits for an import."""
         return not (self.before or self.after or self.windows)
 
 

@@ -13,7 +13,7 @@ from torchport.errors import ConflictError, RewriteError, SignatureError, Target
 from torchport.patch import rewriting
 from torchport.patch.declared import Entry
 from torchport.patch.live import registry
-from torchport.patch.live.counted import Calls, Retire, counting, stand_in_class, uncounted, wrapping
+from torchport.patch.live.counted import Calls, Retire, counting, disguise_class, uncounted, wrapping
 from torchport.patch.live.target import (
     Slot,
     check_function,
@@ -26,7 +26,7 @@ from torchport.patch.live.target import (
     locate,
     shaped_as,
 )
-from torchport.patch.source.checks import check_signature, live_signature, under
+from torchport.patch.source.checks import check_signature, live_signature, statement_of
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,16 +35,16 @@ class Placed:
 
     slot: Slot
     value: Any
-    retire: Retire | None = None  #: Makes a function that was put there fall through to the original.
-    stop: Callable[[], None] | None = None  #: Makes a class that was put there what it was.
+    retire: Retire | None = None  #: Makes a function that was put there call the original.
+    stop: Callable[[], None] | None = None  #: Gives a class that was put there its former names and values.
     has_holders: bool = True  #: Whether somebody besides its namespace held the original.
 
     def stands(self) -> bool:
-        """Asks the live object whether the change is still what it was made to be."""
+        """Returns whether the replacement is still in its place."""
         return self.slot.place.current() is self.value
 
     def undo(self) -> None:
-        """Restores the original, unless something else stands in its place by now, and ends the counting of calls."""
+        """Restores the original, unless something else has taken the place since, and ends the counting of calls."""
         if self.stands():
             self.slot.restore()
         if self.retire is not None:
@@ -65,13 +65,13 @@ class Recompiled:
     call: Callable[..., Any]
 
     def stands(self) -> bool:
-        """Asks the live function whether it still calls the replacement of the statements."""
+        """Returns whether the function in the slot still calls the replacement of the statements."""
         is_called = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
         makes_call = is_called and self.function.__globals__.get(self.name) is self.call
         return makes_call and any(function is self.function for function in layers(self.slot.place.current()))
 
     def undo(self) -> None:
-        """Restores the function's code, unless somebody else has changed it since."""
+        """Restores the function's code, unless other code has changed it since."""
         if self.function.__code__ is self.new:
             self.function.__code__ = self.old
             self.function.__globals__.pop(self.name, None)
@@ -90,9 +90,9 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     check_scope(entry, slot)
     marks = {"register", "dispatch", "registry"}  # of `functools.singledispatch`
     is_dispatching = isinstance(slot.raw, types.FunctionType) and marks <= vars(slot.raw).keys()
-    if entry.kind == "replace" and is_dispatching:  # it goes on dispatching, and whoever holds it holds this
+    if entry.kind == "replace" and is_dispatching:  # only the default implementation changes, in the same dispatcher
         slot, has_holders = Slot(slot.raw, slot.name, slot.raw.registry[object], True, slot.path, True), False
-    placed = _stand_in(entry, slot, loaded, calls)
+    placed = _substitution(entry, slot, loaded, calls)
     placed.has_holders = has_holders
     try:
         placed.slot.place.assign(placed.value)
@@ -102,8 +102,10 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     return placed
 
 
-def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
-    """Returns a class or function to put in the target's place; raises if `loaded` is of another kind than it."""
+def _substitution(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+    """Returns the change that puts `loaded`, made to look like the original, into a slot, but does not make it; raises
+    if one of the two is a class and the other a function.
+    """
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
@@ -117,7 +119,7 @@ def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
     check_signature(entry, live_signature(original), loaded, method)
     if isinstance(original, type):
-        return Placed(slot, loaded, stop=stand_in_class(loaded, original, calls if entry.counted else None))
+        return Placed(slot, loaded, stop=disguise_class(loaded, original, calls if entry.counted else None))
     if entry.kind == "wrap":
         call, retire = wrapping(loaded, original, calls if entry.counted else Calls(), entry.target)
     else:
@@ -132,7 +134,7 @@ def _word(thing: Any) -> str:
 def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
     """Puts the edited code of a `rewrite` into a function, and returns the change; raises for any other target."""
     slot = locate(entry, module)
-    function = function_of(slot.raw, entry.module, under(entry))
+    function = function_of(slot.raw, entry.module, statement_of(entry))
     if function is None or not slot.in_holder:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.in_holder else f"{entry.target} is inherited"
@@ -151,8 +153,8 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
         ids = f"{earlier}, {entry.id}"
     filename = f"<torchport: {ids} in {home}>"
     new = rewriting.code(entry, edit.part, old, filename)
-    # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. The lines that it shares with its
-    # home are those of the home: a module may have a thousand such texts.
+    # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. Unchanged lines are the home's
+    # own strings, to save memory: a module may have a thousand such texts.
     pairs = zip(io.StringIO(edit.text).readlines(), linecache.getlines(old.co_filename), strict=False)
     linecache.cache[filename] = (len(edit.text), None, [was if was == line else line for line, was in pairs], filename)
     call, _ = counting(loaded, calls)
@@ -166,7 +168,7 @@ def _check_globals(entry: Entry, function: types.FunctionType, edit: rewriting.E
     """Refuses a rewrite whose call has a global name that is taken, or passes a name the function cannot see."""
     known = function.__globals__
     earlier = known.get(edit.name)  # of this entry, if the module is imported again into the same namespace
-    if edit.name in known and registry.stand_ins.get(id(earlier)) is not earlier:
+    if edit.name in known and registry.substitutes.get(id(earlier)) is not earlier:
         raise ConflictError(entry.place, f"{entry.module} already has '{edit.name}'", f"Rename '{entry.id}'")
     builtins = known.get("__builtins__", {})
     names = builtins if isinstance(builtins, dict) else vars(builtins)

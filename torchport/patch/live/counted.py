@@ -1,9 +1,9 @@
-"""Functions that stand in for others: they count their calls, and fall through to the original in the end.
+"""Substitutes for upstream's functions: they count their calls, and call the original once they are retired.
 
-A stand-in is seen as the original. It has the original's attributes themselves, so that what is set on one of the two
-later is set on both, and its name, so that it is pickled by it. The counter is plain Python, so that tracing counts as
-well as running. A stand-in for a plain function is a plain function: its type is right, and a call is faster than
-through a proxy (`benchmarks/patching.py`). The proxy is for what a plain function cannot be: a coroutine or generator
+A substitute looks like the original. Both have one `__dict__`, so that an attribute that is set on either is on both.
+The substitute also has the original's name, by which it is pickled. The counter is plain Python, so that tracing counts
+as well as running. A substitute for a plain function is a plain function: its type is right, and a call is faster than
+through a proxy (`benchmarks/patching.py`). A proxy takes the place of any other callable: a coroutine or generator
 function, an `lru_cache`, a `functools.partial`, a function in C.
 """
 
@@ -30,10 +30,10 @@ class Calls:
 
 
 Retire = Callable[[Any, Any], None]
-"""Makes a stand-in, its first argument, do what the original does, its second."""
+"""A function that makes a substitute, its first argument, call the original, its second."""
 
 CALLS, FUNCTION = "_torchport_calls", "_torchport_function"
-"""The free variables of a stand-in's code: its counter, and what it calls. By them its frames are known."""
+"""The free variables of a substitute's code: its counter, and the function that it calls. They mark its frames."""
 
 _ANY_CALL = [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE
@@ -42,15 +42,15 @@ _ABSENT = object()
 
 
 class _Wrapped(functools.partial[Any]):
-    """A wrapper with its original."""
+    """A wrapper that gets its original as its first argument."""
 
 
-def parts_of_stand_ins() -> set[int]:
-    """Returns the ids of all objects that stand-ins are made of, such as the cells of their closures."""
+def parts_of_substitutes() -> set[int]:
+    """Returns the ids of all objects that substitutes are made of, such as the cells of their closures."""
     ids: set[int] = set()
-    for stand_in in list(registry.stand_ins.values()):
-        ids.add(id(stand_in))
-        call = call_of(stand_in) if issubclass(type(stand_in), _Proxy) else stand_in
+    for substitute in list(registry.substitutes.values()):
+        ids.add(id(substitute))
+        call = call_of(substitute) if issubclass(type(substitute), _Proxy) else substitute
         for cell in call.__closure__ or ():
             ids.add(id(cell))
             if isinstance(cell.cell_contents, _Wrapped):
@@ -60,77 +60,81 @@ def parts_of_stand_ins() -> set[int]:
 
 
 def _is_plain(function: Any) -> bool:
-    """Returns whether a plain function can stand in for another one unnoticed."""
+    """Returns whether a function is a plain one, no generator and no coroutine: then its substitute can be plain."""
     return type(function) is types.FunctionType and not function.__code__.co_flags & _SPECIAL_KINDS
 
 
 def counting(
     function: Callable[..., Any], calls: Calls, original: Any = None, name: str | None = None
 ) -> tuple[Any, Retire]:
-    """Returns a stand-in that counts its calls and passes them to `function`, and a function that retires it. It looks
-    like `original` (by default `function`), and calls that once it is retired: whoever has taken it keeps it.
+    """Returns a substitute that counts its calls and passes them to `function`, and a function that retires it. The
+    substitute looks like `original` (by default `function`). Once retired it calls the original, as others may still
+    hold it.
     """
     original = function if original is None else original
-    cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges what is in them
+    cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges their contents
     plain = _is_plain(original)
     parameters = _shared_parameters(original, function) if plain else None
-    # A call is passed on as it was made, since a wrapper may ask what was given by name. Only where the function binds
-    # arguments as the original does can the code have the original's parameters.
+    # A call is passed on as it was made, since a wrapper may ask which arguments were given by name. The code has the
+    # original's parameters only if `function` binds arguments as the original does.
     code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
-    stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
+    substitute: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
     signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
     if plain:
         # Tracebacks and `inspect` show the code of a replacement, and with a wrapper that of the original.
         shown = function.__code__ if isinstance(function, types.FunctionType) else original.__code__
-        stand_in.__code__ = code.replace(
+        substitute.__code__ = code.replace(
             co_filename=shown.co_filename,
             co_firstlineno=shown.co_firstlineno,
             co_name=original.__code__.co_name,
             co_qualname=original.__code__.co_qualname,
         )
-        stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
-        _disguise(stand_in, original, name)
+        substitute.__defaults__, substitute.__kwdefaults__ = _defaults(parameters, original)
+        _disguise(substitute, original, name)
     else:
-        stand_in = proxy(original, stand_in, name)
+        substitute = proxy(original, substitute, name)
+    # The code takes any call, so `inspect` needs the signature; both functions have one `__dict__`.
     if signed:
         vars(original)["__signature__"] = inspect.signature(original)
 
-    def retire(stand_in: Any, original: Any) -> None:
-        """Makes the stand-in count nothing and call the original."""
+    def retire(substitute: Any, original: Any) -> None:
+        """Makes the substitute count nothing and call the original."""
         cells[0].cell_contents, cells[1].cell_contents = Calls(), original
         if plain:
-            stand_in.__defaults__, stand_in.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+            substitute.__defaults__, substitute.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
         if signed:
             vars(original).pop("__signature__", None)
 
-    registry.stand_ins[id(stand_in)] = stand_in
-    return stand_in, retire
+    registry.substitutes[id(substitute)] = substitute
+    return substitute, retire
 
 
 def wrapping(
     wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that counts and calls `wrapper(original, ...)`, and a function that retires it."""
+    """Returns a substitute that counts and calls `wrapper(original, ...)`, and a function that retires it."""
     return counting(_Wrapped(wrapper, original), calls, original, name)
 
 
 def uncounted(
     function: Callable[..., Any], _: Calls, original: Any, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
-    """Returns a stand-in that adds no frame to a replacement's calls, and a function that retires it. It is a copy,
-    whose code can be exchanged; a closure or another callable gets a stand-in whose count nobody reads.
+    """Returns a substitute that adds no frame to a replacement's calls, and a function that retires it. The substitute
+    is a copy of the replacement; for a closure or another callable it is a counting one, whose count nobody reads.
     """
     if not (_is_plain(function) and _is_plain(original)) or function.__closure__:
         return counting(function, Calls(), original, name)
     copy = types.FunctionType(function.__code__, function.__globals__, original.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     _disguise(copy, original, name)
-    registry.stand_ins[id(copy)] = copy
+    registry.substitutes[id(copy)] = copy
     return copy, _fall_through
 
 
 def _fall_through(function: types.FunctionType, original: Any) -> None:
-    """Gives a function new code, which calls the original: that becomes the default of a keyword parameter."""
+    """Gives a function new code, which calls the original. The original is the default of a keyword parameter, as the
+    code of a function without a closure can have no free variable.
+    """
 
     def call(*args: Any, _torchport_original: Any, **kwargs: Any) -> Any:
         return _torchport_original(*args, **kwargs)
@@ -164,7 +168,9 @@ def _binding(parameter: Parameter) -> tuple[Any, ...]:
 
 @functools.cache
 def _code(parameters: tuple[tuple[str, Any], ...]) -> types.CodeType:
-    """Returns the code of a function with these parameters, which counts a call and passes its arguments on."""
+    """Returns the code of a function with these parameters, which counts a call and passes its arguments on: for `x`
+    and `*, y` that of `def call(x, *, y): CALLS.count += 1; return FUNCTION(x, y=y)`.
+    """
     marks = {Parameter.VAR_POSITIONAL: "*{0}", Parameter.VAR_KEYWORD: "**{0}", Parameter.KEYWORD_ONLY: "{0}={0}"}
     passed = ", ".join(marks.get(kind, "{0}").format(name) for name, kind in parameters)
     shown = Signature([Parameter(name, kind) for name, kind in parameters])
@@ -176,35 +182,35 @@ def _code(parameters: tuple[tuple[str, Any], ...]) -> types.CodeType:
 
 
 def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) -> tuple[Any, Any]:
-    """Returns `__defaults__` and `__kwdefaults__` of a stand-in."""
+    """Returns `__defaults__` and `__kwdefaults__` of a substitute with these parameters, or else the original's."""
     given = [p for p in parameters or () if p.default is not Parameter.empty]
     by_name = {p.name: p.default for p in given if p.kind is Parameter.KEYWORD_ONLY}
     positional = tuple(p.default for p in given if p.kind in POSITIONAL)
-    # Code that takes any call uses none, and whoever asks finds the original's.
+    # Code that takes any call uses no defaults. They only show the original's.
     return positional or original.__defaults__, by_name or original.__kwdefaults__
 
 
-def _disguise(stand_in: Any, original: types.FunctionType, name: str | None) -> None:
-    """Gives a stand-in the original's `__dict__`, and the names by which it is pickled: the original's; or `name`, the
-    target's `module:path`, where the original's own names go on to lead to the original.
+def _disguise(substitute: Any, original: types.FunctionType, name: str | None) -> None:
+    """Gives a substitute the original's `__dict__` and names, by which it is pickled. If these names lead to the
+    original itself, the substitute is named by `name`, the target's `module:path`.
     """
-    stand_in.__dict__ = original.__dict__
+    substitute.__dict__ = original.__dict__
     for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
         if hasattr(original, attribute):
-            setattr(stand_in, attribute, getattr(original, attribute))
+            setattr(substitute, attribute, getattr(original, attribute))
     if name is not None and name != f"{original.__module__}:{original.__qualname__}":
         thing: Any = sys.modules.get(original.__module__)
         for step in original.__qualname__.split("."):
             thing = inspect.getattr_static(thing, step, None)
         if getattr(thing, "__func__", thing) is original:
-            stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")
+            substitute.__module__, _, substitute.__qualname__ = name.partition(":")
 
 
-def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Callable[[], None]:
-    """Gives a replacement class the original's names, and counts its instances. Returns a function that undoes that.
+def disguise_class(replacement: type, original: type, calls: Calls | None) -> Callable[[], None]:
+    """Gives a replacement class the original's names, and counts its instances. Returns a function that undoes both.
 
-    The class stays itself: `isinstance` and subclasses see no stand-in. By the original's names its instances are
-    pickled. It also gets those values of the original that it lacks. Without `calls` nothing is counted.
+    No substitute is made: `isinstance` and subclasses see the class itself. Its instances are pickled by the original's
+    names. It also gets those values of the original that it lacks. Without `calls` nothing is counted.
     """
     values = {name: getattr(original, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
     for name, value in vars(original).items():
@@ -223,6 +229,7 @@ def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Ca
         type.__setattr__(replacement, name, value)
 
     def stop() -> None:
+        """Gives the class its former names and values."""
         for name, value in before.items():
             if value is _ABSENT:
                 type.__delattr__(replacement, name)
@@ -233,7 +240,7 @@ def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Ca
 
 
 class _Proxy:
-    """A callable with the attributes and class of the original: `inspect` sees no difference. Its calls go elsewhere.
+    """A callable with the attributes and class of the original, whose calls go to `_call`.
 
     The call gets the instance as its first argument, as a plain function does, and the proxy binds where the original
     does. It is equal to nothing but itself: whoever caches by function must not find what was cached for the original.
@@ -284,10 +291,10 @@ def proxy(original: Any, call: Callable[..., Any], name: str | None) -> _Proxy:
 
 @functools.cache
 def _class_of(kind: type) -> type[_Proxy]:
-    """Returns a class for proxies of a type: Python looks there for special methods, as `__len__` and `__get__`."""
+    """Returns a class for proxies of a type: Python looks in the class for special methods, as `__len__`, `__get__`."""
     inherited = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
     special = {name: getattr(kind, name, None) for name in dir(kind) if name.startswith("__") and name.endswith("__")}
-    methods = {n: _handed_on(method) for n, method in special.items() if callable(method) and n not in inherited}
+    methods = {n: _forwarded(method) for n, method in special.items() if callable(method) and n not in inherited}
     method = inspect.getattr_static(kind, "__call__", None)
     if isinstance(method, types.FunctionType):
 
@@ -303,6 +310,6 @@ def _class_of(kind: type) -> type[_Proxy]:
     return type("_Proxy", (_Proxy,), {**methods, "__slots__": ()})
 
 
-def _handed_on(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a special method for proxies, such as `__len__`, that calls that of the original."""
+def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a special method for proxies, such as `__len__`, which calls the original's method."""
     return lambda self, *args, **kwargs: method(_original(self), *args, **kwargs)

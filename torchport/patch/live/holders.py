@@ -28,7 +28,7 @@ class Place:
     key: Any = None  #: The key of a value, the name of an attribute, the index of an item.
 
     def current(self) -> Any:
-        """Returns what stands there, or `ABSENT`. It is not asked of keys and members: only `exchange` is."""
+        """Returns the object at this place, or `ABSENT`. Not for keys and members: for these there is `exchange`."""
         container, key = self.container, self.key
         if self.kind == "in tuple":
             whole = container.current()
@@ -43,7 +43,7 @@ class Place:
         return vars(container).get(key, ABSENT) if self.kind == "attribute" else dict.get(container, key, ABSENT)
 
     def exchange(self, old: Any, new: Any) -> None:
-        """Puts `new` where `old` stands. What somebody else has put there since stays."""
+        """Puts `new` in the place of `old`; does nothing if some other object is there by now."""
         container = self.container
         if self.kind == "key" and any(name is old for name in dict.keys(container)):
             items = [(new if name is old else name, value) for name, value in dict.items(container)]
@@ -56,7 +56,7 @@ class Place:
             self.assign(new)
 
     def assign(self, value: Any) -> None:
-        """Puts a value there, whatever stands there. It is not asked of keys and members: only `exchange` is."""
+        """Puts a value into this place. Not for keys and members: for these there is `exchange`."""
         container, key = self.container, self.key
         if self.kind == "in tuple":
             whole = container.current()
@@ -113,24 +113,27 @@ def names_of(objects: Sequence[Any]) -> dict[int, list[Holder]]:
 
 
 def weak_references(thing: Any) -> list[Holder]:
-    """Returns the weak references to a function, which cannot be changed; none for a class, which has many."""
+    """Returns the weak references to a function as holders without a place; none for a class, which has many."""
     if isinstance(thing, type):
         return []
-    ours = registry.stand_ins.valuerefs()
+    ours = registry.substitutes.valuerefs()
     references = [known for known in weakref.getweakrefs(thing) if not any(known is reference for reference in ours)]
     return [Holder("an unknown holder", container=reference) for reference in references]
 
 
 def thaw() -> None:
-    """Lets the collector see all objects: `gc.get_referrers` passes over what somebody has frozen."""
+    """Unfreezes all objects of the garbage collector: `gc.get_referrers` passes over frozen ones."""
     if gc.get_freeze_count():
         gc.unfreeze()
 
 
 class Referrers:
-    """What the garbage collector knows about the holders of objects. Those that `is_own` finds are torchport's."""
+    """What the garbage collector knows about the holders of objects."""
 
     def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
+        """Finds the referrers of objects, and up to three levels of owners of each. A referrer for which `is_own` is
+        true is torchport's, and no holder.
+        """
         thaw()
         self._subjects = {id(thing) for thing in objects}
         self._is_own = is_own
@@ -140,7 +143,7 @@ class Referrers:
         self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
         referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
         lists = [referrers, self._first]
-        for _ in range(3):  # as a function owns a tuple, and that a cell, and that the object
+        for _ in range(3):  # the longest row is function, tuple, cell, object
             known = self._modules | self._owners.keys()
             frontier = [r for r in referrers if isinstance(r, _OWNED) and id(r) not in known and r is not lists]
             if not frontier:
@@ -149,6 +152,7 @@ class Referrers:
                 self._owners[id(referrer)] = []
             referrers = gc.get_referrers(*frontier)
             lists += [frontier, referrers, *self._owners.values()]
+            # The lists of this search refer to the same objects.
             internal = {*map(id, lists), id(lists), id(self._owners)}
             for owner in referrers:
                 if id(owner) not in internal:
@@ -163,18 +167,19 @@ class Referrers:
         for referrer in self._first:
             count = sum(1 for referent in gc.get_referents(referrer) if referent is thing)
             references += count
+            # `names_of` finds the globals of modules.
             skipped = id(referrer) in self._modules or id(referrer) in self._subjects or self._is_own(referrer)
             if count and not skipped and isinstance(thing, type):
                 skipped = self._belongs_to_class(referrer, thing)
             elif count and type(thing) is types.FunctionType:
-                # By such a cell a function knows itself. Decorators of transformers make them.
+                # A function's own cell leads to itself, as decorators of transformers make it.
                 skipped = skipped or any(referrer is cell for cell in thing.__closure__ or ())
             if count and not skipped:
                 result += self._holders_in(referrer, thing)
         return result, references
 
     def _belongs_to_class(self, referrer: Any, thing: type) -> bool:
-        """Returns whether a referrer belongs to a class itself, or to a subclass of it."""
+        """Returns whether a referrer belongs to a class itself, or to a subclass: its bases, a `__class__` cell."""
         if isinstance(referrer, tuple):
             return any(isinstance(owner, type) for owner in self._owners.get(id(referrer), ()))
         if isinstance(referrer, types.CellType):
@@ -221,12 +226,12 @@ class Referrers:
             yield from _places_in(referrer, thing)
 
     def _places_of(self, immutable: Any) -> list[Place | None]:
-        """Returns the places that refer to a tuple or the like; `[None]` if one of them cannot be changed."""
+        """Returns the places that refer to a tuple or static method; `[None]` if one of them cannot be changed."""
         places: list[Place | None] = []
         for owner in self._owners.get(id(immutable), ()):
             if not self._is_own(owner):
                 places += [*self._places(owner, immutable)] or [None]
-        # A new tuple would have another hash. Where an owner keeps the old one, the others gain nothing.
+        # As a key or member a new tuple would have another hash. If one owner keeps the old tuple, all must.
         is_kept = any(place is None or place.kind in ("key", "member") for place in places)
         return [None] if is_kept else places
 

@@ -1,7 +1,7 @@
 """Runs callbacks around the execution of a module, through one finder at the head of the import system.
 
-The finder has to stand in `sys.meta_path`: nowhere else does Python ask before it executes a module. What it waits for
-stands in the registry.
+The finder has to be in `sys.meta_path`: nowhere else does Python ask before it executes a module. The callbacks are in
+the registry.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Literal
 from torchport.patch.live import Callback, Window, registry
 
 When = Literal["before", "after", "windows"]
-"""The registry's tables of what is awaited."""
+"""The registry's tables of callbacks and contexts."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself. It lets the other finders find, and puts its loader around that of an awaited module."""
+    """Lets the other finders find a module, and puts `_Loader` around the loader of one that has callbacks."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """A loader around a module's own loader. It has the attributes of that one, too."""
+    """A loader around a module's own loader, with the attributes of both."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -68,9 +68,10 @@ class _Loader(_Around):
 
 
 class _OldLoader(_Around):
-    """Does the same for a loader that has `load_module` alone, which makes and executes the module in one step."""
+    """Runs the callbacks after a loader that has `load_module` alone, which makes and executes a module at once."""
 
     def load_module(self, fullname: str) -> types.ModuleType:
+        """Loads and returns a module, inside the contexts of its packages, and runs its callbacks for `after`."""
         with _open_windows(fullname):
             self._loader.load_module(fullname)
         module = sys.modules[fullname]
@@ -82,7 +83,7 @@ _FINDER = _Finder()  # a constant: it has no state
 
 
 def _windows(name: str) -> list[Window]:
-    """Returns the contexts that are to be open while a module executes: those of its package and of packages above."""
+    """Returns the contexts to open while a module executes: those of the module's name and of the packages above."""
     packages = [p for p in registry.windows if name == p or name.startswith(p + ".")]
     return [window for package in packages for window in registry.windows[package]]
 
@@ -103,7 +104,7 @@ def run_callbacks(module: types.ModuleType) -> None:
 
 
 def _place_finder() -> None:
-    """Keeps the finder at the head of the import system exactly as long as something is waited for."""
+    """Puts the finder at the head of the import system, or takes it out if the registry waits for no import."""
     while _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     if not registry.is_idle():
@@ -111,14 +112,15 @@ def _place_finder() -> None:
 
 
 def arm(name: str, callback: Callback | Window, when: When = "after") -> Callable[[], None]:
-    """Runs a callback before or after each execution of a module; returns a function that ends that. For `windows` the
-    name is a package's, and the callback returns a context that is open while any module of the package executes.
+    """Registers a callback for each execution of a module, before or after it; returns a function that removes it. For
+    `windows` the name is a package's, and the callback returns a context, which is open while a module of it executes.
     """
     table: dict[str, list[Any]] = getattr(registry, when)
     table.setdefault(name, []).append(callback)
     _place_finder()
 
     def disarm() -> None:
+        """Removes the callback, and the finder if nothing is left to wait for."""
         if callback in table.get(name, ()):
             table[name].remove(callback)
         if not table.get(name):

@@ -1,4 +1,4 @@
-"""Lets one module, and nobody else, import a package that is absent. Every call of what it gets raises.
+"""Lets one module, and no other, import a package that is absent: it gets a stub, and every call of the stub raises.
 
 The module is given builtins of its own, with an `__import__` that serves the package. `sys.modules` and
 `importlib.util.find_spec` never see it, so that no capability probe finds a package that is not there. What the module
@@ -26,11 +26,13 @@ class Stub(types.ModuleType):
     """Stands for an absent package, and for everything in it. It can be named and inherited, but not called."""
 
     def __init__(self, name: str, entry: Entry, keep: Callable[[TorchportError], None]) -> None:
+        """Makes the stub of a package or of a name in it; `keep` takes the error of each call."""
         super().__init__(name)
         self.__dict__["_entry"] = entry
         self.__dict__["_keep"] = keep
 
     def __getattr__(self, name: str) -> Stub:
+        """Makes and keeps a stub of a name in this one: `flash.ops` of `flash`; there are no special names."""
         if name.startswith("__"):
             raise AttributeError(name)
         child = Stub(f"{self.__name__}.{name}", self.__dict__["_entry"], self.__dict__["_keep"])
@@ -49,7 +51,7 @@ class Stub(types.ModuleType):
         return (type(self.__name__.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
-        """Returns the error, and keeps it in the ledger: the call may be inside somebody's `try`."""
+        """Returns the error for a call, and keeps it in the ledger: the call may be inside somebody's `try`."""
         entry, name = self.__dict__["_entry"], caller.f_code.co_qualname
         if name == "<module>":
             name = f"what is called there, in {caller.f_globals.get('__name__')}"
@@ -68,8 +70,8 @@ class Stub(types.ModuleType):
 class _Server:
     """The `__import__` that one importing module gets. The module's functions keep it, also after the patches."""
 
-    #: What it answers with, by package, with what counts the imports that were served. There is none outside every set,
-    #: when it asks Python's own for everything.
+    #: The stub of each package, and the counter of its imports. Empty while no patches are in force: then Python's own
+    #: `__import__` serves all imports.
     stubs: dict[str, tuple[Stub, Calls]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
@@ -79,14 +81,15 @@ class _Server:
             return builtins.__import__(name, scope, local, fromlist, level)
         stub, calls = self.stubs[package]
         calls.count += 1
+        # `from a.b import c` needs `a.b`, and `import a.b` binds `a`.
         for part in name.split(".")[1:] if fromlist else ():
             stub = getattr(stub, part)
         return stub
 
 
 def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> Callable[[], None]:
-    """Lets the entry's importers import the absent package from now on. Returns a function that ends that. `keep` takes
-    the error of each call of the stub, which upstream's own `try` may swallow.
+    """Gives the entry's importers, at their import, an `__import__` that serves a stub of the absent package. Returns a
+    function that undoes this. `keep` takes the error of each call of the stub, which upstream's `try` may swallow.
     """
     assert entry.stub is not None
     undos = contextlib.ExitStack()
@@ -97,19 +100,20 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
             if not any(value.__name__.partition(".")[0] == package for value in stubs):
                 fact = f"'{name}' was imported before its stub of {package}"
                 raise TooLateError(entry.place, fact, "Import it inside 'with patch.applied(...)'", patch=entry.id)
+            # An import of the stub counts as a call of the patch.
             calls.count += 1
         server = registry.servers.setdefault(name, _Server())
         server.stubs[package] = (Stub(package, entry, keep), calls)
         undos.callback(server.stubs.pop, package, None)
-        prepare = functools.partial(_serve, server, undos)
+        prepare = functools.partial(_exchange_import, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
         undos.callback(hook.arm(name, prepare, "before"))
     return undos.close
 
 
-def _serve(server: _Server, undos: contextlib.ExitStack, module: types.ModuleType) -> None:
-    """Gives a module its own copy of the builtins with `server` as `__import__`, unless another stub has done so."""
+def _exchange_import(server: _Server, undos: contextlib.ExitStack, module: types.ModuleType) -> None:
+    """Gives a module its own builtins with `server` as `__import__`, unless an earlier stub has; adds to `undos`."""
     before = module.__dict__.get("__builtins__", builtins.__dict__)
     names = vars(before) if isinstance(before, types.ModuleType) else before
     if names["__import__"] is server:

@@ -27,7 +27,7 @@ class Slot:
 
     holder: Any  #: The module, class or object whose namespace it is.
     name: str
-    raw: Any  #: What stands there, descriptors unbound; for an inherited name what the base has.
+    raw: Any  #: The object of that name, descriptors unbound; for an inherited name the base's.
     in_holder: bool  #: Whether it stands in the holder's own namespace.
     path: tuple[Any, ...]  #: The objects on the way there, the module first: of `up.m:A.f` the module and `A`.
     #: Whether it is the default implementation of a `functools.singledispatch` function, which is the holder.
@@ -73,7 +73,7 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
 
 
 def check_scope(entry: Entry, slot: Slot) -> None:
-    """Checks that the objects on the way to a slot belong to the target's package."""
+    """Refuses a target whose path leads through an object of another package."""
     if entry.scope == "global":
         return
     for name, thing in zip(entry.path, slot.path[1:], strict=False):
@@ -95,7 +95,7 @@ def check_function(entry: Entry, function: types.FunctionType) -> None:
 
 
 def _find(holder: Any, name: str) -> tuple[Any, bool]:
-    """Returns what a name is in an object's or its bases' namespace, and whether the object itself has it."""
+    """Returns a holder's or its bases' object of a name, or `ABSENT`, and whether the holder has the name itself."""
     names = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
     if name in names:
         return names[name], True
@@ -148,8 +148,8 @@ def layers(raw: Any) -> Iterator[Any]:
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that `node`, a `def` in `module`, made, from under its decorators; if it is not among these,
-    the outermost one, or None. Without a `def` in the source it returns the innermost one by `__wrapped__`.
+    """Returns the function that `node`, a `def` in `module`, made, from under its decorators. If no function there is
+    from this `def`, the outermost one, or None. Without a `def` in the source the innermost one by `__wrapped__`.
     """
     functions = [layer for layer in layers(raw) if isinstance(layer, types.FunctionType)]
     if not isinstance(node, Function):
@@ -182,7 +182,7 @@ def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
 
 
 def held_elsewhere(slot: Slot) -> bool:
-    """Returns whether more than its namespace refers to a slot's object; True for a class, of which nobody can say."""
+    """Returns whether more than its namespace refers to a slot's object; True for a class, which refers to itself."""
     if isinstance(slot.raw, type):
         return True
     inner = function_in(slot.raw)

@@ -20,8 +20,8 @@ from torchport.source.bindings import (
     Binding,
     Function,
     binding_at,
+    bound_name,
     definitions,
-    taken,
     written_signature,
 )
 from torchport.source.parsing import SourceFile, read_source, tree_of
@@ -37,20 +37,20 @@ def source_of(entry: Entry) -> SourceFile | None:
         raise TargetError(entry.place, fact, remedy, patch=entry.id) from error
 
 
-def under(entry: Entry) -> ast.stmt | None:
-    """Returns the statement that binds an entry's target. None if it is in C, or its module does not show it."""
+def statement_of(entry: Entry) -> ast.stmt | None:
+    """Returns the statement of upstream's source that binds an entry's target; None if no source shows it."""
     source = source_of(entry)
     return source.where(entry.path).node if source else None
 
 
 def is_imported(entry: Entry) -> bool | None:
-    """Returns whether a target is a name that its module imports from another. None if the source does not say."""
-    node = under(entry)
+    """Returns whether an entry's target is a name that its module imports; None if the source does not say."""
+    node = statement_of(entry)
     return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 UNKNOWN: Any = object()
-"""What an entry names, where nothing is run and its file does not say what it is: the target alone is checked."""
+"""The placeholder for a function or class of which the file, unless it is run, does not say how it is called."""
 
 
 def parsed(entry: Entry, reference: str) -> Any:
@@ -65,7 +65,7 @@ def parsed(entry: Entry, reference: str) -> Any:
     binding = binding_at(tree, (name,))
     node = binding.node
     if node is None and not binding.open:
-        known = [each.name for each in definitions(tree.body) if not each.name.startswith("_")]
+        known = [found.name for found in definitions(tree.body) if not found.name.startswith("_")]
         raise no_such_name(entry, path, name, known)
     if isinstance(node, ast.ClassDef):
         return type(name, (), {})
@@ -73,16 +73,16 @@ def parsed(entry: Entry, reference: str) -> Any:
     if signature is None:
         return UNKNOWN
 
-    def stand_in() -> None:
+    def placeholder() -> None:
         raise AssertionError("it is only looked at")
 
-    stand_in.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.signature` returns it
-    return stand_in
+    placeholder.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.signature` returns it
+    return placeholder
 
 
 def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
-    """Checks an entry and its function (`loaded`, or what `parsed` returns for it) against its target's source. `texts`
-    has the text of each module after earlier rewrites, and gets the result of this one.
+    """Refuses an entry whose target is not in the source, or whose function (`loaded`, or the placeholder of `parsed`)
+    does not fit. `texts` has each module's text after earlier rewrites; a rewrite puts its own result there.
     """
     source = source_of(entry)
     if source is None:
@@ -92,6 +92,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         raise _no_such_name(entry, source, binding)
     _check_scope(entry, binding)
     if binding.node is None or binding.depth < len(entry.path):
+        # The source does not show the target itself.
         return
     if not entry.rewrite:
         _check_home(entry, source, binding.node)
@@ -113,7 +114,7 @@ def _check_scope(entry: Entry, binding: Binding) -> None:
     if isinstance(binding.node, ast.ImportFrom) and binding.node.level == 0:
         home = binding.node.module
     elif isinstance(binding.node, ast.Import):
-        home = next(a.name for a in binding.node.names if name == taken(a))
+        home = next(a.name for a in binding.node.names if name == bound_name(a))
     if home is not None and home.partition(".")[0] != entry.package:
         raise walks_out(entry, name, home)
 
@@ -126,7 +127,7 @@ def walks_out(entry: Entry, name: str, home: str) -> ScopeError:
 
 
 def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetError:
-    """Returns the error for a target that is not in its module's source, with the nearest names there."""
+    """Returns the error for a target that is not in its module's source; its remedy has the nearest names there."""
     body: Sequence[ast.stmt] = source.tree.body
     if binding.depth:
         holder = source.where(entry.path[: binding.depth]).node
@@ -150,7 +151,7 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
     is_defined = any(definition.name == name for definition in definitions(source.tree.body))
     if is_defined or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
         return
-    original = next((alias.name for alias in node.names if name == taken(alias)), name)
+    original = next((alias.name for alias in node.names if name == bound_name(alias)), name)
     fact = f"{entry.target} is imported from {home} ({source.shown}:{node.lineno})"
     raise AliasError(entry.place, fact, f"Write {home}:{original}", patch=entry.id, target=entry.target)
 
@@ -201,8 +202,8 @@ def live_signature(function: Any) -> Signature | None:
 
 
 def check_signature(entry: Entry, target: Signature | None, loaded: Callable[..., Any], method: bool) -> None:
-    """Checks a replacement, or a wrapper without its first parameter, against its target's signature, if that is known.
-    In a `method` the first parameter is never passed by name.
+    """Refuses a replacement, or a wrapper without its first parameter, that cannot take all calls of its target; does
+    nothing if a signature is not known. In a `method` the first parameter is never passed by name.
     """
     ours = live_signature(loaded)
     if target is None or ours is None:
@@ -227,7 +228,9 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
 
 
 def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
-    """Returns in words what a replacement lacks to take every call that its target takes; None if nothing."""
+    """Returns in words why a replacement cannot take a call that its target takes, `"does not take *args"`; None if it
+    can take all.
+    """
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
@@ -254,7 +257,7 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
 def _positional_lack(
     theirs: Parameter, match: Parameter | None, ours: Signature, kinds: set[Any], never_named: bool
 ) -> str | None:
-    """Returns in words why `match`, at the position of the target's parameter `theirs`, does not do for it, or None."""
+    """Returns in words why the replacement's parameter `match` cannot take what `theirs` takes; None if it can."""
     if match is None and Parameter.VAR_POSITIONAL not in kinds:
         return f"does not take '{theirs.name}' by position"
     if theirs.default is not Parameter.empty and match is not None and match.default is Parameter.empty:

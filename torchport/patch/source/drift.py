@@ -21,7 +21,7 @@ from torchport.errors import DriftError, OutputError, TargetError
 from torchport.patch.declared import Entry
 from torchport.patch.declared.reading import LOCK, Locked, LockRow, read_lock
 from torchport.patch.declared.versions import installed
-from torchport.patch.source.checks import source_of, under
+from torchport.patch.source.checks import source_of, statement_of
 from torchport.processes import git
 from torchport.source import parsing
 from torchport.source.bindings import DEFINITIONS, Function, inner_blocks, parameters, signature
@@ -32,8 +32,8 @@ _GONE = "gone"
 
 
 def current_row(entry: Entry) -> LockRow | None:
-    """Returns the lock row of an entry's target as its source is now, without versions; None if it has no source."""
-    source, node = source_of(entry), under(entry)
+    """Returns a lock row of the source that an entry's target has now, without versions; None without a source."""
+    source, node = source_of(entry), statement_of(entry)
     if source is None or node is None:
         return None
     with parsing.nesting(source.shown, node.lineno):
@@ -47,15 +47,15 @@ def current_row(entry: Entry) -> LockRow | None:
 
 
 def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
-    """Returns a lock row with the versions of upstream; with the commit of its checkout if a version is unknown."""
+    """Returns a lock row with upstream's versions, and if a version is unknown with the commit of the checkout."""
     versions = {name: installed(name) for name in sorted(entry.fits)}
     if None in versions.values():
         source = source_of(entry)
         assert source is not None
-        fresh = revision(package_folder(source))
-        if fresh.commit is not None:
+        checkout = revision(package_folder(source))
+        if checkout.commit is not None:
             known = {name: version for name, version in versions.items() if version is not None}
-            return row.model_copy(update={"versions": known, "commit": fresh.commit, "dirty": fresh.dirty})
+            return row.model_copy(update={"versions": known, "commit": checkout.commit, "dirty": checkout.dirty})
     return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
 
 
@@ -71,25 +71,28 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
 
 
 def _hashes(row: LockRow) -> dict[str, str]:
-    """Returns the hashes of what a lock row relies on, by `module:path`: `_by_module` backwards."""
+    """Returns the hashes of the definitions that a lock row relies on: `{"up": "f:0c41d2aa g:77aa01b2"}` ->
+    `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}`.
+    """
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
-    return {f"{module}:{path}": key for module, (path, _, key) in parts}
+    return {f"{module}:{path}": short_hash for module, (path, _, short_hash) in parts}
 
 
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
-    """Returns what an entry relies on, by `module:path`: the short hash, and in words its place and the reason. A
-    replacement does its target's work: it relies on all that the target uses, unless no tensor passes (`plumbing`).
+    """Returns the definitions that an entry relies on, by `module:path`: the short hash, and in words the place and the
+    reason. A replacement relies on all that its target uses, as it does the target's work; but plumbing does not.
     """
     result = {}
     for target in sorted(entry.relies_on):
         place, why = definition(home_of(target)), "which it relies on"
         result[target] = _hash_in_words(target, *place, why) if place else (_GONE, f", {why},")
-    itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
-    for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
+    replaced = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
+    for name, callee in callees([*replaced, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
-    result.pop(entry.target, None)  # its own source is in `LockRow.tree`: here goes only what its names lead to
-    used = uses(home_of(entry.target)) if itself else []
-    source, node = source_of(entry), under(entry)
+    # The target's source is in `LockRow.tree`. Here is only the hash of the definitions that its names lead to.
+    result.pop(entry.target, None)
+    used = uses(home_of(entry.target)) if replaced else []
+    source, node = source_of(entry), statement_of(entry)
     if used and source is not None and node is not None:
         where = f" ({source.shown}:{node.lineno}), by what its names lead to,"
         result[entry.target] = _hash("\0".join(used), 8), where
@@ -97,8 +100,9 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
 
 
 def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> tuple[str, str]:
-    """Returns the short hash of the statements that bind a name and of where the names in them lead, and in words the
-    name's place and why it counts: `("0c41d2aa", " (up/m.py:7), which up.m:g uses,")`.
+    """Returns the short hash of a definition, and in words its place and the reason `why` it counts:
+    `("0c41d2aa", " (up/m.py:7), which up.m:g uses,")`. The hash is of all statements that bind the name, and of the
+    definitions that the names in these lead to.
     """
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
@@ -109,10 +113,12 @@ def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> t
 
 
 def check(entry: Entry) -> str:
-    """Returns "locked", "unlocked" (no lock has it) or "no source". Raises DriftError if the source has changed."""
+    """Returns "locked"; "unlocked" if the lock file has no row of the target; or "no source". Raises DriftError if the
+    target's source now is in none of the rows.
+    """
     locked = read_lock(entry.folder).get(entry.target)
     if locked is None:
-        return "unlocked" if under(entry) else "no source"
+        return "unlocked" if statement_of(entry) else "no source"
     fresh = current_row(entry)
     if fresh is None:
         raise _refusal(entry, locked, "the source is gone")
@@ -120,7 +126,7 @@ def check(entry: Entry) -> str:
         return "locked"
 
     def likeness(row: LockRow) -> tuple[float, int]:
-        """Returns how much of its statements and callees a row has in common with the source as it is now."""
+        """Returns how much a row is like the source now: the ratio of equal statements, and the equal callees."""
         same = _hashes(row).items() & _hashes(fresh).items()
         return difflib.SequenceMatcher(None, row.statements.split(), fresh.statements.split()).ratio(), len(same)
 
@@ -129,7 +135,7 @@ def check(entry: Entry) -> str:
 
 
 def _same(row: LockRow, fresh: LockRow) -> bool:
-    """Returns whether a lock row records the source as it is now; it may record callees of other patches, too."""
+    """Returns whether a lock row has the signature, tree and callees of the source now; it may have more callees."""
     relied = _hashes(fresh).items() <= _hashes(row).items()
     return relied and (row.signature, row.tree) == (fresh.signature, fresh.tree)
 
@@ -174,13 +180,14 @@ def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
 
 
 def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
-    """Records upstream's source as reviewed. A target that `entries` leave out is dropped from its lock file.
+    """Records upstream's source of today as reviewed: writes the lock file of each folder of `entries`, if `write`. A
+    target of which `entries` have no entry is dropped from the file.
 
     Returns:
-        One line per target that is new, changed or dropped; empty if the locks are as they should be.
+        A line for each target that is new, changed or dropped; empty if the lock files need no change.
     """
     changed: list[str] = []
-    for entry, target in ((each, target) for each in entries for target in each.relies_on):
+    for entry, target in ((user, target) for user in entries for target in user.relies_on):
         if definition(home_of(target)) is None:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
@@ -198,9 +205,9 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
 
 
 def review(entry: Entry, entries: Iterable[Entry]) -> str:
-    """Returns, as a unified diff, how the lock file of `entries` would change if an entry were locked as it is now."""
+    """Returns a unified diff of the lock file of `entries`: its change if an entry's target were locked now."""
     before = read_lock(entry.folder)
-    same = [each for each in entries if each.target == entry.target and each.folder == entry.folder and each.edits]
+    same = [other for other in entries if (other.target, other.folder) == (entry.target, entry.folder) and other.edits]
     after, _ = _new_lock({key: rows for key, rows in before.items() if key == entry.target}, same)
     others = {key: rows for key, rows in before.items() if key != entry.target}
     name = Path(entry.place.rpartition(":")[0]).with_name(LOCK).as_posix()
@@ -215,7 +222,7 @@ def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
     if not entry.edits or check(entry) != "unlocked":
         return None
     before = read_lock(entry.folder)
-    same = [each for each in (*entries, entry) if each.target == entry.target and each.edits]
+    same = [other for other in (*entries, entry) if other.target == entry.target and other.edits]
     after, _ = _new_lock({}, same)
     return _yaml((before | after).values())
 
@@ -225,12 +232,14 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     current: dict[str, LockRow] = {}
     after: dict[str, Locked] = {}
     changed: list[str] = []
-    revision = functools.cache(git.revision)  # it reads a package whole
+    # For a revision git reads a whole package.
+    revision = functools.cache(git.revision)
     for entry in entries:
         fresh = current_row(entry)
         if fresh is None:
             continue
-        earlier = current.get(entry.target)  # a row has the callees of all the entries of one target
+        # Several entries may have one target: its row gets the callees of all.
+        earlier = current.get(entry.target)
         relied = {**(_hashes(earlier) if earlier else {}), **_hashes(fresh)}
         fresh = _with_versions(fresh.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
         current[entry.target] = fresh
@@ -249,7 +258,9 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
 
 
 def _rows(old: Sequence[LockRow], fresh: LockRow) -> list[LockRow]:
-    """Returns a target's rows with one for its source now, in place of the row with the same source, or at the end."""
+    """Returns a target's rows with a row for its source now: in place of the old row of the same source, or at the end.
+    Old rows that this one supersedes are left out.
+    """
     same = next((row for row in old if _same(row, fresh)), None)
     if same is not None and not _says_more(fresh, same):
         fresh = fresh.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
@@ -259,7 +270,7 @@ def _rows(old: Sequence[LockRow], fresh: LockRow) -> list[LockRow]:
 
 
 def _is_superseded(row: LockRow, fresh: LockRow) -> bool:
-    """Returns whether an old row is for the same version or commit as the new one, which then replaces it."""
+    """Returns whether a new row takes the place of an old row: both are for the same version or commit."""
     if row.commit is None and fresh.commit is not None:
         return "unknown" in row.versions.values()
     # What a commit has stays known, though its checkout has changes now.
@@ -268,14 +279,14 @@ def _is_superseded(row: LockRow, fresh: LockRow) -> bool:
 
 
 def _says_more(fresh: LockRow, row: LockRow) -> bool:
-    """Returns whether a new row tells more than an old one of the same source: a commit, or one without changes."""
+    """Returns whether a new row has what an old row of the same source lacks: a commit, or one without changes."""
     if row.commit is None:
         return fresh.commit is not None and "unknown" in row.versions.values()
     return row.dirty and fresh.commit is not None and not fresh.dirty
 
 
 def _yaml(locked: Iterable[Locked]) -> str:
-    """Returns the text of a lock file. Rows with the same tree have their statements once."""
+    """Returns the text of a lock file. Of rows with the same tree, the first alone has the statements."""
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
     for lock in sorted(locked, key=operator.attrgetter("target")):
         out += [f"- target: {lock.target}", "  rows:"]
@@ -338,7 +349,7 @@ class HashedPart:
 
 
 def parts(node: ast.stmt) -> Iterator[HashedPart]:
-    """Yields the parts of a statement, the outer first: of a function its decorators, name, arguments, statements."""
+    """Yields the parts of a statement, outer ones first: of a function decorators, name, arguments, statements."""
     if isinstance(node, DEFINITIONS):
         for decorator in node.decorator_list:
             yield HashedPart(f"@{_plain_text(decorator)}", decorator, decorator, "@")
@@ -389,7 +400,9 @@ def _hash(text: str, length: int) -> str:
 
 
 def changes(old: list[str], node: ast.stmt, text: str) -> list[str]:
-    """Returns in words how a definition differs from an earlier one, of which the hashes are known (`old`)."""
+    """Returns in words how the definition `node` differs from an earlier one, of which only the hashes of its parts are
+    known (`old`): `["line 7 is new: x = f(x)", "1 part before line 9 gone"]`.
+    """
     new = list(parts(node))
     matcher = difflib.SequenceMatcher(None, old, [part.key for part in new], autojunk=False)
     result: list[str] = []

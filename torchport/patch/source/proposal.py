@@ -72,7 +72,9 @@ def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
 
 
 def _imported_path(imported: ast.stmt, package: str) -> str:
-    """Returns the dotted path that an import statement takes from a package; the package's name if there is none."""
+    """Returns the first name that a statement imports from a package, for a target: `ops.attention` for `from
+    flash.ops import attention`; the package's name if there is none.
+    """
     aliases = imported.names if isinstance(imported, ast.Import | ast.ImportFrom) else []
     if isinstance(imported, ast.ImportFrom):
         path = (imported.module or package).split(".")[1:]
@@ -163,11 +165,11 @@ def _proposed(source: SourceFile, spot: _Spot, line: int, why: str, file: str) -
 class _Spot:
     """A statement of a function or method, and not of a function inside it."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: The path of the function: `("Block", "forward")`.
     function: Function
-    block: list[ast.stmt]
+    block: list[ast.stmt]  #: The list that the statement is in.
     index: int
-    chain: Chain
+    chain: Chain  #: The statements around the list.
     statement: ast.stmt  #: `block[index]`.
 
 
@@ -176,8 +178,8 @@ def _covers(node: ast.stmt, line: int) -> bool:
 
 
 def _spot(tree: ast.Module, line: int) -> _Spot | None:
-    """Returns the statement on a line, in a function's own scope; None outside of functions. Of several that begin on
-    the line it is the outermost (all of `if x.any(): return`), else the innermost around it.
+    """Returns the statement on a line, in a function's own scope; None outside of functions. Of the statements that
+    begin on the line the outermost (all of `if x.any(): return`); if none does, the innermost around the line.
     """
     names: list[str] = []
     body: list[ast.stmt] = tree.body
@@ -205,15 +207,16 @@ def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
 
 
 def _origin(spot: _Spot) -> _Spot | None:
-    """Returns the only assignment of `name`, for a spot `if name:` or `assert name`; None for any other spot."""
+    """Returns the only assignment of `name` for `if name:`, `if not name:` or `assert name`; None for other spots."""
     test = getattr(spot.statement, "test", None)
     test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
     if not isinstance(test, ast.Name) or test.id in arguments(spot.function):
         return None
-    makers = [each for each in _spots(spot.names, spot.function) if test.id in names_bound([each.statement])]
-    statement = makers[0].statement if len(makers) == 1 else None
+    spots = _spots(spot.names, spot.function)
+    assignments = [other for other in spots if test.id in names_bound([other.statement])]
+    statement = assignments[0].statement if len(assignments) == 1 else None
     plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1 and names_bound([statement]) == {test.id}
-    return makers[0] if plain else None
+    return assignments[0] if plain else None
 
 
 def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
@@ -229,12 +232,13 @@ def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
 
 
 def _matches(node: ast.stmt) -> Iterator[str]:
-    """Yields patterns that match a statement: its text if it is short, then one with holes in place of its blocks."""
+    """Yields patterns that match a statement: its text if short, then its text with holes in place of its blocks."""
     text = ast.unparse(node)
     if len(text.splitlines()) <= LONGEST:
         yield text
     hollow = copy.deepcopy(node)
     holes = [block for block in inner_blocks(hollow) if block]
+    # Each block is a list inside `hollow`.
     for number, block in enumerate(holes):
         block[:] = [ast.Expr(ast.Name(f"_torchport_hole_{number}"))]
     if holes:
@@ -282,7 +286,7 @@ def fits(package: str) -> dict[str, str]:
 
 @functools.cache
 def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
-    """Returns the distributions of each package on a search path; cached, as a set of drafts asks many times."""
+    """Returns the distributions by package; cached by the search path, as the look-up is slow and drafts are many."""
     return importlib.metadata.packages_distributions()
 
 
@@ -292,7 +296,7 @@ def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
 
 
 def written(fields: Mapping[str, Any], package: str) -> str:
-    """Returns an entry as YAML. The only place that makes one, so that each follows the schema."""
+    """Returns a proposed entry as YAML. All proposals are written here, so that each follows the schema."""
     whole = _all_fields(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first
@@ -308,4 +312,6 @@ def _yaml_lines(key: str, value: Any) -> list[str]:
         return [f"{key}: |", *(f"  {line}" for line in value.splitlines())]
     flow = isinstance(value, dict | list)
     text = yaml.safe_dump(value, default_flow_style=flow, sort_keys=False, width=10_000, allow_unicode=True)
-    return [f"{key}: {text.removesuffix('...' + chr(10)).strip()}"]
+    # PyYAML ends a document that is a bare scalar with this mark.
+    text = text.removesuffix("...\n")
+    return [f"{key}: {text.strip()}"]

@@ -22,7 +22,7 @@ from torchport.porting.scan import BY_KIND, ScanFinding
 from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
-from torchport.source.bindings import STARRED, Function, parameters, taken
+from torchport.source.bindings import STARRED, Function, bound_name, parameters
 from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
@@ -459,14 +459,14 @@ def _bind_imports(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
     """
     if isinstance(node, ast.Import):
         for alias in node.names:
-            bound[taken(alias)] = alias.name if alias.asname else taken(alias)
+            bound[bound_name(alias)] = alias.name if alias.asname else bound_name(alias)
     elif isinstance(node, ast.ImportFrom):
         home = imported_from(node, module.name, module.source.file.name == "__init__.py")
         for alias in node.names:
             if alias.name == "*":
                 module.stars.append(home)
             else:
-                bound[taken(alias)] = f"{home}.{alias.name}"
+                bound[bound_name(alias)] = f"{home}.{alias.name}"
 
 
 _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
