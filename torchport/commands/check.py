@@ -171,7 +171,8 @@ def check(
         progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
         found, died = _in_fresh_process(folders, [group], "armed", upstream_path)  # as in a run: see `try_groups`
         report.extend(found)
-        alive += [] if died else [group]
+        if not died:
+            alive.append(group)
     with progress.waiting("check patches after their modules"):
         report.extend(_check_late(folders, alive, upstream_path))
     if count_calls is not None:

@@ -199,7 +199,8 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
         mistakes = [] if inherits else list(_mistakes(pack, card, document))
         if mistakes:
             mistaken.add(card.model)
-        sound += [] if mistakes or inherits else [card]
+        if not mistakes and not inherits:
+            sound.append(card)
         for error in mistakes:
             report.add(error, "card")
         for key, why in card.operators.items():

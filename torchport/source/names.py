@@ -181,7 +181,8 @@ def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:
             local[node.id] = []
         if isinstance(node, DEFINITIONS):
             local[node.name] = []
-        pending += [] if isinstance(node, (*_SCOPES, ast.ClassDef)) else _children(node)
+        if not isinstance(node, (*_SCOPES, ast.ClassDef)):
+            pending += _children(node)
     for node in _nodes_in(scope):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:

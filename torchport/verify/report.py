@@ -225,7 +225,8 @@ class Verification:
         verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
         if self.decoded is not None:
             verdicts |= {self.decoded.verdict}
-        verdicts |= set() if self.units else {Verdict.UNCLEAR}
+        if not self.units:
+            verdicts.add(Verdict.UNCLEAR)
         return next((verdict for verdict in (Verdict.OTHER, Verdict.UNCLEAR) if verdict in verdicts), Verdict.SAME)
 
     @property

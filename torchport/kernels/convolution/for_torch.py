@@ -166,7 +166,8 @@ def conv3d(
     tape = _tape(x_BCTHW) if taps > 1 else None
     request = by_xla.ConvolutionRequest(edges, chunked=tape is not None, still=still, zoom=zoom)
     operands = {"gains": gains_C, "residual": residual_BDTHW, "lead": lead}
-    operands |= {} if scaling is None else {"scale": scaling[0], "shift": scaling[1]}
+    if scaling is not None:
+        operands |= {"scale": scaling[0], "shift": scaling[1]}
     if tape is not None and (carry := tape.take()) is not None:
         operands |= {"carry": carry, "first": tape.number == 0}
     run = functools.partial(forms.convolved, request)

@@ -139,7 +139,8 @@ def layers(raw: Any) -> Iterator[Any]:
         seen.add(id(current))
         yield current
         wrapped = getattr(current, "__dict__", {}).get("__wrapped__")
-        pending += [] if wrapped is None else [function_in(wrapped)]
+        if wrapped is not None:
+            pending.append(function_in(wrapped))
         for cell in (current.__closure__ or ()) if isinstance(current, types.FunctionType) else ():
             with contextlib.suppress(ValueError):  # the cell is empty
                 content = function_in(cell.cell_contents)

@@ -201,7 +201,8 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
         **_encoding(trial, observed, network, before),
     }
     loop_calls = [loop_call for loop_call in observed.calls if loop_call.network == network]
-    call |= {} if sound else _conditions(call["embeddings"], loop_calls, observed)
+    if not sound:
+        call |= _conditions(call["embeddings"], loop_calls, observed)
     call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
     if trial.answers:
         call |= {"answers": True}
@@ -222,7 +223,8 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     init = {**absent_parts(cls), **plain_arguments(cls)}
     if init:
         call |= {"init": init}
-    call |= {} if trial.image is None else {"image": trial.image}
+    if trial.image is not None:
+        call |= {"image": trial.image}
     return call | ({"edits": True} if trial.edits else {})
 
 

@@ -385,7 +385,8 @@ class PipelineTrial:
             observed.frames = values[frames] = 2 * int(temporal) + 1
         values |= constants_of(parameters)
         scale = guidance_argument(parameters)
-        values |= {} if scale is None else {scale: 3.0}
+        if scale is not None:
+            values[scale] = 3.0
         if self.image is not None:
             from PIL import Image
 

@@ -212,7 +212,8 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
         if parameter.default is not None:
             text = ast.unparse(parameter.default)
             default = _Default(text if is_literal(parameter.default) else "...")
-            unknown += [] if is_literal(parameter.default) else [f"{parameter.name}={text}"]
+            if not is_literal(parameter.default):
+                unknown.append(f"{parameter.name}={text}")
         result.append(Parameter(parameter.name, parameter.kind, default=default))
     names = [f"{_STARS.get(parameter.kind, '')}{parameter.name}" for parameter in in_source]
     return Parameters(str(Signature(result))[1:-1], names, unknown)
