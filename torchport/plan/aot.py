@@ -82,12 +82,13 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
     """Returns the call of each encoder of a stage by its name, with shapes of tokens and mask, from its embeddings'
-    shapes; {} if these are not known before a run. Patches must be in force.
+    shapes; {} if these are not known before a run. The patches of `stage` must be in force.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:
         return {}
-    with preflight.without_values():
+    # The network's module may need a stub to be imported, which `stage` does not need.
+    with in_force(task, [first]), preflight.without_values():
         inputs = first.like(network.outlines(task, first), task.settings)
     embeddings = {name: x for name, x in inputs.items() if x.ndim == 3 and x.is_floating_point()}
     for name in encoder_names(task.card, stage):
