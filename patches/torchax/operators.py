@@ -716,8 +716,9 @@ def grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners
 def col2im(self, output_size, kernel_size, dilation, padding, stride):
     """Returns images, [N, C, H, W], as sums of windows, [N, C * kernel, windows]; both may lack N."""
     sizes = output_size, kernel_size, dilation, padding, stride
+    channels = self.shape[-2] // math.prod(kernel_size)
     return engine.call_jax(
-        lambda x: _fold(x.reshape(-1, *x.shape[-2:]), *sizes).reshape(*x.shape[:-2], -1, *output_size), self
+        lambda x: _fold(x.reshape(-1, *x.shape[-2:]), *sizes).reshape(*x.shape[:-2], channels, *output_size), self
     )
 
 
@@ -728,8 +729,9 @@ def _fold(x, output_size, kernel_size, dilation, padding, stride):
     padded = [size + 2 * pad for size, pad in zip(output_size, padding, strict=True)]
     reach = [(size - 1) * gap + 1 for size, gap in zip(kernel_size, dilation, strict=True)]
     counts = [(whole - part) // step + 1 for whole, part, step in zip(padded, reach, stride, strict=True)]
-    windows = x.reshape(x.shape[0], -1, *kernel_size, *counts)
-    images = jnp.zeros((x.shape[0], windows.shape[1], *padded), x.dtype)
+    channels = x.shape[-2] // math.prod(kernel_size)  # no -1: there may be no image
+    windows = x.reshape(x.shape[0], channels, *kernel_size, *counts)
+    images = jnp.zeros((x.shape[0], channels, *padded), x.dtype)
     for row in range(kernel_size[0]):
         for column in range(kernel_size[1]):
             rows, columns = (

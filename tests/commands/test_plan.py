@@ -83,6 +83,8 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
         (["run", "--set", "checkpoint=./folder"], "configs/diffusers:XPipeline.yaml"),
         (["run", "--checkpoint", "tiny:random"], "configs/diffusers:XPipeline_demo.yaml"),
         (["run"], "configs/diffusers:XPipeline_demo.yaml"),
+        (["run", "--set", "checkpoint"], "configs/diffusers:XPipeline_demo.yaml"),
+        (["plan", "--set", "checkpoint"], "configs/diffusers:XPipeline.yaml"),
         (["verify", "--checkpoint", "a/b@main"], "configs/diffusers:XPipeline_demo.yaml"),
     ],
 )

@@ -201,7 +201,10 @@ def test_an_entry_whose_file_cannot_be_read_is_refused_with_the_reason(torchport
     code, out, err = torchport("scan", ".", "--entry", "up.net:Net", capsys=capsys)
     version = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     said = f"Its file src/up/net.py:2 could not be read. {version} cannot read it: invalid syntax. Mend the file: "
-    assert (code, out, err) == (2, [], [f"error[TP107] --entry up.net:Net: {said}torchport explain PS901."])
+    expected = (2, [], [f"error[TP107] --entry up.net:Net: {said}torchport explain PS901."])
+    assert (code, out, err) == expected
+    code, out, err = torchport("scan", ".", "--entry", "up.no", "--entry", "up.net:Net", capsys=capsys)
+    assert (code, out, err) == expected, "before entries with other mistakes"
 
 
 IMPORTS = """\

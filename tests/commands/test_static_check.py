@@ -12,7 +12,7 @@ from fakes.patch_world import World
 from torchport.commands import check, findings, patches, static_check
 from torchport.commands.check import CheckProcess, StagePatches
 from torchport.commands.findings import Report
-from torchport.config.pack import Pack
+from torchport.config.pack import Pack, find_pack
 from torchport.errors import TorchportError, UnknownNameError
 
 FAMILY = """
@@ -385,6 +385,16 @@ def test_one_bad_card_does_not_hide_another(cards):
     assert len(cards.told(model="a")) == 1
     with pytest.raises(UnknownNameError, match="There is no model card 'c'"):
         cards.told(model="c")
+
+
+def test_a_card_with_a_taken_name_is_a_finding_and_hides_no_other(cards):
+    folder = cards.root / "configs" / "models"
+    (folder / "hunyuan.yaml").write_text("model: hunyuan\n")
+    pack, report = find_pack([str(cards.root)]), Report()
+    assert [card.model for card, _ in static_check.read_cards(pack, ["hunyuan", "some"], report)] == ["some"]
+    [line] = _told(report)
+    assert line.startswith("configs/models/hunyuan.yaml:1: TP110 ") and "hunyuan.yaml has the same name." in line
+    assert cards.told() == [line]
 
 
 def test_an_upstream_that_needs_plumbing_at_import_passes_beside_that_of_its_card(world):

@@ -201,6 +201,12 @@ def test_a_batch_that_falls_to_a_rule_for_everything_is_refused(port, monkeypatc
     check(with_rules(port("mesh={tp: 8}", "guidance_scale=1.0", "strategy=tp", stage="decode", prompt=None)))
 
 
+def test_an_input_without_a_rule_is_refused_before_a_batch_that_no_rule_splits(port, monkeypatch):
+    rules = [Rule(match="encoder_attention_mask", spec="replicate")]
+    text = refusals(with_rules(port(), inputs=rules), monkeypatch, UnmatchedError)
+    assert "No rule matches the input 'encoder_attention_mask_2'" in text
+
+
 def test_an_input_without_a_rule_is_refused(port, monkeypatch):
     rules = [Rule(match="hidden_states|encoder_.*|timestep", spec=["dp"])]
     text = refusals(with_rules(port(), inputs=rules), monkeypatch, UnmatchedError)

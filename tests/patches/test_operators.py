@@ -61,6 +61,7 @@ SAMPLES = {
         lambda x: functional.fold(x, (5, 6), (2, 3), padding=(1, 2), dilation=2),
         values(12, 30),
     ),
+    "fold of no image": (lambda x: functional.fold(x, (5, 4), 3, padding=1, stride=2), values(0, 18, 6)),
     "adaptive_max_pool1d": (lambda x: functional.adaptive_max_pool1d(x, 3, return_indices=True), image[0]),
     "adaptive_max_pool2d": (lambda x: functional.adaptive_max_pool2d(x, (3, 9), return_indices=True), image),
     "adaptive_max_pool3d": (lambda x: functional.adaptive_max_pool3d(x, 3, return_indices=True), volume),

@@ -373,6 +373,15 @@ def test_a_pipeline_that_takes_no_embeddings_gets_them_where_it_calls_encode_pro
     assert derive.takes_embeddings(trial, Observed())  # without one there is nothing to replay
 
 
+def test_a_class_without_a_known_tokenizer_is_no_class_that_needs_files(monkeypatch):
+    def unknown(cls):
+        raise AttributeError("no tokenizer")
+
+    monkeypatch.setattr(tiny, "tokenizer_class", unknown)
+    with pytest.raises(AttributeError, match="no tokenizer"):
+        parts._tokenizer_of(transformers.CLIPProcessor, is_long=True)
+
+
 def test_the_tiny_processor_has_the_tokenizer_of_its_model():
     spec = parts._tokenizer_of(transformers.CLIPProcessor, is_long=True)
     assert spec.vocab_size == 512

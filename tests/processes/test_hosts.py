@@ -389,8 +389,9 @@ def test_a_machines_devices_are_shared_out_among_processes(monkeypatch):
 
 @pytest.mark.parametrize("ago", [0, hosts.SILENCE + 1])
 def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(monkeypatch, ago):
-    said = []
+    said, dialled, connect = [], [], socket.create_connection
     monkeypatch.setattr(hosts, "_leave", lambda code, text: said.append((code, text)))
+    monkeypatch.setattr(socket, "create_connection", lambda *to, **how: dialled.append(to) or connect(*to, **how))
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         own = hosts.Watch(types.SimpleNamespace(num_processes=2, process_id=1, coordinator_address=address))
@@ -398,3 +399,4 @@ def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(m
         own._on_abort()
     lost = "error[TP504] process 0 of 2: It was killed, or its host is lost. Start all processes again with the same "
     assert said == ([(2, f"{lost}command.")] if ago else [])
+    assert len(dialled) == (0 if ago else 1), "a first process that is silent already is not dialled"

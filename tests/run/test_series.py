@@ -18,6 +18,7 @@ from PIL import Image
 from torchport import run, save
 from torchport.compile import network, program
 from torchport.config import document
+from torchport.config.strategy import shared_strategies
 from torchport.errors import StoppedError
 from torchport.run import path, resume, series
 from torchport.run.series import read_prompts
@@ -439,6 +440,7 @@ def test_a_real_model_makes_the_same_bytes_in_a_series_as_alone(tmp_path, root, 
 
 
 def test_the_card_and_the_job_are_read_once_for_each_size_and_not_for_each_line(tmp_path, monkeypatch):
+    shared_strategies()  # read once in a process, by whichever test is the first
     read = []
     parse = document.parse_document
     monkeypatch.setattr(document, "parse_document", lambda text, file: read.append(file) or parse(text, file))

@@ -459,6 +459,24 @@ def test_what_is_not_finite_is_refused_and_nothing_is_written(tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fnuz])
+def test_a_dtype_that_no_file_can_have_is_refused_with_its_tensor(tmp_path, dtype):
+    tensors = {"latents": torch.zeros(2, dtype=dtype)}
+    text = refusal(OutputError, lambda: save.write(tmp_path, "denoise", tensors, FACTS))
+    fact = f"'latents' is {str(dtype)[6:]}, which a safetensors file cannot have"
+    assert text == f"{tmp_path / 'denoise.safetensors'}: {fact}. Return it in another dtype."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_float8_is_kept_and_its_nan_refused(tmp_path):
+    tensor = torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn)
+    save.write(tmp_path, "denoise", {"latents": tensor}, FACTS)
+    tensors, _ = save.read(tmp_path, "denoise", IDENTITY, COMPONENTS, MADE_BY)
+    assert tensors["latents"].dtype == tensor.dtype and torch.equal(tensors["latents"].float(), tensor.float())
+    bad = {"latents": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)}
+    assert "'latents' has 1 of 2 values" in refusal(NotFiniteError, lambda: save.write(tmp_path, "denoise", bad, FACTS))
+
+
 def test_an_artefact_under_another_stages_name_is_refused(written):
     (written / "denoise.safetensors").rename(written / "encode.safetensors")
     text = refusal(ArtefactForeignError, lambda: save.read(written, "encode", IDENTITY, COMPONENTS, "CMD"))

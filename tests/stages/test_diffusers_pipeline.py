@@ -260,6 +260,14 @@ def test_a_shape_with_a_name_that_the_network_has_not_is_refused(stage, parts_wi
         stage("denoise", embeddings=shapes).like(parts_with(), dataclasses.replace(SETTINGS, guidance_scale=1.0))
 
 
+def test_whole_numbers_in_one_dim_are_where_each_prompt_ends_and_masks_are_zeros(stage, parts_with):
+    shapes = {"prompt_embeds": [1, 226, 4], "ends": [3], "mask": [1, "tokens"]}
+    made = stage("denoise", embeddings=shapes, tokens=100, dtypes={"ends": "int32", "mask": "int64"})
+    like = made.like(parts_with(), dataclasses.replace(SETTINGS, guidance_scale=1.0))
+    assert like["ends"].tolist() == [0, 50, 100] and like["ends"].dtype == torch.int32
+    assert not like["mask"].any() and like["mask"].shape == (1, 100)
+
+
 @pytest.fixture(scope="module")
 def encoders(cogvideox):
     make = tiny._component  # the parts that the tiny checkpoint is written from

@@ -109,9 +109,7 @@ def report_of(
     upstream_path: str | None = None,
     paths: Sequence[str] = (),
 ) -> Report:
-    """Returns the findings for the names on a command line, `upstream` or `upstream/file`; without names, for the packs
-    of --path.
-    """
+    """Returns the findings for `upstream` or `upstream/file` names; without names, for the packs of --path."""
     pack, report = find_pack(paths), Report()
     checkout = None if upstream_path is None else checkout_folder(upstream_path)
     names, models = list(names), [] if model is None else [model]

@@ -98,11 +98,11 @@ def _versions() -> list[Diagnosis]:
 
 def _operators() -> Diagnosis:
     """Returns the versions of packages that the table of operators was made for, and those that differ here."""
-    from torchport import engine
+    from torchport.engine import conformance
     from torchport.save import manifest
 
     what = "table of operators"
-    made = engine.table_versions()
+    made = conformance.read().versions
     installed = manifest.versions()
     text = ", ".join(map(" ".join, made.items()))
     others = [f"{name} {installed[name]}" for name, v in made.items() if installed[name].partition("+")[0] != v]

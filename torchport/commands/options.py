@@ -109,7 +109,7 @@ def _pipelines_job(published: str, context: click.Context, parameter: click.Para
         hint = name if model.endswith("Pipeline") else "'--config demo' is the model's demo."
         raise click.MissingParameter(hint, ctx=context, param=parameter)
     overrides = [text.partition("=") for text in context.params.get("overrides", ())]
-    checkpoints = [value for field, _, value in overrides if field == "checkpoint"]  # of --set
+    checkpoints = [value for field, equals, value in overrides if equals and field == "checkpoint"]  # of --set
     checkpoint = context.params.get("checkpoint") or (checkpoints[-1] if checkpoints else None)
     is_demo = published == "never" or (published == "named" if checkpoint is None else is_tiny(checkpoint))
     return value or f"configs/{model}{'_demo' if is_demo else ''}.yaml"

@@ -263,9 +263,7 @@ class Failure:
         return TracedValueError if engine.is_traced_value(self.error) else ForeignError
 
     def rewritten(self, why: str) -> Proposal | None:
-        """Returns a patch entry, with its reason `why`, that rewrites the statement at fault; None outside upstream and
-        outside functions.
-        """
+        """Returns an entry that rewrites the statement at fault because of `why`; None outside upstream's functions."""
         if self.frame.owner in EDITED or not self.frame.file.endswith(".py"):
             return None
         text = "".join(linecache.getlines(self.frame.file))

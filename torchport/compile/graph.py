@@ -337,9 +337,7 @@ def _content(thing: Any) -> dict[Part, Any]:
 
 
 def changes(before: Iterable[tuple[Any, dict[Part, Any]]]) -> list[tuple[Any, Part, Any, Any]]:
-    """Returns the parts of objects that have changed since a `photo`: object, part, old value, new value. The value of
-    a part that is absent is None.
-    """
+    """Returns the parts of objects that changed since a `photo`: object, part, old and new value (None if absent)."""
     return [
         (thing, part, old.get(part), new.get(part))
         for thing, old, new in ((thing, old, _content(thing)) for thing, old in before)

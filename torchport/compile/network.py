@@ -193,9 +193,7 @@ def outlines(task: Task, stage: Stage) -> dict[str, Any]:
 
 
 def _weightless_outline(task: Task, component: str) -> Any:
-    """Returns a part that has no weights, such as a scheduler: from the checkpoint's configuration if it is here, else
-    from the card's.
-    """
+    """Returns a part without weights, such as a scheduler, by the checkpoint's configuration or else the card's."""
     card_part = task.card.components[component]
     cls = load.class_of(card_part.class_)
     if not hasattr(cls, "from_config"):

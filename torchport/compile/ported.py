@@ -132,8 +132,8 @@ class Ported(torch.nn.Module):
         try:
             # Tensors that the module keeps between calls are replicated on all devices.
             where, named = NamedSharding(self.compiled.mesh, PartitionSpec()), snapshot.inputs.items()
-            inputs = {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
             with failure.explained(self.owners), lowerings(self.ledger):
+                inputs = {n: shard.to_jax(t, where) if n.startswith(state.OF_MODULE) else t for n, t in named}
                 (returned,) = self.compiled(**inputs, **{CALL: call})
         except HostTensorError as error:
             if not self._state.add_input(getattr(error, "tensor", None), snapshot):
@@ -178,9 +178,7 @@ class Ported(torch.nn.Module):
 
     @torch.inference_mode(False)  # a tensor of inference has no count of writes
     def _host_weight(self, name: str) -> torch.Tensor:
-        """Returns a buffer, or a weight's copy on the host, which is noted as lent: the next call refuses a write to
-        it.
-        """
+        """Returns a buffer, or a weight's copy on the host, noted as lent: the next call refuses a write to it."""
         prefix, _, attribute = name.rpartition(".")
         buffer: torch.Tensor | None = self.original.get_submodule(prefix)._buffers.get(attribute)
         if buffer is not None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchport import load, shard
 from torchport.compile import network
-from torchport.compile.rules import Rules, of_task
+from torchport.compile.rules import of_task
 from torchport.config.card import DENOISING
 from torchport.config.machine import HOST
 from torchport.config.strategy import Rule, WeightRule, dims_of
@@ -152,9 +152,7 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
 
 
 def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a component's weights: by the checkpoint's files if they are here, else by the card; 0 for a
-    tiny checkpoint.
-    """
+    """Returns the bytes of a component's weights, by the checkpoint's files or else the card; 0 for tiny ones."""
     if task.is_tiny:
         return 0
     dtype, root = task.settings.dtypes.get(component), checkpoint.described(task.checkpoint, task.card)
@@ -224,30 +222,28 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
-    """Returns, for each call of a network, the rule of every input, with the spec that fits; refuses unused rules."""
-    rules = of_task(task, component)
+    """Returns, for each call of a network, the rule of every input, with the spec that fits. Refuses unused rules, and
+    a rule that leaves the batch whole under `dp`.
+    """
+    rules, mesh = of_task(task, component), task.job.mesh
+    ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
+    place, places = rules.place("inputs"), rules.places("inputs")
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
-    shard.check_alive(rules.inputs, names, rules.place("inputs"), rules.places("inputs"))
+    shard.check_alive(rules.inputs, names, place, places)
     rules_by_call = []
     for call in calls:
         # Outputs that become inputs of later calls, `kept`, are checked here, too.
         shapes = shard.named_shapes({**call.tensors, **call.kept})
-        fitting = {key: _input_rule(task, component, rules, key, shape) for key, shape in shapes.items()}
+        fitting = {key: shard.input_rule(rules.inputs, key, shapes[key], mesh, place, component) for key in shapes}
+        for key, rule in fitting.items():
+            shape, is_split = shapes[key], any("dp" in axes for axes in dims_of(rule.spec))
+            if ways > 1 and shape[:1] == (batch,) and not is_split:
+                number = next(n for n, other in enumerate(rules.inputs) if shard.matches(other, key))
+                fact = f"'{rule.match}' gives every device the whole batch of '{key}' {list(shape)}, an input of"
+                fact = f"{fact} {component}, and the mesh has dp={ways}"
+                raise MeshError(places[number], fact, "Split it with the spec [dp]", name=key)
         rules_by_call.append({key: fitting[key] for key in call.tensors})
     return rules_by_call
-
-
-def _input_rule(task: Task, component: str, rules: Rules, key: str, shape: shard.Shape) -> Rule:
-    """Returns the rule of an input, with the spec that fits; refuses a rule that leaves the batch whole under `dp`."""
-    mesh = task.job.mesh
-    rule = shard.input_rule(rules.inputs, key, shape, mesh, rules.place("inputs"), component)
-    ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
-    if ways > 1 and shape[:1] == (batch,) and not any("dp" in axes for axes in dims_of(rule.spec)):
-        number = next(n for n, other in enumerate(rules.inputs) if shard.matches(other, key))
-        fact = f"'{rule.match}' gives every device the whole batch of '{key}' {list(shape)}, an input of {component}"
-        place = rules.places("inputs")[number]
-        raise MeshError(place, f"{fact}, and the mesh has dp={ways}", "Split it with the spec [dp]", name=key)
-    return rule
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:

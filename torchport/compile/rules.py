@@ -59,14 +59,14 @@ class Rules:
         """Returns the path of a kind of rules in their document: `["strategies", "tp", "weights", "vae"]`."""
         rest = [kind, *([self.written] if self.is_of_card else [])]
         # A strategy takes the rules that it leaves out from the strategy that it is `like`.
-        # A strategy takes the rules that it leaves out from the strategy that it is `like`.
         is_inherited = self.base and (*self.strategy, *rest) not in self.document.lines
         return [*(("strategies", self.base) if is_inherited else self.strategy), *rest]
 
     def place(self, field: str) -> str:
         """Returns where a kind of rules is written, such as `weights`, or a stack, such as `stacks.blocks`."""
-        if field.startswith("stacks"):
-            path = ["stacks", *([self.written] if self.is_of_card else []), field.removeprefix("stacks.")]
+        kind, _, blocks = field.partition(".")
+        if kind == "stacks":
+            path = [kind, *([self.written] if self.is_of_card else []), blocks]
             return self.document.place(path)
         return self.document.place(self._path(field))
 

@@ -43,9 +43,7 @@ class Node:
 
 @dataclasses.dataclass
 class Snapshot:
-    """The mutable objects (nodes of a graph) and the tensors that a call of a ported module can reach, before the call
-    or after it.
-    """
+    """The mutable objects (nodes of a graph) and tensors that a call of a module can reach, before or after it."""
 
     #: The terms of the arguments, by parameter; after a call, the term of its return value.
     root: Any = ()

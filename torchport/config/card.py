@@ -264,7 +264,8 @@ class PipelineCall(Frozen):
     with the embeddings that they are in the first and in the second call. torchport computes both calls as one batch,
     which the mesh's `dp` splits."""
     dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
-    """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
+    """The dtypes of those among `embeddings` that are no floating-point numbers: masks of tokens, or in one dim the
+    cumulative numbers of tokens of the prompts."""
     before: list[Word] = []
     """The components that its loop's function calls before the first step; one that it calls later, too, is refused
     then. They run in `encode`, and return tensors in tuples, lists, dicts and objects with fields. `vae` is among them

@@ -84,7 +84,7 @@ class Pack:
         return [file.stem for file in (self.root / "configs" / "models").glob("*.yaml")]
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the pack with a model's card: this one, or the first one under it that has the card; or raises.
+        """Returns the highest pack with a model's card (a derived card's lies on top of this one), or raises.
 
         Args:
             place: Where the model is named; by default `--model`.
@@ -156,8 +156,8 @@ class Pack:
 
     def base_name(self, name: str) -> str | None:
         """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
-        home = self.home(name)
         try:
+            home = self.home(name)
             document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
         except TorchportError:
             return None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from torchport.config.document import Frozen, read_document
+from torchport.config.document import Frozen, read_document, validated
 
 FILE = Path(__file__).with_name("strategies.yaml")
 """The shared rules."""
@@ -171,11 +171,16 @@ class SharedStrategy(Frozen):
     vae: NetworkRules
 
 
+class _StrategyTable(Frozen):
+    """`strategies.yaml`."""
+
+    strategies: dict[str, SharedStrategy]
+
+
 @functools.cache
 def shared_strategies() -> dict[str, SharedStrategy]:
     """Returns the strategies of `strategies.yaml`, by name, with all their rules marked as shared."""
-    table = read_document(FILE, FILE.name).data["strategies"]
-    strategies = {name: SharedStrategy.model_validate(fields) for name, fields in table.items()}
+    strategies = validated(_StrategyTable, read_document(FILE, FILE.name)).strategies
     for strategy in strategies.values():
         for rules in (strategy.network, strategy.vae):
             all_rules: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]

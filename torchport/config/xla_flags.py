@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from torchport.config.document import Frozen, read_document
+from torchport.config.document import Frozen, read_document, validated
 from torchport.config.machine import Machine
 from torchport.errors import BadValueError, UnknownNameError, nearest
 
@@ -34,7 +34,7 @@ class Flag(Frozen):
 class FlagSet(Frozen):
     """A named set of flags, which `--xla-flags NAME` passes to the compiler of a platform."""
 
-    name: str
+    name: str = ""
     platform: Literal["tpu", "cpu"]
     """The machines that it is for."""
     why: str
@@ -75,9 +75,15 @@ class FlagSet(Frozen):
         return value
 
 
+class _FlagTable(Frozen):
+    """`xla_flags.yaml`."""
+
+    sets: dict[str, FlagSet]
+
+
 SETS = {
-    name: FlagSet.model_validate({"name": name, **fields})
-    for name, fields in read_document(FILE, FILE.name).data["sets"].items()
+    name: flags.model_copy(update={"name": name})
+    for name, flags in validated(_FlagTable, read_document(FILE, FILE.name)).sets.items()
 }
 """The sets of `xla_flags.yaml`, by name."""
 

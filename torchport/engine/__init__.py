@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchport.engine import conformance
 from torchport.engine.aliasing import Section as Section
 from torchport.engine.aliasing import extent as extent
 from torchport.engine.aliasing import lies_in as lies_in
@@ -134,11 +133,6 @@ def is_traced_value(error: BaseException) -> bool:
 _HOST_TENSOR = re.compile(r"Expect a Tensor or a View but got|Tensor on device \w+ is not on the expected device")
 _NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta device type tensor|register_meta")
 """Messages of torchax and torch, from torchax/tensor.py of torchax 0.0.13 and torch/_meta_registrations.py of 2.13."""
-
-
-def table_versions() -> Mapping[str, str]:
-    """Returns the versions of packages for which the table of operators was made."""
-    return conformance.read().versions
 
 
 @contextlib.contextmanager

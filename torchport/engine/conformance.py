@@ -74,8 +74,8 @@ def state_of(form: Form) -> tuple[str, str]:
     """Returns the table's state for a call of this form, and a word on it.
 
     Returns:
-        `same` with nothing; `mended` with the patch's id; `differs` with the difference; `unknown` with the dtypes and
-        options that no sample has.
+        `same` with nothing; `mended` with the patch's id; `differs` with the difference; `unknown` with the reason,
+        such as the dtypes and options that no sample has.
     """
     if form.operator in read().random:
         return "unknown", "random by nature"
@@ -169,7 +169,7 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _is_word(value: object) -> bool:
-    """Returns whether an argument is a choice among few values, so that a form has the value: a bool, text or dtype."""
+    """Returns whether an argument is a choice among few values, so that a form has it: None, a bool, text or dtype."""
     import torch
 
     return value is None or isinstance(value, bool | str | torch.dtype)

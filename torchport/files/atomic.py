@@ -135,9 +135,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _flock(handle: int) -> bool:
-    """Locks an open folder for this process, or raises if another process has the lock; returns False on a file system
-    that has no locks.
-    """
+    """Locks an open folder, or raises if another process has the lock; returns False on a file system without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -130,9 +130,7 @@ def _is_private(group: int) -> bool:
 
 
 def _ancestors(path: Path) -> Iterator[Path]:
-    """Yields every folder and link on the way to a folder, from the root on, and those on the way to each link's
-    target.
-    """
+    """Yields every folder and link on the way to a folder, from the root on, and on the way to each link's target."""
     path = path.absolute()  # not resolved: where '..' leads depends on the links before it
     for part in (*reversed(path.parents), path):
         yield part

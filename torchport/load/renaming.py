@@ -154,9 +154,7 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
 
 
 def _group(pattern: str, start: int) -> str | None:
-    """Returns the pattern inside the group that starts at an index, `a|b` of `(a|b).c` at 1; None if the group has
-    groups inside, or no end.
-    """
+    """Returns the pattern in a group by its start, `a|b` of `(a|b).c` at 1; None with groups inside or no end."""
     for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
         try:
             inner = re.compile(pattern[start : start + end])

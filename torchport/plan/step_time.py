@@ -32,7 +32,7 @@ from torchport.plan.figures import (
     Underestimate,
 )
 from torchport.plan.tpu import bundles, hlo
-from torchport.shard import grid
+from torchport.shard import grid, ways
 from torchport.task import Task
 
 SECOND_ARRAY = 1.025
@@ -245,7 +245,7 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
     implementation = next((name for name in get_args(tiles.KernelName) if name == call.implementation), None)
     if implementation is None:
         return Attention(**sizes, steady_percent=None, peak_percent=None)
-    heads = call.heads // math.prod(task.job.mesh.get(axis, 1) for axis in dispatch.HEAD_AXES)
+    heads = call.heads // ways(dispatch.HEAD_AXES, task.job.mesh)
     _, size = transposed.grouping(max(heads, 1), call.head_size)
     row = tiles.row(chip.name, implementation, size, call.bounded)
     # The row of the table is for a padded head size; arithmetic on padding is not useful.

@@ -128,9 +128,7 @@ def _wait_for_end(process: subprocess.Popen[str], stop: threading.Event | None) 
 
 
 def answer(name: str, parent: int) -> None:
-    """Runs in the child: calls the function of the request in the folder `name`, and writes its result or refusal
-    there.
-    """
+    """Runs in the child: calls the function of the request in folder `name`, and writes its result or refusal there."""
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     folder = Path(name)
     function, arguments = pickle.loads((folder / _REQUEST).read_bytes())

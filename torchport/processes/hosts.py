@@ -175,9 +175,7 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns, on every process, the data and the tensors that `make` returns in the first process, bit for bit; see
-    `from_first`.
-    """
+    """Returns, on every process, the data and tensors of `make` in the first, bit for bit; see `from_first`."""
     if processes() == 1 or _alone:
         return make()
     key = f"torchport/{next(_exchanges)}"
@@ -322,9 +320,7 @@ class Watch:
             thread.join()
 
     def settle(self) -> None:
-        """Waits for two new signs of life of every other process. If a process gives none, the watching thread ends
-        this process meanwhile.
-        """
+        """Waits for two new signs of life of all others. If one gives none, the watching thread ends this process."""
         before, limit = dict(self.counts), time.monotonic() + 2 * SILENCE
         # Two, since the first may be the last sign of a dead process, not read before.
         while any(self.counts[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
@@ -417,11 +413,12 @@ class Watch:
             return
         # A process that hangs, is stopped or swapped out still accepts connections: its kernel does.
         is_gone = time.monotonic() - self.answered > SILENCE
-        host, _, port = self.state.coordinator_address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
-        except OSError:
-            is_gone = True
+        if not is_gone:
+            host, _, port = self.state.coordinator_address.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
+            except OSError:
+                is_gone = True
         if is_gone:
             self._lose(0)
 

@@ -116,7 +116,7 @@ def shared(task: Task) -> Iterator[Shared]:
     with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, checkpoint_of(task), checkout.upstream(task.card.checkout, task.upstream))
-        loras = task.loras if any(stage in task.denoising for stage in task.stages) else []
+        loras = task.loras if any(stage.name in DENOISING for stage in task.stages) else []
         hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
         preflight.check_checkpoint(task, common.weights.folder)
         yield common
@@ -203,9 +203,7 @@ class StageAtHand:
         return cached, cached.steps
 
     def _parts_of_run(self) -> dict[str, Any]:
-        """Returns the stage's parts. The first run loads all parts, and later runs only the parts without weights
-        again.
-        """
+        """Returns the stage's parts. The first run loads all parts, and later runs only those without weights."""
         task, folder = self.common.task, self.common.weights.folder
         if self._loaded is not None:
             return network.afresh(task, self.stage, self.parts, folder)
@@ -233,9 +231,7 @@ class StageAtHand:
         return self.call
 
     def _programs(self) -> dict[str, compile.Compiled]:
-        """Returns the stage's programs by name: the compiled network as `denoise`, or encoders as `encode
-        text_encoder`.
-        """
+        """Returns the stage's programs by name: the network as `denoise`, or encoders as `encode text_encoder`."""
         programs = {f"{self.stage.name} {name}": each.compiled for name, each in self.encoders.items()}
         return {self.stage.name: self.call} if isinstance(self.call, compile.Compiled) else programs
 

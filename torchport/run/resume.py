@@ -35,7 +35,7 @@ AFTER_REMOVAL = "the same command, after removing it"
 """What errors name as the command that makes a broken artefact of a stopped run again."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Unfinished:
     """A run's unfinished latents: saved every few steps, and read by the run that goes on from there."""
 
@@ -51,9 +51,7 @@ class Unfinished:
         self.step = number
 
     def keep(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Writes the latents after step `number` to a new file, for `torchport compare`; refuses a state without
-        latents.
-        """
+        """Writes the latents after a step to a new file, for `torchport compare`; refuses a state without latents."""
         latents = latents_of(state)
         if latents is None:
             fact = f"'keep_steps' is true, and the state of '{self.stage}' after a step has no 'latents', but"
@@ -250,9 +248,7 @@ def finished_manifests(
 
 
 def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream | None = None) -> bool:
-    """Returns whether a run of the same job has finished in the folder, after verifying all artefacts; refuses the
-    video of another job.
-    """
+    """Returns whether the folder has a finished run of this job, after verifying artefacts; refuses another job's."""
     last = save.file_of(task.folder, task.stages[-1].name)
     is_whole = (task.folder / "manifest.json").is_file() and task.result.is_file() and last.is_file()
     if not is_whole or unfinished_run(task) is not None:

@@ -180,7 +180,7 @@ OF_ONE_VIDEO = (SaveError, ForeignError, ConfigError)
 """Errors that one video may have alone. Other errors would come again with the next video."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Video:
     """A video of a series, and its state."""
 

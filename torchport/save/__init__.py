@@ -18,7 +18,13 @@ import pydantic
 import torch
 
 from torchport.config.card import StageName
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, NotFiniteError
+from torchport.errors import (
+    ArtefactBrokenError,
+    ArtefactForeignError,
+    ArtefactMissingError,
+    NotFiniteError,
+    OutputError,
+)
 from torchport.files import atomic
 from torchport.load.checkpoint import CODES
 from torchport.load.foreign import reading
@@ -47,8 +53,10 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     """
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
+        # PyTorch has no `isfinite` for most kinds of float8.
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+        if tensor.is_floating_point() and not bool(torch.isfinite(values).all()):
+            bad = int((~torch.isfinite(values)).sum())
             fact = f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite"
             advice = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
             raise NotFiniteError(str(file_of(folder, name)), fact, f"Nothing was written. {advice}", key=key)
@@ -77,6 +85,10 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[
     Args:
         text: Returns the text to write, from the checksum of the tensors. Its length must not depend on the checksum.
     """
+    for name, tensor in tensors.items():
+        if _dtype(tensor) not in CODES:
+            fact = f"'{name}' is {_dtype(tensor)}, which a safetensors file cannot have"
+            raise OutputError(str(file), fact, "Return it in another dtype", key=name)
     # As safetensors orders them, so that each begins at a multiple of its item's size.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with atomic.writing(file) as temporary, ThreadPoolExecutor(1) as hashing, temporary.open("wb") as stream:

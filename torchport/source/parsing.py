@@ -139,7 +139,7 @@ class SourceFile:
             return all_bindings(self.tree.body)
 
     def imported_from(self, node: ast.ImportFrom) -> str:
-        return imported_from(node, self.module, self.file.endswith("__init__.py"))
+        return imported_from(node, self.module, Path(self.file).name == "__init__.py")
 
     def where(self, path: Sequence[str]) -> Binding:
         """Returns where a path such as `("Block", "forward")` leads in the module."""

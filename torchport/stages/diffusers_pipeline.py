@@ -316,7 +316,10 @@ class _Stages(UpstreamPipeline):
         result = {}
         for name in self._embedding_names(settings):
             sizes = [self._size(size, parts) for size in self.card.shapes[name] or ()]
-            result[name] = torch.zeros(sizes, dtype=self._dtype(name, settings))
+            dtype = self._dtype(name, settings)
+            result[name] = torch.zeros(sizes, dtype=dtype)
+            if len(sizes) == 1 and not dtype.is_floating_point:  # where each prompt ends among all tokens
+                result[name] = torch.linspace(0, self.card.tokens, *sizes).to(dtype)
         return result
 
     def _dtype(self, name: str, settings: Settings) -> torch.dtype:

@@ -27,9 +27,7 @@ LATENTS = "image_latents_"
 
 
 class VaeStandIn(ComponentStandIn):
-    """Takes the VAE's place in a pipeline, which may read buffers, such as the mean of the latents. They have no values
-    in a rehearsal.
-    """
+    """Takes the VAE's place in a pipeline, which may read the VAE's buffers: they have no values in a rehearsal."""
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the VAE; in place of a buffer on meta, also in the VAE's modules, ones."""

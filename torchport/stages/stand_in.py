@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from torchport.errors import BadValueError
 from torchport.stages import outputs
 from torchport.stages.conditions import Conditions
 from torchport.stages.family import Call
-from torchport.stages.replay import Loop
+from torchport.stages.replay import OTHER_LOOP, Loop
 
 
 class ComponentStandIn(torch.nn.Module):
@@ -52,7 +53,8 @@ class ComponentStandIn(torch.nn.Module):
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Raises, in place of the component's `forward`. A subclass computes here."""
-        raise AssertionError(f"A {type(self.component).__name__} is called that is here for its configuration")
+        fact = "The pipeline calls it, and no stage has a call of it"
+        raise BadValueError(type(self.component).__name__, fact, OTHER_LOOP)
 
 
 class NetworkStandIn(ComponentStandIn):

@@ -52,7 +52,7 @@ class UpstreamPipeline:
         self.sound_parts = [] if card.sound is None else card.sound.parts
         #: The components that are called before the loop; the VAE is replaced apart from them.
         self.called_before = [name for name in card.before if name != "vae"]
-        #: The components without weights that stand in the pipeline in all stages.
+        #: The components without weights that stand in the pipeline in all stages, with the guider if there is one.
         self.processors = [*card.processors, *(["guider"] if card.guider else [])]
         #: Whether the job says the size. Otherwise the pipeline computes one of the image's shape and its network.
         self.takes_size = "height" in card.settings.values()

@@ -255,9 +255,7 @@ class Task:
         return shlex.join([*words, "--out", str(folder)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how `pickle` restores the task in another process: the family, a module, is loaded again, and
-        `shapes` is empty.
-        """
+        """Returns how `pickle` restores the task elsewhere: its family, a module, is loaded; `shapes` is empty."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("family", "shapes")]
         fields = {name: getattr(self, name) for name in names}
         return _with_family, (fields,)
@@ -462,9 +460,7 @@ def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], documen
 
 
 def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a variant that the family lacks, or that is for t2v with an image or for i2v without an image; upstream
-    would notice that late.
-    """
+    """Refuses a variant that the family lacks, or that is for t2v or i2v alone; upstream would notice that late."""
     variant, place = job.variant or card.variant, document.place(["variant"])
     if variant is None:
         return

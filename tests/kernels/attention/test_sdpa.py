@@ -153,6 +153,28 @@ def test_five_and_six_dims_are_pytorchs(mask, options):
     assert apart(found, expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "mask"),
+    [
+        ((2, 3, 4, 6, 8), (2, 2, 4, 9, 8), None),
+        ((2, 3, 4, 6, 8), (2, 3, 4, 9, 8), (2, 2, 1, 1, 9)),
+        ((2, 3, 4, 6, 8), (2, 3, 4, 9, 8), (5, 9)),
+        ((2, 3, 4, 6, 8), (2, 3, 4, 9, 8), (1, 1, 1, 1, 1, 9)),
+        ((2, 4, 6, 8), (2, 4, 9, 8), (3, 1, 1, 9)),
+        ((2, 4, 6, 8), (2, 4, 9, 8), (7,)),
+    ],
+)
+def test_batches_and_masks_that_do_not_broadcast_are_refused_with_their_shapes(query, key, mask):
+    q, k, v = drawn(query, key, key)
+    text = refusal(lambda: ours(q, k, v, None if mask is None else torch.ones(mask, dtype=torch.bool)))
+    shapes = f"query is {list(query)}, key {list(key)}, value {list(key)}"
+    shapes += "" if mask is None else f", and the mask {list(mask)}"
+    assert text == (
+        f"scaled_dot_product_attention: {shapes}. Batch dims must be equal or 1, and the mask must broadcast to "
+        "[..., H, S, T]."
+    )
+
+
 def test_dropout_and_two_masks_are_refused():
     q, k, v = drawn((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8))
     assert "dropout_p is 0.1. It must be 0" in refusal(lambda: ours(q, k, v, dropout_p=0.1))

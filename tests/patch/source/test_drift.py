@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.checkouts import committed
@@ -279,6 +280,14 @@ def test_a_commit_that_is_none_is_refused_with_its_line(world):
     file.write_text(re.sub(r'commit: "[0-9a-f]{40}"', 'commit: "main"', file.read_text()))
     with pytest.raises(WrongTypeError, match=r"patches/up/lock.yaml:4: 'rows.0.commit' is 'main'"):
         _apply(entries)
+
+
+def test_a_target_of_480_branches_is_locked(world):
+    world.write("up/m.py", "def f(a):\n    if a:\n        pass\n" + "    elif a:\n        pass\n" * 480)
+    entries = world.one("replace: p.py:new", "up.m:f")
+    with ThreadPoolExecutor(1) as pool:  # a thread has the whole of the stack, which pytest's calls do not shorten
+        assert pool.submit(drift.lock, entries).result() == ["up.m:f: new"]
+        assert pool.submit(drift.check, entries[0]).result() == "locked"
 
 
 def test_a_target_that_nothing_patches_any_more_is_dropped_from_the_lock(world):

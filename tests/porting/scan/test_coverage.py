@@ -66,7 +66,7 @@ def covered(scanned, tmp_path):
         text = "".join(textwrap.dedent(entry).strip() + TAIL for entry in entries)
         (folder / "all.yaml").write_text(text, encoding="utf-8")
         (folder / "all.py").write_text("def put(x): return x\n" + family, encoding="utf-8")
-        report = scanned(CODE, "up.net:Net", folders=[tmp_path / "patches", *find_pack(()).folders])
+        report = scanned(CODE, "up.net:Net", folders=[str(tmp_path / "patches"), *find_pack(()).folders])
         return {(one.name, one.kind): one.covered_by for one in report.findings if one.reach == "path"}
 
     return run

@@ -68,9 +68,9 @@ class Problem:
 
     @property
     def int8(self) -> bool:
-        """Whether `splash_int8` may multiply in eight bits: heads fill the lanes, and scores stay within the bound."""
-        fills = tiles.LANES // 2 < self.head_size <= tiles.LANES
-        return fills and self.dtype == jnp.bfloat16 and self.bound is not None and bounds.holds(GROWTH * self.bound)
+        """Whether `splash_int8` may multiply in eight bits: a head takes most of the lanes, and scores have a bound."""
+        is_wide = tiles.LANES // 2 < self.head_size <= tiles.LANES
+        return is_wide and self.dtype == jnp.bfloat16 and self.bound is not None and bounds.holds(GROWTH * self.bound)
 
 
 def platform() -> tuple[str, str | None]:

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     order of keys does not change the result. Any other mask is applied as it is, if it fits into `MASK_LIMIT` bytes.
 
     Args:
-        query: [..., S, D], two dims or more; the dim before S are the heads.
+        query: [..., S, D], two dims or more; the dim before S is that of the heads.
         key: [..., T, D]; a batch or head dim of 1 stands for all of the queries', and the other way round.
         attn_mask: bool or float, broadcast to [..., S, T].
         dropout_p: 0.
@@ -49,9 +49,9 @@ def scaled_dot_product_attention(
         raise AttentionError("scaled_dot_product_attention", f"dropout_p is {dropout_p}", "It must be 0 in inference")
     if is_causal and attn_mask is not None:
         raise AttentionError("scaled_dot_product_attention", "It is causal and has a mask", "PyTorch takes one of them")
+    batch = _batch_dims(query, key, value, attn_mask)
     dims = max(x.ndim for x in (query, key, value))
     if dims > 4:
-        batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
         if attn_mask is not None and attn_mask.ndim > 3:
             is_same = math.prod(attn_mask.shape[:-3]) == 1  # for all samples: copies of it would take memory
             attn_mask = _one_batch(attn_mask, (1,) * len(batch) if is_same else batch)
@@ -78,6 +78,24 @@ def scaled_dot_product_attention(
     else:
         output = attention(q, k, v, scale=scale, mask=_full_mask(attn_mask, q.shape, k.shape[2]))
     return output[..., :size].reshape(*output.shape[4 - dims : 3], size)
+
+
+def _batch_dims(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[int, ...]:
+    """Returns the dims of a call before the heads; refuses tensors and a mask that do not broadcast."""
+    tensors = (query, key, value)
+    heads = max(size for x in tensors for size in (1, *x.shape[-3:-2]))
+    try:
+        batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+        scores = (*(batch or (1,)), heads, query.shape[-2], key.shape[-2])
+        fits = mask is None or jnp.broadcast_shapes(mask.shape, scores) == scores
+    except ValueError:
+        fits = False
+    if not fits:
+        fact = f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        fact = fact if mask is None else f"{fact}, and the mask {list(mask.shape)}"
+        remedy = "Batch dims must be equal or 1, and the mask must broadcast to [..., H, S, T]"
+        raise AttentionError("scaled_dot_product_attention", fact, remedy)
+    return batch
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:

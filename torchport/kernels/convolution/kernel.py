@@ -321,7 +321,7 @@ def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]
     block = min(conv.block, conv.outputs)
 
     def upsampled(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
-        """Returns the block that grid step (n, s) writes: n counts the four phases of a position, then blocks of D."""
+        """Returns the block that grid step (n, s) writes: n counts the blocks of D of each of four phases."""
         phase = n // conv.blocks
         return (jnp.maximum(s - 2, 0), phase // 2, 0, phase % 2, 0, n % conv.blocks)
 

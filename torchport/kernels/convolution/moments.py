@@ -1,7 +1,7 @@
 """Mean and variance of a video's channels in groups, for each frame, if its parts are on several devices.
 
-Sums are float32, of differences to the values at the video's first position: so no precision is lost if the mean is
-much larger than the deviation. The video is read once and not copied: on TPU by a Pallas kernel.
+Sums are float32. They are of the differences from the values at the video's first position, so that no precision is
+lost if the mean is much larger than the deviation. The video is read once and not copied: on TPU by a Pallas kernel.
 
 Shapes: B batch, C channels, G groups of them, T frames, H rows, W columns.
 """

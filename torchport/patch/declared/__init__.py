@@ -241,7 +241,7 @@ Mistake = tuple[tuple[str, ...], str, str]
 
 
 def mistake(entry: Entry) -> Mistake | None:
-    """Returns the first contradiction between fields: the keys of the field, fact and remedy; None if there is none."""
+    """Returns the first mistake in an entry that the schema allows: the field's keys, fact and remedy; else None."""
     kinds = [kind for kind in KINDS if kind in entry.model_fields_set]
     if len(kinds) != 1:
         listed = ", ".join(kinds) or "none"

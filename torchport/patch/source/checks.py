@@ -228,9 +228,7 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
 
 
 def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
-    """Returns in words why a replacement cannot take a call that its target takes, `"does not take *args"`; None if it
-    can take all.
-    """
+    """Returns in words why a replacement cannot take a call of its target, `"does not take *args"`; else None."""
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]

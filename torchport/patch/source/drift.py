@@ -40,7 +40,7 @@ def current_row(entry: Entry) -> LockRow | None:
         written = str(signature(node)).replace("=Ellipsis", "=...") if isinstance(node, Function) else None
         return LockRow(
             signature=written,
-            tree=_hash(_plain_text(node), 16),
+            tree=_hash("".join(_plain_text(node)), 16),
             statements=" ".join(part.key for part in parts(node)),
             relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
         )
@@ -107,7 +107,7 @@ def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> t
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
         # Of a loop or condition the first line alone counts.
-        texts = [_plain_text(bound, isinstance(bound, DEFINITIONS)) for bound in bindings(source, home[1])]
+        texts = ["".join(_plain_text(bound, isinstance(bound, DEFINITIONS))) for bound in bindings(source, home[1])]
         key = _hash("\0".join([*texts, *uses(home)]), 8)
     return key, f" ({source.shown}:{node.lineno}), {why},"
 
@@ -288,10 +288,10 @@ def _says_more(fresh: LockRow, row: LockRow) -> bool:
 def _yaml(locked: Iterable[Locked]) -> str:
     """Returns the text of a lock file. Of rows with the same tree, the first alone has the statements."""
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
-    for lock in sorted(locked, key=operator.attrgetter("target")):
-        out += [f"- target: {lock.target}", "  rows:"]
+    for locked_target in sorted(locked, key=operator.attrgetter("target")):
+        out += [f"- target: {locked_target.target}", "  rows:"]
         written: set[str] = set()
-        for row in lock.rows:
+        for row in locked_target.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
             seen = [f"versions: {{{versions}}}"] if versions or row.commit is None else []
             if row.commit is not None:
@@ -352,14 +352,14 @@ def parts(node: ast.stmt) -> Iterator[HashedPart]:
     """Yields the parts of a statement, outer ones first: of a function decorators, name, arguments, statements."""
     if isinstance(node, DEFINITIONS):
         for decorator in node.decorator_list:
-            yield HashedPart(f"@{_plain_text(decorator)}", decorator, decorator, "@")
+            yield HashedPart(f"@{''.join(_plain_text(decorator))}", decorator, decorator, "@")
         yield HashedPart(f"{type(node).__name__} {node.name}", node, node)
         for base in (*node.bases, *node.keywords) if isinstance(node, ast.ClassDef) else ():
-            yield HashedPart(_plain_text(base), base, base)
+            yield HashedPart("".join(_plain_text(base)), base, base)
         for name, argument, kind, default in parameters(node) if isinstance(node, Function) else ():
-            yield HashedPart(f"{_MARKS[kind]}{name}={_plain_text(default)}", argument, default or argument)
+            yield HashedPart(f"{_MARKS[kind]}{name}={''.join(_plain_text(default))}", argument, default or argument)
     else:
-        yield HashedPart(_plain_text(node, blocks=False), node, node)
+        yield HashedPart("".join(_plain_text(node, blocks=False)), node, node)
     for block in inner_blocks(node):
         for statement in _without_docstring(node, block):
             yield from parts(statement)
@@ -372,16 +372,23 @@ def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
     return block[1:] if is_text and isinstance(first.value.value, str) else block  # type: ignore[union-attr]
 
 
-def _plain_text(node: object, blocks: bool = True) -> str:
-    """Returns a syntax tree as text to hash, without formatting, annotations and docstrings; `blocks` are optional.
+def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
+    """Yields the pieces of a syntax tree's text to hash, without formatting, annotations and docstrings; `blocks` are
+    optional. Pieces, since a generator takes one frame for each level of the tree, and a long chain of `elif` is deep.
 
     `x = 1` is `(Assign targets=[(Name id=str:'x'),] value=(Constant value=int:1))`.
     """
     if isinstance(node, list):
-        return f"[{''.join(f'{_plain_text(item, blocks)},' for item in node)}]"
+        yield "["
+        for item in node:
+            yield from _plain_text(item, blocks)
+            yield ","
+        yield "]"
+        return
     if not isinstance(node, ast.AST):
-        return f"{type(node).__name__}:{node!r}"
-    text = f"({type(node).__name__}"
+        yield f"{type(node).__name__}:{node!r}"
+        return
+    yield f"({type(node).__name__}"
     for field, value in ast.iter_fields(node):
         is_block = field in _BLOCKS and isinstance(value, list)
         if field in _SKIPPED and not (field == "annotation" and isinstance(node, ast.AnnAssign)):
@@ -390,9 +397,10 @@ def _plain_text(node: object, blocks: bool = True) -> str:
             continue
         if value == [] or (is_block and not blocks):
             continue
+        yield f" {field}="
         value = _without_docstring(node, value) if field == "body" and is_block else value
-        text += f" {field}={_plain_text(value, blocks)}"
-    return f"{text})"
+        yield from _plain_text(value, blocks)
+    yield ")"
 
 
 def _hash(text: str, length: int) -> str:

@@ -382,10 +382,10 @@ class _LoopTrips(dict[str, int]):
             return self._value(
                 inside, inside.root, lambda number: self._value(part, instruction.operands[number], parameters)
             )
-        name = instruction.opcode
-        if name == "compare":
-            name = instruction.index
-        compute = _COMPUTED.get(name)
+        operation = instruction.opcode
+        if operation == "compare":
+            operation = instruction.index
+        compute = _COMPUTED.get(operation)
         if compute is None:
             return None
         values = [self._value(part, operand, parameters) for operand in instruction.operands]

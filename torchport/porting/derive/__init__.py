@@ -181,8 +181,8 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
     card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
     tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
     tokens = {name: spec.model_dump(exclude_defaults=True) for name, spec in tokenizers.items()}
-    tiny = {"seed": 0, "scale": 1.0, "components": trial.configurations.values, "tokenizers": tokens}
-    return {**card, "size_multiple_of": observed.unit, "tiny": tiny}
+    small = {"seed": 0, "scale": 1.0, "components": trial.configurations.values, "tokenizers": tokens}
+    return {**card, "size_multiple_of": observed.unit, "tiny": small}
 
 
 def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:

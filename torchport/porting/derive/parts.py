@@ -339,8 +339,9 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
     Args:
         is_long: Whether long instructions come before the prompts: a larger vocabulary makes fewer tokens of them.
     """
+    plain = tiny.tokenizer_class(cls)
     try:
-        blank = tiny.tokenizer_class(cls)()
+        blank = plain()
         if tiny.is_processor(cls):
             tiny.processor(cls, blank)
     except refusals() as error:

@@ -415,9 +415,7 @@ class _Watched(Loop):
 
 
 class _LatentsAtLast(_Watched):
-    """A loop whose last steps return NaN in place of all values but the latents: a pipeline that uses another value
-    after its loop then shows NaN.
-    """
+    """A loop whose last steps return NaN but for the latents: a pipeline that uses another value after it shows NaN."""
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         returned = self.tracks[track].real(*args, **kwargs)

@@ -178,9 +178,7 @@ def _check_callable(request: PatchDraftRequest, target: Target) -> None:
 
 
 def _draft_rewrite(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite` of the statement on a line of the target; refuses a line without a statement
-    that can be rewritten.
-    """
+    """Returns the draft of a `rewrite` of the target's statement on a line; refuses a line without any."""
     target = find(request.target, request.place)
     what = ".".join(target.path)
     line = request.line or 0

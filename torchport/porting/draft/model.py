@@ -41,7 +41,7 @@ _MLP = 128
 _VOCABULARY = 1024
 _GROUPS = 8
 _CHANNELS = 32
-"""The largest numbers in a tiny network."""
+"""`_DEPTH` and the others: the largest numbers in a tiny network."""
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"layers_per_block", 1),
     (r"hidden_channels", _WIDTH),
@@ -108,9 +108,9 @@ def parts(request: ModelDraftRequest) -> list[Part]:
             remedy = "Name a class, and a function that builds it under 'build'"
             raise TargetError(place, fact, remedy, target=target.name)
         with parsing.nesting(target.source.shown, target.node.lineno):
-            arguments = card_arguments(target.source, target.node) or []
-        small, lacking = tiny_arguments([argument for argument in arguments if argument.plain])
-        objects = [argument.name for argument in arguments if argument.required and not argument.plain]
+            given = card_arguments(target.source, target.node) or []
+        small, lacking = tiny_arguments([argument for argument in given if argument.plain])
+        objects = [argument.name for argument in given if argument.required and not argument.plain]
         result.append(Part(name, target, small, lacking, objects))
         if number == 0 and _is_no_module(target.source, target.node):
             fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"

@@ -26,7 +26,7 @@ from torchport.source.bindings import STARRED, Function, bound_name, parameters
 from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
-"""Packages that many codebases install: a folder `datasets` is then no import root, though files import `datasets`."""
+"""Names that many codebases import from elsewhere: a folder that holds a `datasets` is no import root for that."""
 _DEPTH = 12
 """How many imports a name is followed through."""
 _PARSED = 1000

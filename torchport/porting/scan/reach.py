@@ -422,7 +422,12 @@ def _annotated_names(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
 
 def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
     """Returns the facts of a function, which are kept when its syntax tree is dropped."""
-    skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
+    skipped = set(unit.module.in_tables if unit.name == MODULE else ())
+    # No object is made of a class that an `isinstance` or `issubclass` names.
+    for event in body.by_act[Act.CALL]:
+        call: Any = event.node
+        if type(call.func) is ast.Name and call.func.id in ("isinstance", "issubclass"):
+            skipped |= {node for argument in call.args[1:] for node in ast.walk(argument)}
     heads = unit.heads
     others = {unit.first, *unit.module.tables}  # names that are followed, too
     references: dict[Any, Called | Read | Imported] = {}
@@ -458,13 +463,6 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
         tuple(references.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
         tuple(attributes), frozenset(name for test in tests for name in names_in(test)), _returned_alone(body, terms),
     )  # fmt: skip
-
-
-def _only_asked_about(body: Body) -> set[ast.AST]:
-    """Returns the nodes of classes that only an `isinstance` or `issubclass` names: no object of them is made there."""
-    calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
-    asking = [call for call in calls if type(call.func) is ast.Name and call.func.id in ("isinstance", "issubclass")]
-    return {node for call in asking for argument in call.args[1:] for node in ast.walk(argument)}
 
 
 def _returned_alone(body: Body, terms: Terms) -> Term:

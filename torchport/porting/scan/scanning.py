@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import gc
+import itertools
 import operator
 import re
 import sys
@@ -107,8 +108,15 @@ def _read(codebase: Codebase) -> list[Site]:
 def _report(
     path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path], found: list[Site]
 ) -> ScanReport:
-    """Returns the report of a codebase that was read: its findings, with reach, guard and covering patches."""
-    starts = [_start(path, codebase, entry) for entry in entries]
+    """Returns the report of a codebase that was read: its findings, with reach, guard and covering patches. Refuses an
+    entry in a file that could not be read.
+    """
+    for entry, unread in itertools.product(entries, codebase.unread):
+        names = entry.partition(":")[0].replace(".", "/")
+        if f"/{unread.file}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
+            fact = f"Its file {_named(path, unread.file)}:{unread.line} could not be read. {unread.text}"
+            raise BadValueError(f"--entry {entry}", fact, f"Mend the file: torchport explain {unread.rule}")
+    starts = [_start(codebase, entry) for entry in entries]
     patches = _read_patches(codebase, folders)
     unpatched = Reached(codebase)
     patched = Reached(codebase, patches)
@@ -146,17 +154,10 @@ def _report(
     return ScanReport(tuple(findings), codebase.files, codebase.lines, tuple(entries), absent)
 
 
-def _start(path: Path, codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
-    """Returns the functions and classes from which everything is followed for an entry `pkg.mod:name`. Refuses an
-    unknown entry, and an entry in a file that could not be read.
-    """
+def _start(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
+    """Returns the functions and classes from which everything is followed for an entry `pkg.mod:name`, or raises."""
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
-    names = module_name.replace(".", "/")
-    for unread in codebase.unread:
-        if f"/{unread.file}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
-            fact = f"Its file {_named(path, unread.file)}:{unread.line} could not be read. {unread.text}"
-            raise BadValueError(place, fact, f"Mend the file: torchport explain {unread.rule}")
     if not colon or not name:
         raise BadValueError(place, "It is no name of a class or function", "Write it as package.module:Class")
     module = codebase.modules.get(module_name)
@@ -335,7 +336,7 @@ _GROUPS = ("process-group", "parallel-state", "cuda-import")
 def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
     """Returns the patches in some folders that are for this codebase or for torch."""
     result = Patches()
-    there = [folder for folder in folders if folder.is_dir()]
+    there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     tops = {name.partition(".")[0] for name in codebase.modules}
     for upstream in patch.upstreams(there):
         if upstream not in (*_GENERIC, *tops):

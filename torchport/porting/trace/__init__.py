@@ -212,9 +212,7 @@ def _other_jobs(task: Task) -> Iterator[tuple[str, Task]]:
 
 
 def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
-    """Returns how the arguments of two calls differ, such as "'x' is [1, 8], not [1, 4]"; empty if one program takes
-    both.
-    """
+    """Returns how two calls' arguments differ, such as "'x' is [1, 8], not [1, 4]"; empty if one program takes both."""
     before = outputs.leaves(first.inputs)
     after = outputs.leaves(other.inputs)
     words = [f"'{name}' is only in one of them" for name in sorted(before.keys() ^ after.keys())]
