@@ -64,12 +64,11 @@ def pytest_unconfigure():
 def frozen_between_files():
     """Freezes what is alive after a file of tests, as pytest does after the collection: patches have thawed it.
 
-    A pass of the collector over the million objects of torch, JAX and diffusers costs every later test.
+    A pass of the collector over the million objects of torch, JAX and diffusers costs every later test. There is none
+    here, either: garbage is frozen, too, until the next patch thaws it.
     """
     yield
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -323,7 +323,8 @@ def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSE
 def fill(module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS) -> torch.nn.Module:
     """Fills every tensor of a module, in host memory, and returns the module; refuses the same files as `tensors`."""
     filled = dict(tensors(module, folder, what, layout))
-    state = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
+    names = module.state_dict().keys()
+    state = {name: tensor for name, tensor in filled.items() if name in names}
     module.load_state_dict(state, assign=True, strict=True)
     module.requires_grad_(False)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -184,11 +184,13 @@ class Ledger:
 
 def check_twins(entries: Iterable[Entry]) -> None:
     """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
-    by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
+    patched = [entry for entry in entries if entry.edits and entry.module in sys.modules]
+    names = tuple({Path(file).name for entry in patched if (file := _file_of(sys.modules[entry.module]))})
+    by_file: dict[tuple[int, int] | None, list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
-        if (identity := _identity(module)) is not None:
-            by_file.setdefault(identity, []).append((name, module))
-    for entry in (entry for entry in entries if entry.edits and entry.module in sys.modules):
+        if _file_of(module).endswith(names):  # few of thousands of modules
+            by_file.setdefault(_identity(module), []).append((name, module))
+    for entry in patched:
         module = sys.modules[entry.module]
         identity = _identity(module)
         copies = by_file.get(identity, ()) if identity is not None else ()
@@ -201,11 +203,17 @@ def check_twins(entries: Iterable[Entry]) -> None:
             raise TwinModuleError(entry.place, fact, remedy, patch=entry.id, names=twin)
 
 
+def _file_of(module: object) -> str:
+    """Returns the path of a module's file; empty for a module without a file."""
+    path = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+    return path if isinstance(path, str) else ""
+
+
 def _identity(module: object) -> tuple[int, int] | None:
     """Returns the device and inode of a module's file; None for a module without a file."""
-    path = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+    path = _file_of(module)
     try:
-        status = os.stat(path) if isinstance(path, str) else None  # noqa: PTH116 - of thousands of modules
+        status = Path(path).stat() if path else None
     except OSError:
         return None  # in an archive, or removed since
     return None if status is None else (status.st_dev, status.st_ino)
