@@ -6,6 +6,7 @@ A state is asked of the live objects. It is not remembered.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -184,15 +185,13 @@ class Ledger:
 
 def check_twins(entries: Iterable[Entry]) -> None:
     """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
-    patched = [entry for entry in entries if entry.edits and entry.module in sys.modules]
-    names = tuple({Path(file).name for entry in patched if (file := _file_of(sys.modules[entry.module]))})
-    by_file: dict[tuple[int, int] | None, list[tuple[str, object]]] = {}
+    by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
-        if _file_of(module).endswith(names):  # few of thousands of modules
-            by_file.setdefault(_identity(module), []).append((name, module))
-    for entry in patched:
+        if (identity := _identity(_file_of(module))) is not None:
+            by_file.setdefault(identity, []).append((name, module))
+    for entry in (entry for entry in entries if entry.edits and entry.module in sys.modules):
         module = sys.modules[entry.module]
-        identity = _identity(module)
+        identity = _identity(_file_of(module))
         copies = by_file.get(identity, ()) if identity is not None else ()
         twin = next((name for name, copy in copies if copy is not module), None)
         if twin is not None:
@@ -209,9 +208,9 @@ def _file_of(module: object) -> str:
     return path if isinstance(path, str) else ""
 
 
-def _identity(module: object) -> tuple[int, int] | None:
-    """Returns the device and inode of a module's file; None for a module without a file."""
-    path = _file_of(module)
+@functools.cache  # a process has thousands of modules, and applies patches again and again
+def _identity(path: str) -> tuple[int, int] | None:
+    """Returns the device and inode of a file; None for an empty path, and for a file that is not there."""
     try:
         status = Path(path).stat() if path else None
     except OSError:
