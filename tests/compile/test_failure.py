@@ -16,6 +16,8 @@ from torchport.errors import OperatorError, TorchportError
 from torchport.run.path import run
 from torchport.task import Execution, Request
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
+
 LAYER = "        y = self.layer(x)\n"
 """The line of upstream's forward before which, and after which, a test puts its own."""
 CARD = "pack/configs/models/small.yaml"

@@ -15,6 +15,8 @@ from torchport.config.card import Stack
 from torchport.config.strategy import Rule
 from torchport.errors import StackError
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
+
 
 class Block(torch.nn.Module):
     """Two streams, of which each moves the other; `known` sets it apart."""

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from torchport import engine, patch, shard
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def patched(pack):

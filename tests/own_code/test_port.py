@@ -31,6 +31,8 @@ from torchport.errors import (
     UnmatchedError,
 )
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
+
 MESH = {"dp": 2, "tp": 4}
 WEIGHTS = [
     {"match": r"up\.(weight|bias)", "spec": ["tp"]},

@@ -18,6 +18,8 @@ import torchport
 from torchport import engine
 from torchport.errors import BadValueError, ForeignError, HostTensorError, OperatorError, StackError
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
+
 RULES = {"weights": [], "inputs": [{"match": ".*", "spec": "replicate"}]}
 
 
