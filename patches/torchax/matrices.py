@@ -117,3 +117,29 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
         return right.mT.conj() * scale[..., None, :] @ left.mT.conj()
 
     return engine.call_jax(inverse, self, *given)
+
+
+def grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
+    """Returns the products of groups of matrices. `offs` has the end of each group.
+
+    The groups are rows of the first matrix for [S, K] and [G, K, N], columns of the second for [G, M, K] and [K, N],
+    parts of the sum for [M, K] and [K, N]. Without `offs` it is the usual product of [G, M, K] and [G, K, N].
+    """
+    import jax
+    import jax.numpy as jnp
+    from torchax.ops import mappings
+
+    def product(left, right, ends=None):
+        dtype = left.dtype if out_dtype is None else mappings.t2j_dtype(out_dtype)
+        if ends is None:
+            return jnp.matmul(left, right, preferred_element_type=dtype)
+        sizes = jnp.diff(ends, prepend=0)
+        if right.ndim == 3:
+            return jax.lax.ragged_dot(left, right, sizes, preferred_element_type=dtype)
+        if left.ndim == 3:
+            return jax.lax.ragged_dot(right.T, left.mT, sizes, preferred_element_type=dtype).T
+        dims = jax.lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
+        return jax.lax.ragged_dot_general(left, right, sizes, dims, preferred_element_type=dtype)
+
+    result = engine.call_jax(product, *(x for x in (self, mat2, offs) if x is not None))
+    return result if bias is None else result + bias

@@ -32,6 +32,7 @@ table, starts = values(5, 3), torch.tensor([0, 2, 2])
 words, shares = torch.tensor([4, 0, 1, 1, 3]), values(5)
 degree, near = torch.arange(8) % 5, torch.linspace(-1.5, 1.5, 8)
 matrix, wide_matrix = values(4, 4), values(2, 5, 3)
+groups = values(8, 4), values(3, 4, 4), torch.tensor([3, 3, 8], dtype=torch.int32)
 spots = torch.tensor([[2, 0, 1], [1, 1, 2]])
 
 
@@ -47,6 +48,9 @@ def embedding(table, places):
 
 SAMPLES = {
     "linear": (lambda x: functional.linear(input=x, weight=x, bias=x[0]), square),
+    "grouped_mm": (lambda x, y, ends: functional.grouped_mm(x, y, offs=ends), *groups),
+    "grouped_mm of columns": (lambda x, y, ends: functional.grouped_mm(y.mT, x.mT, offs=ends), *groups),
+    "grouped_mm of sums": (lambda x, y, ends: functional.grouped_mm(x.mT, x, offs=ends), *groups),
     "addmm": (lambda base, x: torch.addmm(base, x, x, beta=0, alpha=2), nan, square),
     "addmv": (lambda base, x: torch.addmv(base[0], x, x[0], beta=0), nan, square),
     "avg_pool2d": (lambda x: functional.avg_pool2d(x, 3, **pool), image),

@@ -308,10 +308,10 @@ class Dispatch:
             try:
                 return function(*args, **kwargs)
             except _REFUSALS as error:
-                # A refusal of PyTorch's is raised, as upstream may catch it. Two refusals do not count: of an operator
-                # that a lowering of torchax's calls, and of an operator that needs values.
+                # A refusal of PyTorch's is raised, as upstream may catch it. These do not count: of an operator that a
+                # lowering of torchax's calls, of one that needs values, and of `_grouped_mm`, which meta has for CUDA.
                 needs_values = isinstance(error, NotImplementedError | AssertionError) or "meta" in str(error).lower()
-                if device == "cpu" or not (self.lowering or needs_values):
+                if device == "cpu" or not (self.lowering or needs_values or _name(function) == "_grouped_mm"):
                     raise
                 return _UNKNOWN
 

@@ -186,13 +186,15 @@ class Ledger:
 def check_twins(entries: Iterable[Entry]) -> None:
     """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
     by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
+    by_module: dict[int, list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
-        if (identity := _identity(_file_of(module))) is not None:
-            by_file.setdefault(identity, []).append((name, module))
+        file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+        if isinstance(file, str) and (identity := _identity(file)) is not None:
+            by_module[id(module)] = by_file.setdefault(identity, [])
+            by_module[id(module)].append((name, module))
     for entry in (entry for entry in entries if entry.edits and entry.module in sys.modules):
         module = sys.modules[entry.module]
-        identity = _identity(_file_of(module))
-        copies = by_file.get(identity, ()) if identity is not None else ()
+        copies = by_module.get(id(module), ())
         twin = next((name for name, copy in copies if copy is not module), None)
         if twin is not None:
             file = str(module.__file__)
@@ -202,20 +204,14 @@ def check_twins(entries: Iterable[Entry]) -> None:
             raise TwinModuleError(entry.place, fact, remedy, patch=entry.id, names=twin)
 
 
-def _file_of(module: object) -> str:
-    """Returns the path of a module's file; empty for a module without a file."""
-    path = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
-    return path if isinstance(path, str) else ""
-
-
 @functools.cache  # a process has thousands of modules, and applies patches again and again
-def _identity(path: str) -> tuple[int, int] | None:
-    """Returns the device and inode of a file; None for an empty path, and for a file that is not there."""
+def _identity(file: str) -> tuple[int, int] | None:
+    """Returns the device and inode of a file; None for a file in an archive, or that was removed."""
     try:
-        status = Path(path).stat() if path else None
+        status = Path(file).stat()
     except OSError:
-        return None  # in an archive, or removed since
-    return None if status is None else (status.st_dev, status.st_ino)
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _remedy(file: str, name: str, other: str) -> str:
