@@ -425,6 +425,8 @@ def _products(dtype: torch.dtype) -> Iterator[Sample]:
     for first, second in ([(3,), (3,)], [(2, 3), (3,)], [(3,), (3, 2)], [(2, 4, 3), (3, 2)], [(2, 1, 4, 3), (5, 3, 2)]):
         yield Sample("matmul", torch.matmul, (_values(*first, dtype=dtype), _values(*second, dtype=dtype)))
     yield Sample("linear", lambda x: functional.linear(input=x, weight=x, bias=x[0]), (x,))
+    yield Sample("linear", lambda x: functional.linear(x, weight=x), (x,))
+    yield Sample("linear", lambda x: functional.linear(x, weight=x, bias=x[0]), (x,))
     ends = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second group is empty
     for first, second in (
         ([(8, 4), (3, 4, 6)], [(3, 6, 4), (4, 8)], [(6, 8), (8, 4)]) if dtype.is_floating_point else ()
