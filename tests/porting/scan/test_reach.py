@@ -1,8 +1,12 @@
 """What an entry leads to: calls, guards by constants, training told apart."""
 
+import gc
+
 import pytest
 
 from torchport.errors import BadValueError, UnknownNameError
+from torchport.porting.scan.codebase import CodeUnit
+from torchport.porting.scan.facts import Facts
 
 ITEM = "x.item()"
 
@@ -281,3 +285,9 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 
     with pytest.raises(BadValueError, match="There is no such folder or file"):
         scan.scan(tmp_path / "absent")
+
+
+def test_nothing_of_a_codebase_is_kept_after_its_scan(scanned):
+    scanned({"up.py": "class Network:\n    def forward(self):\n        return helper()\ndef helper():\n    return 1\n"})
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if isinstance(thing, (Facts, CodeUnit))]

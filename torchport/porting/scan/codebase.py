@@ -73,7 +73,7 @@ class CodeUnit:
         """The class that it is a method of."""
         return self.module.classes.get(self.class_name)
 
-    @property
+    @functools.cached_property
     def heads(self) -> Container[str]:
         """The names that its module defines or imports, and that it imports: a chain with another head is local."""
         if self.module.stars:
@@ -122,12 +122,6 @@ class Module:
     #: A cache of `Codebase.resolve`, for functions without imports of their own.
     resolved: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
-    def drop_syntax(self) -> None:
-        """Drops the syntax tree from all units, when the facts of all functions are known."""
-        self.in_tables.clear()
-        for unit in self.units.values():
-            unit.body = None
-
     @functools.cached_property
     def heads(self) -> frozenset[str]:
         """The names that it defines or imports."""
@@ -163,7 +157,7 @@ class Codebase:
 
     def read(self) -> Iterator[Module]:
         """Yields each module once, with its syntax tree. A module that was read because another module refers to it
-        comes right after. The caller drops the tree (`Module.drop_syntax`) before it takes the next module.
+        comes right after. The caller drops the tree (`CodeUnit.body`) before it takes the next module.
         """
         for source in self.sources:
             self.module(self._names[source.path])
@@ -236,7 +230,9 @@ class Codebase:
         """Returns the full name of a chain of names in a function, as in the module that defines the object: `pkg.m.f`
         for `("f",)` after `from pkg import f`. Empty where no import or definition binds the first name.
         """
-        if chain[:1] and chain[0] in unit.imports:
+        if not chain or chain[0] not in unit.heads:
+            return ""
+        if chain[0] in unit.imports:
             return self.canonical(self.full_name(unit.module, chain, unit.imports))
         known = unit.module.resolved.get(chain)
         if known is None:
@@ -332,6 +328,16 @@ class Codebase:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
         bases = [base for above in self.lineage(cls) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
+
+    def forget(self) -> None:
+        """Drops all that was read, when the report is there. Else the collector walks it, again and again."""
+        caches = (self._bodies, self.canonical, self.table, self.definition, self.bases, self.lineage, self.methods)
+        for cache in caches:
+            cache.cache_clear()
+        for module in self.modules.values():
+            module.units.clear()
+            module.classes.clear()
+        self.units.clear()
 
 
 def module_names(sources: list[Source], root: str) -> dict[str, str]:
@@ -434,7 +440,7 @@ def _registered_tensors(init: Body) -> Iterator[str]:
     """Yields the names of the attributes that an `__init__` makes buffers or parameters."""
     for event in init.events:
         node, value = event.node, event.value
-        if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
+        if isinstance(node, ast.Call) and event.chain[-1:] in (("register_buffer",), ("register_parameter",)):
             yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
         elif isinstance(node, ast.Attribute) and isinstance(value, ast.Call) and event.act is Act.ASSIGN:
             yield from [node.attr] if chain_of(value.func)[-1:] == ("Parameter",) else []

@@ -22,7 +22,7 @@ import yaml
 from torchport.errors import UnreadableError
 from torchport.porting.scan.codebase import Codebase, CodeUnit
 from torchport.porting.scan.facts import Conditions, Terms
-from torchport.porting.scan.syntax import MODULE, TRIED, Act, Body, Event, chain_of, head_of
+from torchport.porting.scan.syntax import MODULE, TRIED, Act, Body, Event, chain_of
 from torchport.source import parsing
 from torchport.source.bindings import STARRED, Function, parameters
 
@@ -71,15 +71,14 @@ class FunctionContext:
         self.tensors = Tensors(self, body)
         self._body = body
 
-    def full_name(self, node: ast.AST) -> str:
+    def full_name(self, chain: tuple[str, ...]) -> str:
         """Returns the full name of a chain of names, such as `torch.nn.Linear` for `nn.Linear`. Empty where no import
         or definition binds its first name, or where a local variable has this name.
         """
-        head = head_of(node)
-        if not head or head not in self.heads:
+        if not chain or chain[0] not in self.heads:
             return ""
-        hidden = not self.at_import and head in self.tensors.kinds and head not in self.unit.imports
-        return "" if hidden else self.codebase.resolve(self.unit, chain_of(node))
+        hidden = not self.at_import and chain[0] in self.tensors.kinds and chain[0] not in self.unit.imports
+        return "" if hidden else self.codebase.resolve(self.unit, chain)
 
     def returned(self, name: str) -> ast.expr | None:
         """Returns the annotation of the result of the function with a full name; None outside of the codebase."""
@@ -136,8 +135,9 @@ def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
     uses_torch = context.unit.module.uses_torch
     detectors = _BY_ACT if uses_torch else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
+    heads = context.heads
     for event in body.events:
-        if event.act is Act.CHAIN and head_of(event.node) not in context.heads:  # a local name, as most are
+        if event.act is Act.CHAIN and (not event.chain or event.chain[0] not in heads):  # a local name, as most are
             continue
         for detector in detectors.get(event.act, ()):
             for site in detector(context, event):
@@ -180,7 +180,7 @@ def _kind_of_name(context: FunctionContext, name: str) -> str:
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a finding for a name that is read and not called, such as `torch.float64`."""
-    name = context.full_name(event.node)
+    name = context.full_name(event.chain)
     kind = _kind_of_name(context, name)
     if kind:
         yield context.site(kind, event, name)
@@ -191,14 +191,14 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Call):
         return
     node = event.node
-    name = context.full_name(event.node.func)
-    if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
+    name = context.full_name(event.chain)
+    if name and (name.startswith(("torch.", "deepspeed.")) or is_kernel(name)):
         kind = _kind_of_call(context, node, name)
         if kind:
             yield context.site(kind, event, name)
         yield from _host_tensors(context, event, node, name)
     if isinstance(node.func, ast.Attribute):
-        yield from _method_calls(context, event, node, node.func)
+        yield from _method_calls(context, event, node, name)
     called = node.func.id if isinstance(node.func, ast.Name) and not name else ""
     converts = called in ("int", "float", "bool", "range", "round")
     if converts and any(context.tensors.kind(argument) in ON_DEVICE for argument in node.args):
@@ -237,25 +237,25 @@ def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: 
         yield context.site("host-tensor", event, name, if_none=device.id)
 
 
-def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
+def _method_calls(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     """Yields findings for the call of a method, such as `.item()`, `.cuda()`, `.nonzero()`, or `.add_()` in a loop."""
+    func: Any = node.func
     method = func.attr
-    of_numpy = context.full_name(func).startswith(("numpy.", "math."))
+    of_numpy = name.startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not of_numpy:
         yield context.site("item", event, sure=context.tensors.kind(func.value) in ON_DEVICE)
-    elif method == "numpy" and not node.args:
-        if context.tensors.kind(func.value) in ON_DEVICE:
-            yield context.site("item", event)
-    elif method == "cuda" and not context.full_name(func):
+    elif method == "numpy" and not node.args and context.tensors.kind(func.value) in ON_DEVICE:
+        yield context.site("item", event)
+    elif method == "cuda" and not name:
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
-    elif method == "double" and not node.args and not context.full_name(func):
+    elif method == "double" and not node.args and not name:
         yield context.site("float64", event)
-    elif method in _BY_VALUES_METHODS and not context.full_name(func):
+    elif method in _BY_VALUES_METHODS and not name:
         yield context.site("mask-index", event)
     elif (method == "unique" or f"torch.{method}" in DIFFERING) and context.tensors.kind(func.value) in ON_DEVICE:
         yield context.site("mask-index" if method == "unique" else "operator", event)
     in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
-    if event.loop and in_place and not context.builds and not context.full_name(func):
+    if event.loop and in_place and not context.builds and not name:
         yield context.site("inplace-loop", event)
 
 
@@ -300,7 +300,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a finding for a `with` or decorator of autocast, of attention's backends, a compiler or a GPU kernel."""
-    name = context.full_name(event.node.func if isinstance(event.node, ast.Call) else event.node)
+    name = context.full_name(chain_of(event.node.func if isinstance(event.node, ast.Call) else event.node))
     if is_autocast(name):
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
@@ -329,7 +329,7 @@ def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
     elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
         pair = node.left, node.comparators[0]
     elif isinstance(node, ast.Call):
-        last = context.full_name(node.func).rpartition(".")[2]
+        last = context.full_name(event.chain).rpartition(".")[2]
         if not last and isinstance(node.func, ast.Attribute):
             last = node.func.attr
         if last in ("logical_and", "logical_or") and len(node.args) == 2:
@@ -379,7 +379,7 @@ def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tupl
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr in ("unsqueeze", "transpose"):
             return ast.unparse(func.value), ast.unparse(node)
-        if context.full_name(func) == "einops.rearrange" and len(node.args) > 1:
+        if context.full_name(chain_of(func)) == "einops.rearrange" and len(node.args) > 1:
             inside = _added_dim(context, node.args[0], depth + 1)
             return (inside[0] or ast.unparse(node.args[0])), ast.unparse(node.args[1])
     return "", ""
@@ -441,9 +441,8 @@ class Tensors:
         self.kinds: dict[str, Kind] = {}
         self.made_from: dict[str, ast.expr] = {}  # the last value that each name was assigned
         self._containers: set[str] = set()  # names of lists and dictionaries
-        calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
-        owners = [call.func.value for call in calls if getattr(call.func, "attr", "") in _ONLY_TENSORS]
-        self._used_as_tensors = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+        called = [event.chain for event in body.by_act[Act.CALL] if len(event.chain) == 2]
+        self._used_as_tensors = {owner for owner, method in called if method in _ONLY_TENSORS}
         # A name with a text as its index, as in `batch["image"]`, is a dictionary.
         indexed: list[Any] = [event.node for event in (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])]
         holders = [node.value for node in indexed if isinstance(getattr(node.slice, "value", None), str)]
@@ -493,7 +492,7 @@ class Tensors:
         values: list[ast.expr] = [value] * len(targets)
         annotations: list[ast.expr] = []  # of the parts of a tuple that a function of the codebase returns
         if not loops_over and isinstance(value, ast.Call):
-            returned = self._context.returned(self._context.full_name(value.func))
+            returned = self._context.returned(self._context.full_name(chain_of(value.func)))
             if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
                 annotations = returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
         if not loops_over and isinstance(value, (ast.Tuple, ast.List)):
@@ -566,7 +565,7 @@ class Tensors:
 
     def _call(self, node: ast.Call) -> Kind:
         """Returns the kind of value that a call returns, by its full name, its annotation or its first argument."""
-        name = self._context.full_name(node.func)
+        name = self._context.full_name(chain_of(node.func))
         if name.startswith("torch."):
             return _kind_of_torch_call(name, node, self)
         returned = self._context.returned(name)
@@ -638,7 +637,7 @@ def _names_tensor(annotation: ast.expr) -> bool:
         return outer != ("Callable",) and any(_names_tensor(part) for part in parts)
     if isinstance(annotation, ast.BinOp):
         return _names_tensor(annotation.left) or _names_tensor(annotation.right)
-    return chain_of(annotation)[-1:] != () and chain_of(annotation)[-1] in _TENSOR_NAMES
+    return any(name in _TENSOR_NAMES for name in chain_of(annotation)[-1:])
 
 
 def _is_collection(annotation: ast.expr) -> bool:

@@ -57,7 +57,7 @@ class Called:
     conditions: Conditions
     chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
     name: str  #: These in full; empty where nothing that is known binds them.
-    method: str  #: Of an expression without a chain the method.
+    attribute: str  #: Of an expression without a chain the method.
     of_super: bool  #: Of `super()`.
     arguments: tuple[Term, ...]  #: Those by position, up to a starred one.
     keywords: tuple[tuple[str, Term], ...]
@@ -72,7 +72,7 @@ class Read:
     conditions: Conditions
     chain: tuple[str, ...]  #: Its names; of an attribute of an expression empty.
     name: str  #: The chain in full.
-    attributes: tuple[str, ...]
+    attribute: str  #: Of an expression without a chain.
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -70,7 +70,8 @@ class Reached:
         self._patches = patches or Patches()
         attributes = _attribute_constants(codebase, self._patches)
         self._known_everywhere = _Values({}, attributes, trains, without, codebase.definition)
-        self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with what they are called with
+        self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with the constants that all calls pass
+        self._imported: set[str] = set()  # the names that were imported, to import each once
         self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
         self._made: dict[Class, None] = {}  # the classes of which objects are made
         self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # the methods of `_made`, by name
@@ -96,7 +97,7 @@ class Reached:
         """Notes that functions may be called with any arguments; their own calls are not followed."""
         for unit in units:
             if unit not in self._patches.by_unit:
-                self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
+                self._arguments[unit] = {}
 
     def may_run(self, site: Site) -> bool:
         """Returns whether the place of a finding may run, with None for its parameter `site.if_none`, if it has any."""
@@ -122,6 +123,9 @@ class Reached:
 
     def _import(self, name: str) -> None:
         """Notes that a module and the packages around it are imported: their own statements and class bodies run."""
+        if name in self._imported:
+            return
+        self._imported.add(name)
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = self._codebase.modules.get(".".join(parts[:end]))
@@ -143,16 +147,15 @@ class Reached:
         if unit in self._patches.by_unit:
             return
         known = self._arguments.get(unit)
-        if known is not None and all(value is _UNKNOWN for value in known.values()):
+        if known == {}:
             return  # nothing is known of its parameters, whatever a further call passes
-        given = dict.fromkeys(unit.parameters, _UNKNOWN)
+        given: Arguments = {}
         if call is not None and caller is not None:
             given = _constants_passed(unit, call, self._values(caller), bound)
         if known is not None:  # a parameter keeps its value only if all calls pass the same
-            for name, value in known.items():
-                is_same = type(value) is type(given[name]) and value is not _UNKNOWN and bool(value == given[name])
-                given[name] = value if value is given[name] or is_same else _UNKNOWN
-            if all(given[name] is known[name] for name in known):
+            both = [(name, value, given[name]) for name, value in known.items() if name in given]
+            given = {n: value for n, value, other in both if type(value) is type(other) and value == other}
+            if len(given) == len(known):
                 return
         self._arguments[unit] = given
         self._known.pop(unit, None)
@@ -182,6 +185,8 @@ class Reached:
         """Follows a call of a method where the source does not show the object's class: it may be of any class of
         which objects are made, before this call or after it.
         """
+        if call is None and id(unit) in self._open_calls[name]:
+            return  # nothing is known of its arguments, so a second time adds nothing
         self._open_calls[name][id(call if call is not None else unit)] = unit, call  # each call once
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
@@ -189,8 +194,10 @@ class Reached:
     def _follow(self, unit: CodeUnit) -> None:
         """Follows the imports, calls and names of a function that may run."""
         values = self._values(unit)
+        is_rewritten = unit in self._patches.by_lines
         for reference in unit.facts.references:
-            if self._patches.at(unit, reference.line) or not values.allow(reference.conditions):
+            is_replaced = is_rewritten and self._patches.at(unit, reference.line)
+            if is_replaced or not values.allow(reference.conditions):
                 continue
             if isinstance(reference, Imported):
                 for name in reference.modules:
@@ -207,11 +214,11 @@ class Reached:
             if name in self._properties:  # it runs first, as in `x.name.method()`
                 self._call_in_any_class(name, unit, None)
         if call.of_super and unit.owner is not None:
-            method = self._codebase.method(unit.owner, call.method, inherited=True)
+            method = self._codebase.method(unit.owner, call.attribute, inherited=True)
             if method is not None:
                 self._reach(method, unit, call)
         elif not chain:
-            self._call_in_any_class(call.method, unit, call)
+            self._call_in_any_class(call.attribute, unit, call)
         elif chain[0] == unit.first and unit.owner is not None:
             if len(chain) == 1:  # `cls(...)`
                 self._create(unit.owner, unit, call)
@@ -264,7 +271,7 @@ class Reached:
         elif chain:
             self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
-        for name in read.attributes:
+        for name in chain[1:] or [read.attribute]:
             if name in self._properties:
                 self._call_in_any_class(name, unit, None)
 
@@ -294,7 +301,7 @@ class _Values:
 
     def allow(self, conditions: Conditions) -> bool:
         """Returns whether code may run that stands under these conditions."""
-        return all(self.truth(condition) in (None, wanted) for condition, wanted in conditions)
+        return not conditions or all(self.truth(condition) in (None, wanted) for condition, wanted in conditions)
 
     def truth(self, term: Term) -> bool | None:
         """Returns whether a condition holds; None if the source does not show it."""
@@ -353,7 +360,7 @@ _ORDER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
-    """Returns the value of each parameter of a function in a call; `_UNKNOWN` where the source does not show it.
+    """Returns the values of a function's parameters in a call, as far as the source shows them.
 
     Args:
         values: What is known in the caller.
@@ -361,10 +368,10 @@ def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool
     """
     names = unit.parameters
     method = unit.owner is not None and bound and not unit.is_static
-    defaults = {} if call.starred else {name: term[1] for name, term in unit.defaults.items() if term is not None}
-    result = {name: defaults.get(name, _UNKNOWN) for name in names}
+    result = {} if call.starred else {name: term[1] for name, term in unit.defaults.items() if term is not None}
     result |= zip(names[int(method) :], map(values.value, call.arguments), strict=False)
-    return result | {name: values.value(term) for name, term in call.keywords if name in result}
+    result |= {name: values.value(term) for name, term in call.keywords if name in names}
+    return {name: value for name, value in result.items() if value is not _UNKNOWN}
 
 
 def _attribute_constants(codebase: Codebase, patches: Patches) -> dict[str, Any]:
@@ -426,7 +433,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
     # No object is made of a class that an `isinstance` or `issubclass` names.
     for event in body.by_act[Act.CALL]:
         call: Any = event.node
-        if type(call.func) is ast.Name and call.func.id in ("isinstance", "issubclass"):
+        if event.chain in (("isinstance",), ("issubclass",)):
             skipped |= {node for argument in call.args[1:] for node in ast.walk(argument)}
     heads = unit.heads
     others = {unit.first, *unit.module.tables}  # names that are followed, too
@@ -437,11 +444,11 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
     for event in body.events:
         node = event.node
         if event.act is Act.CHAIN:
-            if type(node) is ast.Name and node.id not in heads and node.id not in others:
+            if len(event.chain) == 1 and event.chain[0] not in heads and event.chain[0] not in others:
                 continue  # a local name, as most are
             read = _read_of(codebase, unit, event, terms) if node not in skipped else None
             if read is not None:
-                references.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
+                references.setdefault((read.line, id(read.conditions), read.chain, read.attribute), read)
         elif event.act is Act.CALL:
             call = _call_of(codebase, unit, event, terms) if node not in skipped else None
             if call is not None:
@@ -449,7 +456,7 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             references[event] = _import_of(unit, event, node, terms)
         elif event.act is Act.ASSIGN:
-            bound |= {node.id} if isinstance(node, ast.Name) else names_in(node)
+            bound.update([node.id] if isinstance(node, ast.Name) else names_in(node))
             value = terms.term(event.value) if isinstance(event.value, ast.Constant) else None
             if isinstance(node, ast.Name) and value == ("const", None):
                 nones.add(node.id)
@@ -490,14 +497,14 @@ def _import_of(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, 
 def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
     """Returns a call as a fact, with the full name of its function; None if no function of the codebase is called."""
     node: Any = event.node
-    chain = chain_of(node.func)
-    method = ""
+    chain = event.chain
+    attribute = ""
     of_super = False
     name = codebase.resolve(unit, chain) if chain else ""
     if not chain:  # as in `f().method()`, or in `f()()`, which cannot be followed
         if not isinstance(node.func, ast.Attribute):
             return None
-        method = node.func.attr
+        attribute = node.func.attr
         owner = node.func.value
         of_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
     elif chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
@@ -509,17 +516,17 @@ def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> 
     keywords = tuple((keyword.arg, terms.term(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
     starred = bool(stars) or any(keyword.arg is None for keyword in node.keywords)
     conditions = terms.conditions(event.guards)
-    return Called(node.lineno, conditions, chain, name, method, of_super, arguments, keywords, starred=starred)
+    return Called(node.lineno, conditions, chain, name, attribute, of_super, arguments, keywords, starred=starred)
 
 
 def _read_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
     """Returns the reading of a name or attribute as a fact; None if the name is not of the codebase."""
     node: Any = event.node
-    chain = chain_of(node)
+    chain = event.chain
     name = codebase.resolve(unit, chain) if chain else ""
-    attributes = chain[1:] if chain else (node.attr,) if isinstance(node, ast.Attribute) else ()
-    if not attributes and not name and chain[:1] != (unit.first,) and not set(chain) & set(unit.module.tables):
-        return None
-    if not attributes and name and not codebase.has(name):
-        return None
-    return Read(node.lineno, terms.conditions(event.guards), chain, name, attributes)
+    attribute = "" if chain else getattr(node, "attr", "")
+    if len(chain) == 1:
+        is_known = codebase.has(name) if name else chain[0] == unit.first or chain[0] in unit.module.tables
+        if not is_known:
+            return None
+    return Read(node.lineno, terms.conditions(event.guards), chain, name, attribute)

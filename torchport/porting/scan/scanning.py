@@ -24,8 +24,9 @@ from torchport.patch import rewriting
 from torchport.porting.scan import BY_KIND, GUARDS, Absent, Guard, Reach, ScanFinding, ScanReport
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, find_sources, recursion
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, FunctionContext, Site, is_kernel, sites, text_of
+from torchport.porting.scan.facts import Imported
 from torchport.porting.scan.reach import Patches, Reached, facts_of, roots
-from torchport.porting.scan.syntax import MODULE, Act, chain_of
+from torchport.porting.scan.syntax import MODULE, Act
 from torchport.progress import note, track, waiting
 from torchport.source.bindings import Function
 from torchport.source.parsing import is_there, tree_of
@@ -65,6 +66,7 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
             found = _read(codebase)
             with waiting("scan: what runs"):
                 report = _report(path, codebase, entries, folders, found)
+        codebase.forget()
     finally:
         if was_enabled:
             gc.enable()
@@ -99,10 +101,26 @@ def _read(codebase: Codebase) -> list[Site]:
             context = FunctionContext(codebase, unit, body)
             found[unit] = list(sites(context, body))
             unit.facts = facts_of(codebase, unit, body, context.terms)
-        module.drop_syntax()
+            unit.body = None  # the facts are what is kept of the syntax tree
+        module.in_tables.clear()
         if number % _NOTED == 0:
             note(f"scan: {number} of {len(codebase.sources)} files, {sum(map(len, found.values()))} findings so far")
+    _drop_dead_ends(codebase)
     return [site for unit in codebase.units for site in found[unit]]
+
+
+def _drop_dead_ends(codebase: Codebase) -> None:
+    """Drops the calls and reads that lead to nothing in the codebase, as most do: none of their names is defined."""
+    defined = {name for module in codebase.modules.values() for name in (*module.classes, *module.units)}
+    defined = {name.rpartition(".")[2] for name in defined}.union(*(m.tables for m in codebase.modules.values()))
+    for unit in codebase.units:
+        unit.facts.references = tuple(
+            reference
+            for reference in unit.facts.references
+            if isinstance(reference, Imported)
+            or reference.chain == (unit.first,)
+            or not defined.isdisjoint((*reference.chain, *reference.name.split("."), reference.attribute))
+        )
 
 
 def _report(
@@ -121,13 +139,14 @@ def _report(
     unpatched = Reached(codebase)
     patched = Reached(codebase, patches)
     without = {guard: Reached(codebase, without=guard) for guard in GUARDS}
+    trainers = list(filter(_trains, codebase.units))
+    others = set(codebase.units) - set(trainers)
     for reached in (unpatched, patched, *without.values()):
         for units, classes in starts:
             reached.start(units, classes)
         if not starts:  # whatever is not training may run
-            reached.admit(unit for unit in codebase.units if not _trains(unit))
+            reached.admit(others)
     training = Reached(codebase, trains=True)
-    trainers = [unit for unit in codebase.units if _trains(unit)]
     if starts:
         training.start(trainers)
     else:
@@ -220,10 +239,11 @@ def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) 
             for package in statement.packages:
                 if package in known or is_kernel(package):  # a kernel is a finding
                     continue
+                if any(unit.module.name in importers for _, importers in patches.stubs.get(package, ())):
+                    continue
+                known.add(package)
                 is_beside = folder.has_file(beside / f"{package}.py") or folder.has_folder(beside / package)
-                is_stubbed = any(unit.module.name in importers for _, importers in patches.stubs.get(package, ()))
-                if not is_beside and not is_stubbed and not is_there(package):
-                    known.add(package)
+                if not is_beside and not is_there(package):
                     yield Absent(package, _named(path, unit.module.source.path), line)
 
 
@@ -256,9 +276,7 @@ def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) ->
     makers = {cls.name for cls in module.classes.values() if _constructor_leads_to(codebase, cls, direct)}
     heads: dict[CodeUnit, set[str]] = {}  # the first names of all that a function reads or calls
     for unit in candidates:
-        used = [event.node for event in codebase.body(unit).events if event.act in (Act.CALL, Act.CHAIN)]
-        chains = [chain_of(node.func if isinstance(node, ast.Call) else node) for node in used]
-        heads[unit] = {name for chain in chains for name in chain[:1]}
+        heads[unit] = {event.chain[0] for event in codebase.body(unit).events if event.chain}
     while True:
         # A function that names a helper, a class of `makers`, or a global that a helper sets is a helper, too.
         names = {unit.name.partition(".")[0] for unit in helpers} | makers
@@ -311,9 +329,8 @@ def _calls_of_helpers(codebase: Codebase, helpers: set[CodeUnit]) -> Iterator[Si
             if call.name not in names or call.line in lines or in_script:
                 continue
             lines.add(call.line)
-            nodes = [event.node for event in codebase.body(unit).events if event.act is Act.CALL]
-            calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno == call.line]
-            text = next(text_of(node) for node in calls if chain_of(node.func) == call.chain)
+            nodes = [event.node for event in codebase.body(unit).by_act[Act.CALL] if event.chain == call.chain]
+            text = next(text_of(node) for node in nodes if isinstance(node, ast.Call) and node.lineno == call.line)
             kind = "cuda-import" if unit.name == MODULE else "parallel-state"
             yield Site(unit, kind, call.line, text, call.conditions, call.name)
 

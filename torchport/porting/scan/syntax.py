@@ -58,6 +58,7 @@ class Event:
     node: ast.AST
     guards: Guards  #: The conditions that it stands under.
     loop: bool  #: Whether it is in a loop.
+    chain: tuple[str, ...] = ()  #: The names of what a CALL calls or a CHAIN reads; empty for `f().b`.
     value: ast.expr | None = None  #: A second node: of an assignment its value, of a loop what it runs over.
     loops_over: bool = False  #: Whether `value` is run over and not assigned.
 
@@ -117,7 +118,7 @@ class _Walk:
         self.loop = False
 
     def _note(self, act: Act, node: ast.AST, value: ast.expr | None = None, loops_over: bool = False) -> None:
-        self.events.append(Event(act, node, self.guards, self.loop, value, loops_over))
+        self.events.append(Event(act, node, self.guards, self.loop, (), value, loops_over))
 
     def head(self, node: Function | ast.ClassDef) -> None:
         """Notes what a definition does where it stands: its decorators, and a function's defaults."""
@@ -137,7 +138,9 @@ class _Walk:
 
     def statement(self, node: ast.stmt) -> None:
         """Notes what a statement does, in the order in which Python runs its expressions and inner statements."""
-        if isinstance(node, ast.If):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            self._assignment(node)
+        elif isinstance(node, ast.If):
             self._if_else(node)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
@@ -153,8 +156,6 @@ class _Walk:
                 self.statements(body)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self._loop_statement(node)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            self._assignment(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             outer = self.guards
             loop = self.loop
@@ -177,8 +178,7 @@ class _Walk:
             for case in node.cases:
                 self.statements(case.body)
         else:
-            for child in ast.iter_child_nodes(node):
-                self.expression(child)
+            self._each_part(node)
 
     def _loop_statement(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         """Notes the condition or iterable of a loop, then its body; its `else` block counts as outside of the loop."""
@@ -223,10 +223,12 @@ class _Walk:
         kind = type(node)
         if kind is ast.Name:
             if type(node.ctx) is ast.Load:
-                self._note(Act.CHAIN, node)
+                self.events.append(Event(Act.CHAIN, node, self.guards, self.loop, (node.id,)))
         elif kind is ast.Attribute:
-            self._note(Act.CHAIN, node)
-            self._start(node)
+            chain = chain_of(node)
+            self.events.append(Event(Act.CHAIN, node, self.guards, self.loop, chain))
+            if not chain:
+                self._start(node)
         elif kind is ast.Constant:
             if names_cuda(node):
                 self._note(Act.TEXT, node)
@@ -243,15 +245,14 @@ class _Walk:
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):
-                if isinstance(inner, ast.AST):
+                if isinstance(inner, ast.AST) and inner._fields:  # operators have no parts
                     self.expression(inner)
 
     def _start(self, chain: ast.expr) -> None:
-        """Notes the events at the start of a chain of attributes, such as `f()` in `f().a.b`; none for a name."""
+        """Notes the events at the start of a chain of attributes, such as `f()` in `f().a.b`."""
         while isinstance(chain, ast.Attribute):
             chain = chain.value
-        if not isinstance(chain, ast.Name):
-            self.expression(chain)
+        self.expression(chain)
 
     def _f_string(self, node: ast.JoinedStr) -> None:
         """Notes a text that begins with `cuda`, and the expressions in braces."""
@@ -294,12 +295,14 @@ class _Walk:
 
     def _call(self, node: ast.Call) -> None:
         """Notes the events in a call's arguments, then the call, as Python computes them."""
-        self._start(node.func)
+        chain = chain_of(node.func)
+        if not chain:
+            self._start(node.func)
         for argument in node.args:
             self.expression(argument)
         for keyword in node.keywords:
             self.expression(keyword.value)
-        self._note(Act.CALL, node)
+        self.events.append(Event(Act.CALL, node, self.guards, self.loop, chain))
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
         """Notes the events of a comprehension in Python's order: iterables, targets and conditions, then the values."""
@@ -345,8 +348,8 @@ class _WalkAtImport(_Walk):
         called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
         at_import = [event for event in body.events if event.act is Act.CALL and event.node not in node.decorator_list]
         body.events[:] = [event for event in body.events if event not in at_import]
-        self.events += [Event(Act.CALL, event.node, self.guards, False) for event in at_import]
-        self.events += [Event(Act.CHAIN, decorator, self.guards, False) for decorator in called]
+        self.events += [dataclasses.replace(event, guards=self.guards) for event in at_import]
+        self.events += [Event(Act.CHAIN, node, self.guards, False, chain_of(node)) for node in called]
         walk.statements(node.body)
 
 
@@ -373,18 +376,12 @@ def names_in(node: ast.AST) -> set[str]:
         kind = type(part)
         if kind is ast.Name:
             names.add(part.id)  # type: ignore[attr-defined]
-        elif kind is not ast.Constant:
-            if kind is ast.Attribute:
-                names.add(part.attr)  # type: ignore[attr-defined]
+        elif kind is ast.Attribute:
+            names.add(part.attr)  # type: ignore[attr-defined]
+            pending.append(part.value)  # type: ignore[attr-defined]
+        elif part._fields and kind is not ast.Constant:  # operators have no parts
             pending += ast.iter_child_nodes(part)
     return names
-
-
-def head_of(node: ast.AST) -> str:
-    """Returns the first name of a chain of names: `a` of `a.b.c`; empty where there is none, as in `f().b`."""
-    while type(node) is ast.Attribute:
-        node = node.value
-    return node.id if type(node) is ast.Name else ""
 
 
 def chain_of(node: ast.AST) -> tuple[str, ...]:
