@@ -153,10 +153,8 @@ class Ported(torch.nn.Module):
         return self._make_changes(effects, snapshot, returned)
 
     def _make_changes(self, effects: state.Effects, snapshot: state.Snapshot, returned: Sequence[torch.Tensor]) -> Any:
-        """Makes the changes of a call's effects on the host, and returns the call's return value.
-
-        Args:
-            returned: The program's results: outputs, then new values of inputs, then new values of buffers.
+        """Makes the changes of a call's effects on the host, and returns the call's return value. `returned` has the
+        program's results: outputs, then new values of inputs, then new values of buffers.
         """
         values = iter(returned)
         outputs = [next(values) for _ in range(effects.outputs - len(effects.views))]

@@ -278,10 +278,8 @@ class Compiled:
             yield
 
     def _function(self, static: Static, names: list[str]) -> Callable[..., Any]:
-        """Returns the network as a function of JAX arrays: `program(weights, inputs, caches)`.
-
-        Args:
-            names: Gets, while the function is traced, the paths of the outputs that become inputs of a later call.
+        """Returns the network as a function of JAX arrays: `program(weights, inputs, caches)`. `names` gets, while the
+        function is traced, the paths of the outputs that become inputs of a later call.
         """
 
         def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:

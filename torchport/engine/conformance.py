@@ -204,10 +204,8 @@ class _Parameter(NamedTuple):
 
 @functools.cache
 def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of an operator; None if they are not known.
-
-    Args:
-        places: How many arguments are passed by position. This and `names`, those passed by name, choose the overload.
+    """Returns the parameters of an operator; None if they are not known. The overload is chosen by `places`, the number
+    of arguments passed by position, and `names`, those passed by name.
     """
     if hasattr(func, "_schema"):
         declared = []

@@ -222,10 +222,8 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
 
 
 def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest: Sequence[Operation]) -> list[BarPart]:
-    """Returns the parts of a time: attention, the longest operations, other operations, communication.
-
-    Args:
-        largest: The longest operations, which are within `other_ms`; added up by their line of PyTorch.
+    """Returns the parts of a time: attention, the longest operations, other operations, communication. `largest` has
+    the longest operations, which are within `other_ms`, added up by their line of PyTorch.
     """
     by_line = collections.defaultdict[str, float](float)
     for operation in largest:

@@ -96,10 +96,8 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _differs(folder: Path, row: bytes) -> bool:
-    """Returns whether a file differs from the commit: it is gone, no longer a file or link, or has other content.
-
-    Args:
-        row: The file as `git ls-tree -z` lists it, `100644 blob <hash>\\t<path>`.
+    """Returns whether a file differs from the commit: it is gone, no longer a file or link, or has other content. `row`
+    is the file as `git ls-tree -z` lists it, `100644 blob <hash>\t<path>`.
     """
     words, _, name = row.partition(b"\t")
     mode, _, digest = words.decode().split()

@@ -381,10 +381,8 @@ def _read_hand_written(
 def _check_hand_written(
     file: Path, tensors: Mapping[str, torch.Tensor], is_guided: bool, embeddings: Collection[str]
 ) -> None:
-    """Refuses a hand-written port's file whose tensors are not those of its stage.
-
-    Args:
-        embeddings: The names of the embeddings that `encode` returns.
+    """Refuses a hand-written port's file whose tensors are not those of its stage. `embeddings` are the names of the
+    embeddings that `encode` returns.
     """
     is_encode = file.name == HAND_WRITTEN["encode"]
     names = list(embeddings) if is_encode else ["latents"]

@@ -431,9 +431,7 @@ class _Stages(UpstreamPipeline):
         stage: str,
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Returns the latents that upstream's loop begins with, and the image's latents, `image_latents_0` and so on.
-
-        Args:
-            image: The image's moments or latents, which `stage` kept.
+        `image` has the image's moments or latents, which `stage` kept.
         """
         vae = EncodedVae(parts["vae"], settings.dtypes["vae"], image, stage)
         latents = self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings))

@@ -429,10 +429,7 @@ def _check_image(
     request: Request, family: ModuleType, dry: bool, reads_picture: bool, frames: int | None = None
 ) -> None:
     """Refuses a missing image if the model needs an image, and an image that the model does not take or that cannot be
-    read; see `accept`.
-
-    Args:
-        frames: How many frames are read, for a model that edits a video; None for a picture.
+    read; see `accept`. `frames` is how many are read of a video that a model edits; None for a picture.
     """
     kind = "picture" if frames is None else "video"
     is_read = request.stage in (*families.with_image(family.STAGES), "all")

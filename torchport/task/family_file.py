@@ -50,10 +50,7 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
 
 def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, title: str, place: str) -> None:
     """Refuses a stage that names an unknown component, setting, stage or output, or whose function takes other
-    arguments.
-
-    Args:
-        title: What errors call the stage.
+    arguments. Errors call the stage `title`.
     """
     earlier = [other.name for other in stages[: stages.index(stage)]]
     settings = [field.name for field in dataclasses.fields(Settings)]

@@ -231,6 +231,25 @@ def test_properties_super_and_overrides_are_followed(scanned):
     assert found == {"Above.step": "path", "Net.rank": "path", "Net.step": "path"}
 
 
+@pytest.mark.parametrize("calls", ["later(), Above().run(x)", "Above().run(x), later()"])
+def test_an_override_is_followed_whichever_class_is_made_first(scanned, calls):
+    text = f"""
+    class Above:
+        def run(self, x):
+            return self.step(x)
+        def step(self, x):
+            return 0
+    class Net(Above):
+        def step(self, x):
+            return x.item()
+    def later():
+        return Net()
+    def entry(x):
+        return {calls}
+    """
+    assert reaches(scanned({"up.py": text}, "up:entry")) == {"Net.step": "path"}
+
+
 def test_imports_run_what_modules_do(scanned):
     files = {
         "up/__init__.py": "",

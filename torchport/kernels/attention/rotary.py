@@ -242,9 +242,7 @@ def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax.Array | None, jax.Array]:
     """Returns mean and reciprocal deviation [rows, 1 or 128], of each head or of all heads; an RMSNorm's mean is None.
-
-    Args:
-        columns: Features [rows, 128] that are normalised together: the registers of all heads, or a single register.
+    `columns` are features [rows, 128] that are normalised together: the registers of all heads, or a single register.
     """
     count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)

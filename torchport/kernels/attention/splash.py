@@ -70,9 +70,7 @@ def _check_tile(tile: SplashTile) -> None:
 
 def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
     """Returns queries, keys or values as [B * H, tokens, D], padded with zeros; with `first_BT`, with more features.
-
-    Args:
-        first_BT: The first of `FEATURES` added features, [B, tokens]; the others are 0. None: no feature is added.
+    `first_BT` is the first of `FEATURES` added features, [B, tokens]; the others are 0. With None no feature is added.
     """
     batch, heads, have, size = x_BHTD.shape
     more = 0 if first_BT is None else FEATURES

@@ -338,10 +338,8 @@ def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]
 
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
-    """Takes a row of the input into the ring of three rows, and makes a row of the output from the ring.
-
-    Args:
-        refs: References to operands, outputs, sums and rings; `names` below has their order.
+    """Takes a row of the input into the ring of three rows, and makes a row of the output from the ring. `refs` are
+    references to operands, outputs, sums and rings; `names` below has their order.
     """
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.weight_parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", bool(conv.residual)), ("scale", conv.scaled), ("shift", conv.scaled))

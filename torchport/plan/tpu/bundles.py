@@ -219,10 +219,8 @@ def _delay_slots(bundles: list[_Bundle], jumps: list[tuple[int, int]]) -> int:
 
 
 def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, int, Any]]) -> Region:
-    """Returns a region with the regions nested in it, and removes their spans from `spans`.
-
-    Args:
-        spans: (first bundle, bundle after the last, kind), sorted by first bundle, the longest first.
+    """Returns a region with the regions nested in it, and removes their spans from `spans`. A span is (first bundle,
+    bundle after the last, kind); `spans` are sorted by first bundle, the longest first.
     """
     inside = []
     while spans and spans[0][0] < end:

@@ -334,10 +334,8 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
     """Returns the settings by which a tiny tokenizer of a class is trained; None for a class without a vocabulary.
-    Raises if the class needs files.
-
-    Args:
-        is_long: Whether long instructions come before the prompts: a larger vocabulary makes fewer tokens of them.
+    Raises if the class needs files. If `is_long`, long instructions come before the prompts: a larger vocabulary makes
+    fewer tokens of them.
     """
     plain = tiny.tokenizer_class(cls)
     try:

@@ -502,10 +502,8 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
 @contextlib.contextmanager
 def _watched(pipe: Any, parts: Mapping[str, Any], observed: Observed, running: list[Any]) -> Iterator[None]:
     """Notes the calls of a pipeline's components and of `encode_prompt` in `observed` while the context lasts, and its
-    stacks of blocks at the end.
-
-    Args:
-        running: The stack of modules that run, which hooks keep: `(component, name, module, args)`.
+    stacks of blocks at the end. `running` is the stack of modules that run, which hooks keep: `(component, name,
+    module, args)`.
     """
     handles: list[Any] = []
     networks = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]

@@ -344,10 +344,8 @@ def drafted_entries(home: Home, package: str) -> list[Entry]:
 
 
 def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
-    """Returns the entry of a draft, checked against its pack and against upstream's source. Nothing is written.
-
-    Args:
-        file: Its YAML file in the pack, to which `text` will be added.
+    """Returns the entry of a draft, checked against its pack and against upstream's source. Nothing is written. `file`
+    is its YAML file in the pack, to which `text` will be added.
     """
     entry = proposal.entry_of(drafted.fields, request.package)
     path = home.root / file

@@ -75,8 +75,8 @@ class Reached:
         self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
         self._made: dict[Class, None] = {}  # the classes of which objects are made
         self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # the methods of `_made`, by name
-        # Calls of methods of objects whose class is unknown, by the method's name.
-        self._open_calls: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
+        # Calls that may be of classes made later, by the method's name and a class above the object's; None: unknown.
+        self._open_calls: dict[tuple[str, Class | None], dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
         self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if "property" in unit.decorators}
         self._pending: dict[CodeUnit, None] = {}  # the reached functions that are still to be followed
         #: By function, the functions that call it, each with the line of the call; 0 if the line is unknown.
@@ -178,16 +178,17 @@ class Reached:
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
                 # Calls that came before, and that may be of this class.
-                for open_caller, open_call in list(self._open_calls.get(name, {}).values()):
-                    self._reach(unit, open_caller, open_call)
+                for above in (None, *self._codebase.lineage(cls)):
+                    for open_caller, open_call in list(self._open_calls.get((name, above), {}).values()):
+                        self._reach(unit, open_caller, open_call)
 
     def _call_in_any_class(self, name: str, unit: CodeUnit, call: Called | None) -> None:
         """Follows a call of a method where the source does not show the object's class: it may be of any class of
         which objects are made, before this call or after it.
         """
-        if call is None and id(unit) in self._open_calls[name]:
+        if call is None and id(unit) in self._open_calls[name, None]:
             return  # nothing is known of its arguments, so a second time adds nothing
-        self._open_calls[name][id(call if call is not None else unit)] = unit, call  # each call once
+        self._open_calls[name, None][id(call if call is not None else unit)] = unit, call  # each call once
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
@@ -254,10 +255,11 @@ class Reached:
         return True
 
     def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
-        """Notes that a class's method is called, or the method that overrides it in a subclass with objects."""
+        """Notes that a class's method is called, or one that overrides it in a subclass of which objects are made."""
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, call)
+            self._open_calls[name, owner][id(call if call is not None else unit)] = unit, call
             for other in list(self._live_methods.get(name, ())):
                 if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
                     self._reach(other, unit, call)

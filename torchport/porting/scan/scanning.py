@@ -139,8 +139,8 @@ def _report(
     unpatched = Reached(codebase)
     patched = Reached(codebase, patches)
     without = {guard: Reached(codebase, without=guard) for guard in GUARDS}
-    trainers = list(filter(_trains, codebase.units))
-    others = set(codebase.units) - set(trainers)
+    trainers = dict.fromkeys(filter(_trains, codebase.units))
+    others = [unit for unit in codebase.units if unit not in trainers]
     for reached in (unpatched, patched, *without.values()):
         for units, classes in starts:
             reached.start(units, classes)

@@ -122,9 +122,7 @@ def _trace_stage(
     task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]
 ) -> list[Program]:
     """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
-
-    Args:
-        calls: The recorded calls, for a trace without patches, which returns no programs; else None.
+    For a trace without patches, which returns no programs, `calls` are the recorded calls.
     """
     patches = task.patches([stage])
     # Patches of torchax mend the engine and not upstream: they are in force in any trace.
@@ -149,10 +147,8 @@ def _trace_stage(
 
 
 def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
-    """Returns a copy of a stage whose call and `prepare` note errors and go on.
-
-    Args:
-        lowers: Whether it is for lowering, where constants are noted; else its network is called on shapes alone.
+    """Returns a copy of a stage whose call and `prepare` note errors and go on. If `lowers`, constants are noted; else
+    its network is called on shapes alone.
     """
     call, prepare = stage.call, stage.prepare
 
