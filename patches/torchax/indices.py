@@ -373,14 +373,27 @@ def histogramdd(self, bins, *, range=None, weight=None, density=False):
 
 
 def histc(self, bins=100, min=0, max=0):
-    """Returns how many values are in each bin between two numbers, or between the least and the greatest value."""
+    """Returns how many values are in each bin between two numbers, or between the least and the greatest value.
+
+    Of whole numbers, which PyTorch counts on CUDA alone, the bin is a quotient of whole numbers, as there.
+    """
     import jax.numpy as jnp
 
     def counted(x):
         points = x.reshape(-1, 1)
+        if x.dtype.kind in "iu":
+            return counted_whole(points[:, 0])
         wide = points.astype(jnp.promote_types(x.dtype, jnp.float32)) if x.dtype.kind in "fV" else points
         edges = _edges(wide, [bins], [min, max] if min != max else None)
         return _counts(wide, edges, None, False).astype(x.dtype)
+
+    def counted_whole(points):
+        least, most = (int(min), int(max)) if min != max else (points.min(), points.max())
+        is_single = least == most
+        least, most = least - is_single, most + is_single
+        places = jnp.minimum((points - least) * bins // (most - least), bins - 1)
+        is_inside = (points >= least) & (points <= most)
+        return jnp.zeros(bins, points.dtype).at[places].add(is_inside.astype(points.dtype), mode="drop")
 
     return engine.call_jax(counted, self)
 

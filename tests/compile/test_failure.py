@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import torch
 from fakes.small_port import SmallPort
 
 from torchport import errors, patch
@@ -191,7 +192,8 @@ def test_cuda_that_a_shipped_file_answers_for_is_refused_with_the_file_to_list(p
     assert lines[0] == (
         f"{place} asks for CUDA, and this machine has none. List torch/cuda {LISTED}, for the stage that needs it."
     )
-    assert re.fullmatch(r"  AssertionError: Torch not compiled with CUDA enabled  \(.*\)", lines[-1])
+    # The words of a PyTorch built without CUDA, and of one built with it.
+    assert re.match("  AssertionError: Torch not compiled with CUDA|  RuntimeError: Found no NVIDIA driver", lines[-1])
     port.change("configs/models/small.yaml", "denoise: []", "denoise: [torch/cuda]")
     assert carried().steps == 1
 
@@ -218,6 +220,8 @@ CUDA = {
 @pytest.mark.parametrize("what", CUDA)
 def test_cuda_that_no_shipped_file_answers_for_is_refused_with_an_entry_to_paste(port, what):
     code, target, python = CUDA[what]
+    if target == "torch.cuda:Event" and torch.backends.cuda.is_built():
+        pytest.skip("a PyTorch built with CUDA makes an event without a device: run with one built for the CPU")
     at_import(port, code)
     lines = refused(port, errors.CudaError)
     assert lines[0].startswith("site/up/model.py:5: The import of up.model asks for CUDA, and this machine has none. ")

@@ -138,7 +138,7 @@ def test_the_lists_are_those_of_the_installed_torch(patched):
     }
     listed = {name for name in lists.POLICIES if name not in lists.REFUSED.split()}
     assert listed - kernels == {"cudnn_convolution", "cudnn_convolution_transpose"} - kernels
-    assert kernels - listed == set()
+    assert kernels - listed <= {"_cudnn_rnn"}  # of PyTorch built with CUDA: called for a CUDA tensor alone
 
 
 @pytest.mark.parametrize("order", ["region inside", "environment inside"])

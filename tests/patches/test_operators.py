@@ -51,6 +51,9 @@ SAMPLES = {
     "grouped_mm": (lambda x, y, ends: functional.grouped_mm(x, y, offs=ends), *groups),
     "grouped_mm of columns": (lambda x, y, ends: functional.grouped_mm(y.mT, x.mT, offs=ends), *groups),
     "grouped_mm of sums": (lambda x, y, ends: functional.grouped_mm(x.mT, x, offs=ends), *groups),
+    # PyTorch's host counts floats alone: networks ask for the device, as this does.
+    "histc of whole numbers": (lambda x: torch.histc(x.float() if x.is_cpu else x, 4, 0, 3).float(), spots),
+    "histc of all of them": (lambda x: torch.histc(x.float() if x.is_cpu else x, 5).float(), spots),
     "addmm": (lambda base, x: torch.addmm(base, x, x, beta=0, alpha=2), nan, square),
     "addmv": (lambda base, x: torch.addmv(base[0], x, x[0], beta=0), nan, square),
     "avg_pool2d": (lambda x: functional.avg_pool2d(x, 3, **pool), image),

@@ -213,7 +213,7 @@ def test_cuda_calls_are_answered_where_there_is_no_cuda():
         pytest.skip("there is CUDA here")
     entries = patch.read(PATCHES, ["torch/cuda"])
     assert all(entry.plumbing for entry in entries)
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         torch.cuda.current_device()
     with patch.applied(entries) as ledger:
         torch.cuda.set_device(1)
@@ -229,7 +229,7 @@ def test_cuda_calls_are_answered_where_there_is_no_cuda():
         assert torch.cuda.current_stream().query()
         assert {row["state"] for row in ledger.rows()} == {"used"}
         assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         torch.cuda.current_device()
 
 

@@ -455,5 +455,9 @@ def _leave(code: int, text: str) -> NoReturn:
 def _briefly(work: Callable[[], object]) -> None:
     """Runs work in a thread, and goes on without the thread if it hangs, as at a pipe that nobody reads."""
     thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(BRIEF)
+    try:
+        thread.start()
+    except RuntimeError:  # while it ends, Python 3.12 starts no thread
+        work()
+    else:
+        thread.join(BRIEF)
