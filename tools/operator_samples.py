@@ -407,6 +407,8 @@ def _resizes(dtype: torch.dtype) -> Iterator[Sample]:
         for scores, labels in (([5], [5]), ([2, 5], [2, 5])):
             tensors = _values(*scores, dtype=dtype), torch.randint(0, 5, labels)
             yield Sample("multilabel_margin_loss", functional.multilabel_margin_loss, tensors, {"reduction": "none"})
+    for options in ({}, {"bins": 4, "min": 0, "max": 3}):  # of whole numbers, as networks ask for it on CUDA
+        yield Sample("histc", torch.histc, (torch.randint(0, 5, (9,)).to(dtype),), options)
     yield Sample("pixel_shuffle", functional.pixel_shuffle, (_values(1, 8, 2, 3, dtype=dtype), 2))
     yield Sample("pixel_unshuffle", functional.pixel_unshuffle, (_values(1, 2, 4, 6, dtype=dtype), 2))
 

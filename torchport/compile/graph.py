@@ -446,7 +446,7 @@ def holder_of_traced() -> str:
     # From the tensors outwards: their referrers, the referrers of these, and so on.
     for _ in range(LEVELS):
         known.update(map(id, (things, *things)))
-        referrers = [r for r in gc.get_referrers(*things) if id(r) not in known]
+        referrers = [r for r in holders.referrers_of(things) if id(r) not in known]
         for referrer in referrers:
             name = modules.get(id(referrer), "")
             if name and not is_of_library(name):

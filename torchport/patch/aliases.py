@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import gc
+import itertools
 import re
 import sys
 import traceback
@@ -24,7 +25,7 @@ from torchport.patch.ledger import Op, Record
 from torchport.patch.live import registry
 from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_substitutes
-from torchport.patch.live.holders import Holder, Place, Referrers, names_of, namespace, weak_references
+from torchport.patch.live.holders import Holder, Place, Referrers, names_of, namespace, referrers_of, weak_references
 from torchport.patch.live.target import Slot, function_in
 from torchport.source.parsing import SourceFile, read_source, shown
 
@@ -186,9 +187,7 @@ def expression(thing: Any) -> str | None:
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
         referrers = _referrers([item for item, _ in level])
-        owners = _referrers(
-            [holder for holders in referrers.values() for holder in holders if isinstance(holder, dict)]
-        )
+        owners = _referrers([each for each in itertools.chain(*referrers.values()) if isinstance(each, dict)])
         for item, suffix in level:
             for referrer in referrers[id(item)]:
                 owned = owners.get(id(referrer), [])
@@ -208,10 +207,9 @@ def expression(thing: Any) -> str | None:
 def _referrers(things: list[Any]) -> dict[int, list[Any]]:
     """Returns the referrers of some objects, by the object's id, from one walk through all objects of Python."""
     referrers: dict[int, list[Any]] = {id(thing): [] for thing in things}
-    for referrer in gc.get_referrers(*things) if things else ():
-        if referrer is not things:
-            for number in {id(item) for item in gc.get_referents(referrer)} & referrers.keys():
-                referrers[number].append(referrer)
+    for referrer in referrers_of(things) if things else ():
+        for number in {id(item) for item in gc.get_referents(referrer)} & referrers.keys():
+            referrers[number].append(referrer)
     return referrers
 
 

@@ -455,9 +455,8 @@ def _leave(code: int, text: str) -> NoReturn:
 def _briefly(work: Callable[[], object]) -> None:
     """Runs work in a thread, and goes on without the thread if it hangs, as at a pipe that nobody reads."""
     thread = threading.Thread(target=work, daemon=True)
-    try:
+    with contextlib.suppress(RuntimeError):
         thread.start()
-    except RuntimeError:  # while it ends, Python 3.12 starts no thread
-        work()
-    else:
         thread.join(BRIEF)
+        return
+    work()  # Python 3.12 starts no thread while it ends

@@ -355,6 +355,11 @@ DIFFERENT = {
         ("exported", "Child.method"),
         ("__qualname__", "__module__", "unwrapped"),
     ): "pickled by the target: upstream's is unpatched",
+    (
+        "replace",
+        "Whole",
+        ("dict", "attributes in its namespace"),
+    ): "Python 3.13 takes `__firstlineno__` out of a class whose `__module__` is set",
     ("any", "*", ("dict", "attributes in its namespace")): "`__signature__` stands there as long as the patch does",
     (
         "any",

@@ -127,6 +127,14 @@ def thaw() -> None:
         gc.unfreeze()
 
 
+def referrers_of(objects: list[Any]) -> list[Any]:
+    """Returns what refers to objects, without their list, and without the tuple that Python 3.13 makes of arguments."""
+    arguments = tuple(objects)
+    return [
+        referrer for referrer in gc.get_referrers(*arguments) if referrer is not objects and referrer is not arguments
+    ]
+
+
 class Referrers:
     """What the garbage collector knows about the holders of objects."""
 
@@ -139,7 +147,7 @@ class Referrers:
         self._is_own = is_own
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
         self._modules = {id(namespace(module)): module for module in modules}
-        self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
+        self._first = referrers_of(objects)
         self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
         referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
         lists = [referrers, self._first]
@@ -150,7 +158,7 @@ class Referrers:
                 return
             for referrer in frontier:
                 self._owners[id(referrer)] = []
-            referrers = gc.get_referrers(*frontier)
+            referrers = referrers_of(frontier)
             lists += [frontier, referrers, *self._owners.values()]
             # The lists of this search refer to the same objects.
             internal = {*map(id, lists), id(lists), id(self._owners)}

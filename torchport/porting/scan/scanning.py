@@ -105,12 +105,7 @@ def _read(codebase: Codebase) -> list[Site]:
         module.in_tables.clear()
         if number % _NOTED == 0:
             note(f"scan: {number} of {len(codebase.sources)} files, {sum(map(len, found.values()))} findings so far")
-    _drop_dead_ends(codebase)
-    return [site for unit in codebase.units for site in found[unit]]
-
-
-def _drop_dead_ends(codebase: Codebase) -> None:
-    """Drops the calls and reads that lead to nothing in the codebase, as most do: none of their names is defined."""
+    # Most calls and reads lead to nothing in the codebase: none of their names is defined there.
     defined = {name for module in codebase.modules.values() for name in (*module.classes, *module.units)}
     defined = {name.rpartition(".")[2] for name in defined}.union(*(m.tables for m in codebase.modules.values()))
     for unit in codebase.units:
@@ -121,6 +116,7 @@ def _drop_dead_ends(codebase: Codebase) -> None:
             or reference.chain == (unit.first,)
             or not defined.isdisjoint((*reference.chain, *reference.name.split("."), reference.attribute))
         )
+    return [site for unit in codebase.units for site in found[unit]]
 
 
 def _report(
