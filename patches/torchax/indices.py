@@ -388,12 +388,14 @@ def histc(self, bins=100, min=0, max=0):
         return _counts(wide, edges, None, False).astype(x.dtype)
 
     def counted_whole(points):
-        least, most = (int(min), int(max)) if min != max else (points.min(), points.max())
+        kind, points = points.dtype, points.astype(jnp.int64)  # the product below leaves the narrow kinds
+        has_range = min != max or not points.size
+        least, most = (int(min), int(max)) if has_range else (points.min(), points.max())
         is_single = least == most
         least, most = least - is_single, most + is_single
         places = jnp.minimum((points - least) * bins // (most - least), bins - 1)
         is_inside = (points >= least) & (points <= most)
-        return jnp.zeros(bins, points.dtype).at[places].add(is_inside.astype(points.dtype), mode="drop")
+        return jnp.zeros(bins, kind).at[places].add(is_inside.astype(kind), mode="drop")
 
     return engine.call_jax(counted, self)
 

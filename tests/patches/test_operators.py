@@ -33,6 +33,7 @@ words, shares = torch.tensor([4, 0, 1, 1, 3]), values(5)
 degree, near = torch.arange(8) % 5, torch.linspace(-1.5, 1.5, 8)
 matrix, wide_matrix = values(4, 4), values(2, 5, 3)
 groups = values(8, 4), values(3, 4, 4), torch.tensor([3, 3, 8], dtype=torch.int32)
+narrow = torch.arange(0, 250, 7, dtype=torch.uint8)
 spots = torch.tensor([[2, 0, 1], [1, 1, 2]])
 
 
@@ -54,6 +55,7 @@ SAMPLES = {
     # PyTorch's host counts floats alone: networks ask for the device, as this does.
     "histc of whole numbers": (lambda x: torch.histc(x.float() if x.is_cpu else x, 4, 0, 3).float(), spots),
     "histc of all of them": (lambda x: torch.histc(x.float() if x.is_cpu else x, 5).float(), spots),
+    "histc of a narrow kind": (lambda x: torch.histc(x.float() if x.is_cpu else x, 100, 0, 200).float(), narrow),
     "addmm": (lambda base, x: torch.addmm(base, x, x, beta=0, alpha=2), nan, square),
     "addmv": (lambda base, x: torch.addmv(base[0], x, x[0], beta=0), nan, square),
     "avg_pool2d": (lambda x: functional.avg_pool2d(x, 3, **pool), image),
