@@ -149,6 +149,11 @@ def test_a_job_that_is_missing_is_asked_for_and_a_pipeline_without_its_prefix_kn
     assert (code, out, err[-1]) == (2, [], f"Error: Missing option '--config'.{hint}")
 
 
+def test_a_wrong_model_is_said_before_its_missing_job(refused):
+    text = refused(errors.UnknownNameError, "run", "--model", "hunyun", "--prompt", "x")
+    assert text.startswith("--model hunyun: There is no model card 'hunyun' in ") and "Did you mean 'hunyuan'?" in text
+
+
 def test_a_mistake_in_a_config_is_refused_with_its_line(refused, root, tmp_path):
     text = (root / "configs" / "demo.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(text.replace("steps: 8", "steps: 8\nsteps: 9"))

@@ -221,6 +221,15 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("embedding of nothing", functional.embedding, (rows, x[0]))
     yield Sample("take_along_dim", lambda x: torch.take_along_dim(x, x.argsort(-1, stable=True), -1), (x,))
     yield Sample("repeat_interleave", torch.repeat_interleave, (x, torch.tensor([1, 2])), {"dim": 0, "output_size": 3})
+    if dtype != torch.bool and not dtype.is_complex:  # so few of so many that the host, too, sorts all that it finds
+        yield Sample("topk", lambda x: x.topk(3, sorted=False), (torch.randperm(200).to(dtype),))
+    for name, number in (("zeros", ()), ("ones", ()), ("full", (2,))):  # larger than what the engine makes on the host
+        fill = getattr(torch, name)
+        for size in [((257, 256),), (257, 256)] if name != "full" else [((257, 256),)]:
+            yield Sample(
+                name, lambda x, *args, fill=fill: fill(*args, dtype=x.dtype, device=x.device), (x, *size, *number)
+            )
+            yield Sample(name, lambda x, *args, fill=fill: fill(*args, device=x.device), (x, *size, *number))
     for dtype in (torch.uint8, torch.int32, torch.int64, torch.bool):
         yield Sample("cumsum", torch.cumsum, (torch.full((2, 3), 2**30).to(dtype), 1))
         yield Sample("cumprod", torch.cumprod, (torch.full((2, 3), 100).to(dtype), 1))
@@ -328,6 +337,7 @@ def _writes(dtype: torch.dtype) -> Iterator[Sample]:
         single += ["floor_", "ceil_", "round_", "trunc_", "reciprocal_", "erf_", "acos_", "asin_", "atan_", "frac_"]
     for name in pairs:
         yield Sample(name, getattr(torch.Tensor, name), (x.clone(), other))
+    yield Sample("copy_ of nothing", torch.Tensor.copy_, (x[:0].clone(), other[:0]))
     for name in single:
         yield Sample(name, getattr(torch.Tensor, name), (x[:1].clone(),))
     yield Sample("unsqueeze_", torch.Tensor.unsqueeze_, (x, 1))
@@ -450,6 +460,11 @@ def _products(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample("embedding", functional.embedding, (places, x), options)
     for mode in ("sum", "mean", "max"):
         yield Sample("embedding_bag", functional.embedding_bag, (places, x), {"mode": mode})
+    # Of float16, meta gives the norms, which no layer reads, another dtype than the host.
+    for dim in (0, 2) if dtype != torch.float16 else ():
+        image = _values(4, 4, 3, dtype=dtype)
+        length = _positive(*(size if each == dim else 1 for each, size in enumerate(image.shape)), dtype=dtype)
+        yield Sample("weight_norm", torch._weight_norm, (image, length, dim))
     for name in ("fft", "ifft", "rfft", "fftn", "rfftn", "fft2"):
         wide = x if dtype in (torch.float32, torch.float64) else x.float()
         for norm in (None, "ortho", "forward"):

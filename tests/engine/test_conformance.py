@@ -120,6 +120,14 @@ def test_an_unknown_operator_is_counted_and_under_strict_refused(table):
     assert caught.value.cure.startswith("Compute it with other operators, or accept it under `operators` in the card")
 
 
+def test_an_operator_in_place_is_known_by_the_other_and_else_has_its_own_reason(table):
+    table.write_text(table.read_text() + "  aten.sub_.Tensor: {dtypes: [int64], options: []}\n")
+    found = Operators()
+    found.see(aten.sub_.Tensor, (torch.ones(2), torch.ones(2)), {})
+    found.see(aten.add_.Tensor, (torch.ones(2), torch.ones(2)), {"alpha": 2})
+    assert list(found.found.values()) == [("unknown", "never sampled: float32"), ("same", "")]
+
+
 def test_a_form_of_which_some_calls_are_the_same_differs_only_there():
     passed = [form(), form(options=["alpha"]), form(options=["alpha", "empty"])]
     assert operator_table.smallest(form(options=["alpha"]), passed) == ({"alpha"}, {"float32"}, False)

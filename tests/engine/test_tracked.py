@@ -69,6 +69,7 @@ HALVES = {
     "a number": lambda x: x * 0.3,
     "softmax": lambda x: x.softmax(-1),
     "group_norm": lambda x: functional.group_norm(x, 4),
+    "weight_norm": lambda x: torch._weight_norm(x, x[:, :1].exp()),
     "addmm": lambda x: torch.addmm(x[0, :40], x, x.mT, beta=0.3, alpha=0.7),
     "conv1d": lambda x: functional.conv1d(x[None], x[:6, :80].reshape(6, 40, 2), x[0, :6]),
 }
@@ -155,6 +156,14 @@ def test_the_value_of_a_table_may_be_asked_for():
         return x[:, : lengths.max().item()].sum() + len(lengths.tolist()) + int(lengths[0]) + lengths.numpy()[1]
 
     assert traced(network).item() == network(x()).item()
+
+
+def test_a_table_is_no_tracer_to_upstream_code_that_asks():
+    def network(x):
+        masks = torch.ones(3, device=x.device), x > 0
+        return [mask for mask in masks if not isinstance(mask.jax(), jax.core.Tracer) and mask.all()]
+
+    assert [mask.tolist() for mask in traced(network)] == [[1, 1, 1]]
 
 
 def test_a_lowering_that_returns_another_shape_or_writes_nothing_is_refused():

@@ -299,6 +299,14 @@ def test_a_lazy_module_is_refused_before_its_first_call(session):
         torchport.port(torch.nn.LazyLinear(3).eval())
 
 
+def test_a_module_that_was_ported_is_used_up_and_so_are_its_parts(session):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2)).eval()
+    torchport.port(module)
+    for each, name in ((module, "0.weight"), (module[0], "weight")):
+        with pytest.raises(BadValueError, match=rf"'{name}' has no values: .*Load the module anew"):
+            torchport.port(each)
+
+
 def test_a_module_that_is_training_is_refused(block, session):
     with pytest.raises(BadValueError, match=r"training mode, where dropout is random\. Call its eval\(\) first"):
         torchport.port(block.train(), strategy=RULES, mesh=MESH)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from torchport.config.card import is_tiny
-from torchport.config.pack import DERIVED
+from torchport.config.pack import DERIVED, find_pack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
@@ -105,6 +105,8 @@ def _pipelines_job(published: str, context: click.Context, parameter: click.Para
     """Returns the value of `--config`; without a value, a pipeline's job, and other models raise; see `config`."""
     model = context.params.get("model") or ""
     if value is None and not model.startswith(DERIVED):
+        if model and not model.endswith("Pipeline"):
+            find_pack(context.params.get("paths", ())).home(model)  # a wrong name is the first error
         name = f"A pipeline has '{DERIVED}' before its name."
         hint = name if model.endswith("Pipeline") else "'--config demo' is the model's demo."
         raise click.MissingParameter(hint, ctx=context, param=parameter)

@@ -302,7 +302,8 @@ class Operators:
         state, what = state_of(form)
         name, _, overload = form.operator.rpartition(".")
         if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
-            state, what = state_of(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
+            other = state_of(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
+            state, what = (state, what) if other[0] == "unknown" else other
         stops = state == "differs" and _STOPS.match(what) is not None
         # The lowering raises an exception, which says more than ours.
         if stops:

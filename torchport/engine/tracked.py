@@ -44,7 +44,8 @@ _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "
 
 _HALVES = {torch.bfloat16, torch.float16}
 """Dtypes in which PyTorch stores values, but does not compute."""
-_IN_STEPS = {"_adaptive_avg_pool2d", "_softmax", "cumprod", "floor_divide", "native_group_norm", "softmax"}
+_IN_STEPS = {"_adaptive_avg_pool2d", "_softmax", "_weight_norm_interface", "cumprod", "floor_divide"}
+_IN_STEPS |= {"native_group_norm", "softmax"}
 """Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
 _IN_ONE_STEP = {"abs", "add", "clamp", "clone", "div", "masked_fill", "mul", "neg", "relu", "rsub", "sub", "where"}
 """Operators of tensors whose result is rounded once in any case."""
@@ -85,6 +86,7 @@ def begin_trace() -> None:
     Tensor.numpy, Tensor.tolist = _numpy, lambda tensor: _numpy(tensor).tolist()
     Tensor.__deepcopy__ = lambda tensor, copies: copies.setdefault(id(tensor), tensor.clone())
     Tensor.storage_offset = _offset
+    Tensor.jax = _concrete
     Tensor.data = property(torch.Tensor.detach, _set_data)
 
 
@@ -97,6 +99,14 @@ def _value(tensor: Any) -> Any:
         value = tensor._array = _array(tensor._shadow)
         tensor._made_in = _trace
     return value
+
+
+def _concrete(tensor: Any) -> Any:
+    """Returns a tensor as a JAX array. Known values are no tracer: transformers reads only tensors that have none."""
+    import jax
+
+    with jax.ensure_compile_time_eval() if is_known(tensor) else contextlib.nullcontext():
+        return _array(tensor._shadow) if is_known(tensor) else tensor._elem
 
 
 def _numpy(tensor: Any) -> Any:

@@ -82,7 +82,7 @@ def port(
 
 
 def _check_state(module: torch.nn.Module) -> None:
-    """Refuses a module that is ported in part, is in training mode, or has weights without shapes yet."""
+    """Refuses a module that is ported in part, is in training mode, or has weights without shapes or values."""
     if any(isinstance(each, Ported) for each in module.modules()):
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if module.training:
@@ -90,6 +90,9 @@ def _check_state(module: torch.nn.Module) -> None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if is_lazy(tensor):
             raise BadValueError("port", f"'{name}' has no shape before the first call", "Call it once in PyTorch")
+        if tensor.is_meta:
+            fact = f"'{name}' has no values: port has moved them to the devices, or they were never loaded"
+            raise BadValueError("port", fact, "Load the module anew, or call the ported one")
 
 
 def _rules(
