@@ -183,6 +183,11 @@ return x.int().prod()
 return x.norm(0)
 return torch.bucketize(x, torch.tensor([1.0, 5.0], device=x.device))
 return torch.nn.functional.one_hot(x.long(), 12)
+return (x * 100 - 300).to(torch.uint8)
+y = torch.empty(2, 6, dtype=torch.int8, device=x.device); y.copy_(x * 100); return y
+with torch.inference_mode(): return (x.int() & 6) + (x.int() | 1) - (x.int() ^ x.int()[0])
+with torch.inference_mode(): return x.clone().chunk(2, 1)[0].add_(1) * x[:, :3]
+return torch.nn.functional.grid_sample(x.view(1, 1, 3, 4), x.view(1, 2, 3, 2), "nearest", "reflection", False)
 """
 
 

@@ -75,6 +75,11 @@ def keeps_a_table(m, x):
     return x + m.tables[len(x)][:, None]
 
 
+def moves_to_the_end(m, x):
+    m.n.move_to_end("a" if next(iter(m.n)) == "a" else "b")
+    return x * next(iter(m.n.values()))
+
+
 def appends(m, x):
     m.parts.append(x)
     return sum(m.parts)
@@ -233,6 +238,7 @@ CASES = {
     "a module in a plain list": (lambda m, x: m.parts[0](x), {"parts": [Total()]}, 2),
     "a dict and a counter": (in_items, {"items": Items(), "words": collections.Counter()}, 4),
     "a list in itself": (in_a_circle, {"circle": ([],)}, 4),
+    "the order of keys": (moves_to_the_end, {"n": collections.OrderedDict(a=1, b=2)}, 2),
     "a set and an object that go and come": (to_and_fro, {"seen": set(), "made": None}, 2),
     "objects in a set": (adds_to_objects, {"objects": {Slots()}, "sums": set()}, 4),
     "objects as keys": (adds_to_objects, {"objects": {Slots(): 1}, "sums": set()}, 4),
@@ -700,6 +706,7 @@ def test_data_of_a_tensor_is_exchanged(x, session):
         lambda norm: setattr(norm, "running_mean", torch.ones(3)),
         lambda norm: setattr(norm, "weight", torch.nn.Parameter(torch.ones(3))),
         lambda norm: torch.nn.init.ones_(norm.weight),
+        lambda norm: norm.add_module("adapter", torch.nn.Linear(3, 3)),
     ],
 )
 def test_a_weight_that_is_set_outside_of_the_port_is_refused(change, x, session):
@@ -708,10 +715,48 @@ def test_a_weight_that_is_set_outside_of_the_port_is_refused(change, x, session)
     ported = torchport.port(module, strategy={**RULES, "weights": RULES["inputs"]})
     ported(x)
     change(norm)
-    with pytest.raises(BadValueError, match=r"'\w+' is on the devices\. Set it before port, or port the module"):
+    with pytest.raises(BadValueError, match=r"'[\w.]+' is on the devices\. Set it before port, or port the module"):
         ported(x)
     with pytest.raises(BadValueError, match="A part of the module is ported already"):
         torchport.port(Module(None, part=ported).eval(), strategy=RULES)
+
+
+def test_a_layer_that_takes_the_place_of_another_is_refused(x, session):
+    layers = torch.nn.ModuleList([torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)])
+    ported = torchport.port(Module(lambda m, x: m.layers[0](x), layers=layers).eval())
+    ported(x)
+    for new in (torch.nn.BatchNorm1d(3).eval(), layers[1]):
+        layers[0] = new
+        with pytest.raises(BadValueError, match=r"'layers\.0\.weight' is on the devices\. Set it before port"):
+            ported(x)
+    with pytest.raises(BadValueError, match=r"'layers\.0\.weight' is on the devices"):
+        ported.load_state_dict(ported.state_dict())
+
+
+def test_the_state_dict_has_the_names_that_it_has_in_pytorch(x, session):
+    module = Module(lambda m, x: m.second(x) * m.table, first=torch.nn.Linear(3, 3), second=torch.nn.Linear(3, 3))
+    module.second.weight = module.first.weight
+    module.register_buffer("table", torch.ones(3), persistent=False)
+    expected = module.state_dict()
+    got = torchport.port(module.eval()).state_dict()
+    assert [*got] == [*expected] and all(torch.equal(got[name], expected[name]) for name in expected)
+    module = Module(lambda m, x: x * m.table)
+    module.register_buffer("table", torch.ones(3), persistent=False)
+    assert torchport.port(module.eval()).state_dict() == {}
+
+
+class Doubled(torch.Tensor):
+    """A tensor whose operators are others than PyTorch's."""
+
+
+def test_tensors_of_other_classes_are_refused(x, session):
+    ported = torchport.port(Module(lambda m, x: x * 2).eval())
+    with pytest.raises(BadValueError, match="is of the class Doubled, whose operators no program calls"):
+        ported(x.as_subclass(Doubled))
+    layer = torch.nn.Linear(3, 3)
+    layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Doubled))
+    with pytest.raises(BadValueError, match="'weight' is of the class Doubled"):
+        torchport.port(layer.eval())
 
 
 class Keywords(torch.nn.Module):

@@ -203,7 +203,7 @@ def parts(thing: Any) -> dict[Part, Any]:
     elif isinstance(thing, list | collections.deque):
         result = {("item", number): value for number, value in enumerate(thing)}
     elif isinstance(thing, dict):
-        items = dict.items(thing)
+        items = (collections.OrderedDict if isinstance(thing, collections.OrderedDict) else dict).items(thing)
         # A key with a tensor or an object in it is a part's value, not its name, so that the key gets a term, too.
         is_plain = {*map(type, dict.keys(thing))} <= _CONSTANTS or all(_is_simple(key) for key, _ in items)
         result = {("item", key): value for key, value in items} if is_plain else {("pairs", ""): (*items,)}

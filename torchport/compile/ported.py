@@ -94,11 +94,19 @@ class Ported(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights and buffers by name, gathered on the host; those of stacked blocks are stacked."""
-        weights, on_host = self.compiled.weights, self.original.state_dict()
-        on_host = {name: x for name, x in on_host.items() if name in weights or not getattr(x, "is_meta", False)}
-        return {
-            name: shard.to_torch(weights[name]) if name in weights else on_host[name] for name in on_host or weights
-        }
+        weights, module = self.compiled.weights, self.original
+        on_host = module.state_dict(keep_vars=True)
+        # A layer may have several names; `weights` has the first. The names of stacked weights are not the module's.
+        firsts = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+        names = {name: firsts.get(id(x), name) for name, x in on_host.items()}
+        names |= {name: name for name in weights if name not in firsts.values()}
+        host = {name: shard.to_torch(weights[name]) for name in {*names.values()} if name in weights}
+        host |= {n: x for n, x in on_host.items() if n not in host and not getattr(x, "is_meta", False)}
+        return {name: host[first] for name, first in names.items() if first in host}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Refuses new weights with a BadValueError."""
+        self._state.refuse(next(iter(state_dict), "weights"))
 
     def train(self, mode: bool = True) -> Ported:
         """Returns the module, which is in evaluation mode; refuses training mode with a BadValueError."""

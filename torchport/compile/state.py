@@ -130,6 +130,12 @@ class State:
             for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if tensor is not None
         }
+        self._keys = {
+            f"{prefix}.{name}".lstrip("."): (id(part), name)
+            for prefix, part in module.named_modules()
+            for name in (*part._parameters, *part._buffers)
+            if (id(part), name) in self._owned
+        }
         self.kept: set[tuple[Opaque, Part]] = set()  # module and attribute to which a call has bound an output
         self.made = WeakIdKeyDictionary()  # outputs that calls have left in objects: inputs of later calls
         self.lent: dict[str, tuple[torch.nn.Parameter, int]] = {}  # weights that calls return, and counts of writes
@@ -153,11 +159,15 @@ class State:
         self.weights = {id(tensor): name for name, (tensor, _) in self.lent.items()}
         for prefix, part in self.module.named_modules():
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                known = self._owned.get((id(part), name))
+                known, path = self._owned.get((id(part), name)), f"{prefix}.{name}".lstrip(".")
                 if known is not None and (known[0] is not tensor or known[1] != tensor._version):
                     self.refuse(name)
+                # A module that is set after port, or under another name.
+                is_new = known is None and isinstance(tensor, torch.nn.Parameter)
+                if is_new or self._keys.get(path, (id(part), name)) != (id(part), name):
+                    self.refuse(path)
                 if known is not None:
-                    self.weights.setdefault(id(tensor), f"{prefix}.{name}".lstrip("."))
+                    self.weights.setdefault(id(tensor), path)
         for name, (tensor, version) in self.lent.items():
             if tensor._version != version:
                 self.refuse(name)
@@ -490,11 +500,16 @@ class _Survey:
         return self.tensors[id(tensor)]
 
     def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
-        """Adds a tensor to the inputs under a name of its own, and returns its reference; refuses a sparse tensor."""
+        """Adds a tensor to the inputs under a name of its own, and returns its reference; refuses a sparse tensor or
+        a subclass.
+        """
         snapshot = self.snapshot
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"
             raise BadValueError(self.state.place, fact, "Pass it as to_dense()", name=name)
+        if not is_plain(tensor):
+            fact = f"'{name}' is of the class {type(tensor).__name__}, whose operators no program calls"
+            raise BadValueError(self.state.place, fact, "Pass it as as_subclass(torch.Tensor)", name=name)
         self.state.check_attributes(tensor)
         while snapshot.inputs.get(name, tensor) is not tensor:
             name += "'"
@@ -576,6 +591,11 @@ def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ..
                 start = tensor.storage_offset() - whole.storage_offset()
                 views[number] = base, (tensor.shape, tensor.stride(), start)
     return views
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is no tensor, or is of no class beside PyTorch's own, whose operators may be others."""
+    return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:

@@ -44,6 +44,8 @@ _ONE_DTYPE = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "matmul", "
 
 _HALVES = {torch.bfloat16, torch.float16}
 """Dtypes in which PyTorch stores values, but does not compute."""
+_NARROW = {torch.uint8, torch.int8, torch.int16}
+"""Dtypes to which PyTorch casts floats so that they wrap around, and JAX so that they saturate."""
 _IN_STEPS = {"_adaptive_avg_pool2d", "_softmax", "_weight_norm_interface", "cumprod", "floor_divide"}
 _IN_STEPS |= {"native_group_norm", "softmax"}
 """Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
@@ -222,8 +224,8 @@ class Dispatch:
         is_patched = getattr(self.environment._ops.get(function), "is_user_defined", False)
         if returning and not is_patched:
             return self._call_with_out(function, returning, args, kwargs)
-        # Below autograd PyTorch does not decompose these.
-        if is_aten and self._is_composite(function):
+        # Below autograd and in inference mode PyTorch does not decompose these.
+        if is_aten and not is_patched and function._can_decompose():
             with self.environment._dispatch_mode:
                 return function.decompose(*args, **kwargs)
         # A lowering may write what PyTorch refuses: torchax's attention adds a mask of 4 dims to a bias of 2.
@@ -241,14 +243,6 @@ class Dispatch:
         if not _is_engine_device(device):
             return False
         return not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
-
-    def _is_composite(self, function: Any) -> bool:
-        """Returns whether an operator has no lowering, and PyTorch can decompose it into others."""
-        try:
-            self.environment._get_op_or_decomp(function)
-        except self.not_found:
-            return bool(function._can_decompose())
-        return False
 
     def _traced(self, tree: Any) -> list[Any]:
         """Returns the traced tensors in a tree, such as an operator's arguments; those of the host are left out."""
@@ -360,6 +354,7 @@ class Dispatch:
             _check_overlap(written, traced)
         answer = self._ask_pytorch(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.with_values, (args, kwargs))
+        args = self._wrapping(function, args, kwargs)
         if not self.lowering and _name(function) in _ONE_DTYPE and len({tensor.dtype for tensor in traced}) > 1:
             dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in traced)
             raise RuntimeError(f"expected tensors of one dtype, and {_name(function)} gets {dtypes}")
@@ -431,6 +426,18 @@ class Dispatch:
 
         with _plain():
             return pytree.tree_map_only(self.type, cast, (args, kwargs))
+
+    def _wrapping(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of a cast of floats to integers of 8 or 16 bits with int64 in place of the floats. So
+        340.0 becomes 84 in uint8, as in PyTorch; JAX makes 255 of it.
+        """
+        number = {"_to_copy": 0, "copy_": 1}.get(_name(function))
+        source = args[number] if number is not None else None
+        if source is None or not source.is_floating_point() or kwargs.get("dtype", args[0].dtype) not in _NARROW:
+            return args
+        with _plain():
+            whole = self._with_shadow(function, source, source._shadow.long())
+        return *args[:number], whole, *args[number + 1 :]
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
         """Calls an operator on the host with zeros, and raises PyTorch's error if the dtypes are not supported."""
@@ -512,7 +519,7 @@ class Dispatch:
 
     def tensor(self, value: Any, shadow: torch.Tensor) -> Any:
         """Returns a traced tensor with a value and a shadow."""
-        with _plain():
+        with _plain(), torch.inference_mode(False):
             tensor = torch.Tensor._make_wrapper_subclass(
                 self.type, shadow.shape, shadow.stride(), shadow.storage_offset(), dtype=shadow.dtype, device=_META
             )

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torchport import load, shard
 from torchport.compile import failure, rules
 from torchport.compile.ported import Ported
+from torchport.compile.state import is_plain
 from torchport.config import Document, Frozen, validated
 from torchport.config.card import Card, Implementation
 from torchport.config.strategy import Axis, Rule
@@ -82,7 +83,7 @@ def port(
 
 
 def _check_state(module: torch.nn.Module) -> None:
-    """Refuses a module that is ported in part, is in training mode, or has weights without shapes or values."""
+    """Refuses a module that is ported in part, is in training mode, or has weights without shapes or values, or of a subclass."""
     if any(isinstance(each, Ported) for each in module.modules()):
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if module.training:
@@ -90,7 +91,10 @@ def _check_state(module: torch.nn.Module) -> None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if is_lazy(tensor):
             raise BadValueError("port", f"'{name}' has no shape before the first call", "Call it once in PyTorch")
-        if tensor.is_meta:
+        if not is_plain(tensor):
+            fact = f"'{name}' is of the class {type(tensor).__name__}, whose operators no program calls"
+            raise BadValueError("port", fact, "Convert it to a tensor of PyTorch's own")
+        if getattr(tensor, "is_meta", False):
             fact = f"'{name}' has no values: port has moved them to the devices, or they were never loaded"
             raise BadValueError("port", fact, "Load the module anew, or call the ported one")
 
