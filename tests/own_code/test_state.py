@@ -745,6 +745,41 @@ def test_the_state_dict_has_the_names_that_it_has_in_pytorch(x, session):
     assert torchport.port(module.eval()).state_dict() == {}
 
 
+FACTOR = torch.ones(3)
+LAZY: dict[int, torch.Tensor] = {}
+
+
+class Outside(torch.nn.Module):
+    """It reads a global, a global table that it fills, and attributes of its class, of which it changes two."""
+
+    tables = [torch.ones(3)]
+    scale = 2
+    calls = torch.zeros(())
+
+    def forward(self, x):
+        LAZY.setdefault(len(x), torch.ones(len(x), 1))
+        Outside.calls += 1
+        return (
+            x * FACTOR.to(x.device) * self.tables[0].to(x.device) * LAZY[len(x)].to(x.device) * self.scale * self.calls
+        )
+
+
+def test_what_is_set_in_a_class_or_a_global_between_calls_counts(x, session):
+    ported = torchport.port(Outside().eval())
+    expected = 2.0
+    for number, change in enumerate(
+        (
+            lambda: None,
+            lambda: FACTOR.mul_(2),
+            lambda: Outside.tables.__setitem__(0, Outside.tables[0] * 2),
+            lambda: setattr(Outside, "scale", 4),
+            lambda: LAZY[2].mul_(2),
+        )
+    ):
+        change()
+        assert torch.equal(ported(x), x * expected * 2**number * (number + 1)), number
+
+
 class Doubled(torch.Tensor):
     """A tensor whose operators are others than PyTorch's."""
 

@@ -58,6 +58,7 @@ class Ported(torch.nn.Module):
         self.owners = owners
         self.signature = inspect.signature(module.forward)
         self._effects: dict[Any, state.Effects] = {}
+        self._outside: dict[Any, list[dict[Any, Any]]] = {}
         self._memory = {
             name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
         }
@@ -134,7 +135,11 @@ class Ported(torch.nn.Module):
         snapshot = self._state.snapshot_before(bound, unnamed)
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         # The key of the program, beside the shapes of its inputs. Hooks see which arguments are keywords.
-        call = self._state.program_number(snapshot), tuple(regions), (*kwargs,), given_names
+        call: Any = self._state.program_number(snapshot), tuple(regions), (*kwargs,), given_names
+        # And what is read outside of the snapshot: a program is for one state of it.
+        outside, known = self._state.outside(snapshot), self._outside.setdefault(call, [])
+        numbers = (n for n, marks in enumerate(known) if marks.items() <= outside.items())
+        call = *call, next(numbers, len(known))
         is_new = call not in self._effects
         token = _traced_call.set(snapshot)
         try:
@@ -154,6 +159,7 @@ class Ported(torch.nn.Module):
         effects = self._effects[call]
         if is_new:
             effects = self._effects[call] = effects._replace(holder=graph.holder_of_traced())
+            known.append({**self._state.outside(snapshot), **outside})
         if effects.holder:
             fact = f"It leaves a tensor in {effects.holder}, where torchport does not follow it"
             remedy = "Return it, or keep it in an attribute of the module, in a list, a dict or an object"
@@ -224,7 +230,7 @@ class Ported(torch.nn.Module):
                 if self._shares_no_memory(name) and self._memory[name] not in shared:
                     writable.append(buffer)
             engine.freeze(writable, "")
-            args, kwargs = self._as_passed(arguments, *call[2:])
+            args, kwargs = self._as_passed(arguments, *call[2:4])
             returned = module(*args, **kwargs)
             for number, (tensor, form) in enumerate(zip(tensors, forms, strict=True)):
                 if (tensor.shape, tensor.stride()) != form:

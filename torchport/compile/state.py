@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from torchport.errors import BadValueError
 
 SMALL = 2**14
 """Bytes of the largest table whose values are compared; of a larger one identity and PyTorch's count of writes are."""
+MOST = 1000
+"""Items of the longest list or dict of a class or a file that is looked through for tensors."""
 OF_MODULE = "(state)."
 """The prefix of an input's name if it is no argument, but kept by the module; no parameter has it."""
 _BESIDE = "Keep it beside the tensor, in an object or a dict"
@@ -180,6 +183,26 @@ class State:
         except RecursionError as error:
             fact = "What a call reaches has tuples in tuples, deeper than Python can follow"
             raise BadValueError(self.place, fact, "Keep a flat list, or an object for each level") from error
+
+    def outside(self, snapshot: Snapshot) -> dict[Any, Any]:
+        """Returns marks of what a forward may read where a snapshot does not look: data attributes of the submodules'
+        classes, and tensors that are globals of the files of classes and functions. Large lists and dicts do not count.
+        """
+        kinds = {cls for kind in {*map(type, self.module.modules())} for cls in kind.__mro__}
+        classes = [cls for cls in kinds if not graph.is_of_library(cls.__module__)]
+        functions = [node.thing for node in snapshot.nodes if isinstance(node.thing, types.FunctionType)]
+        files = {thing.__module__ for thing in (*classes, *functions)} & sys.modules.keys()
+        marks: dict[Any, Any] = {}
+        for holder in (*classes, *map(sys.modules.__getitem__, files)):
+            for name, value in [*vars(holder).items()]:
+                inner = dict(enumerate(value)) if isinstance(value, list) else value
+                inner = inner if isinstance(inner, dict) and len(inner) <= MOST else {"": value}
+                for key, each in inner.items():
+                    if isinstance(each, torch.Tensor) and not engine.is_traced(each):
+                        marks[Opaque(holder), name, Opaque(key)] = _mark(each)
+                    elif each is value and holder in kinds and (term := graph.constant(value)) is not None:
+                        marks[Opaque(holder), name, ""] = term
+        return marks
 
     def check_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Returns the attributes that upstream or the user has set on a tensor; refuses values other than constants."""
