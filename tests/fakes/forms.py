@@ -186,6 +186,8 @@ return torch.nn.functional.one_hot(x.long(), 12)
 return (x * 100 - 300).to(torch.uint8)
 y = torch.empty(2, 6, dtype=torch.int8, device=x.device); y.copy_(x * 100); return y
 with torch.inference_mode(): return (x.int() & 6) + (x.int() | 1) - (x.int() ^ x.int()[0])
+return (x.half() / 0).nan_to_num() * 0.5 + (x.bfloat16() / 0).nan_to_num(posinf=0.3)
+y = x.clone(); with torch.inference_mode(): torch.nn.functional.dropout(y, 0.5, False).add_(1); return y
 with torch.inference_mode(): return x.clone().chunk(2, 1)[0].add_(1) * x[:, :3]
 return torch.nn.functional.grid_sample(x.view(1, 1, 3, 4), x.view(1, 2, 3, 2), "nearest", "reflection", False)
 """

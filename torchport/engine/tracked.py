@@ -51,7 +51,7 @@ _IN_STEPS |= {"native_group_norm", "softmax"}
 """Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
 _IN_ONE_STEP = {"abs", "add", "clamp", "clone", "div", "masked_fill", "mul", "neg", "relu", "rsub", "sub", "where"}
 """Operators of tensors whose result is rounded once in any case."""
-_OF_ITS_DTYPE = {"fmod", "hardshrink", "nextafter", "pow", "remainder", "softshrink", "threshold"}
+_OF_ITS_DTYPE = {"fmod", "hardshrink", "nan_to_num", "nextafter", "pow", "remainder", "softshrink", "threshold"}
 """Operators whose numbers PyTorch rounds, too."""
 
 _NO_DTYPE = re.compile("only support|not supported for")
@@ -61,6 +61,7 @@ _OF_ENGINE = {"_env", "_array", "_shadow", "_memory", "_path", "_whole", "_cast"
 """Attributes of a traced tensor that are the engine's; all others are upstream's."""
 
 _META = torch.device("meta")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _UNKNOWN = object()
 _trace = 0
 """The number of the trace that began last."""
@@ -225,9 +226,9 @@ class Dispatch:
         if returning and not is_patched:
             return self._call_with_out(function, returning, args, kwargs)
         # Below autograd and in inference mode PyTorch does not decompose these.
-        if is_aten and not is_patched and function._can_decompose():
+        if is_aten and not is_patched and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
             with self.environment._dispatch_mode:
-                return function.decompose(*args, **kwargs)
+                return function._op_dk(_COMPOSITE, *args, **kwargs)  # not `decompose`: PyTorch has others for compilers
         # A lowering may write what PyTorch refuses: torchax's attention adds a mask of 4 dims to a bias of 2.
         lowering_writes = self.lowering and _written(function, args, kwargs)
         has_values = all(is_known(tensor) for tensor in traced) and not lowering_writes
