@@ -29,7 +29,8 @@ def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)
 
     # What was widened is read as it was: XLA would write the wide copy to memory.
     x = engine.narrow(input)
-    return engine.call_kernel(layer_norm, x, normalized_shape, weight, bias, eps, x.dtype != input.dtype)
+    call = engine.call_jax if input.element_size() == 8 else engine.call_kernel  # a kernel has no float64
+    return call(layer_norm, x, normalized_shape, weight, bias, eps, x.dtype != input.dtype)
 
 
 def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps, in_float32=False):

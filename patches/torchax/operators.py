@@ -493,6 +493,14 @@ def glu(self, dim=-1):
     return engine.call_jax(halves, self)
 
 
+def logit(self, eps=None):
+    """Returns the logarithm of x / (1 - x); with `eps`, of x between `eps` and `1 - eps`."""
+    import jax.numpy as jnp
+
+    between = self if eps is None else torch.clamp(self, eps, 1 - eps)
+    return engine.call_jax(lambda x: jnp.log(x / (1 - x)), between)
+
+
 def exp2(self):
     """Returns 2 to the power of each value, computed in float32 or wider."""
     import jax.numpy as jnp

@@ -98,6 +98,8 @@ SAMPLES = {
     "bilinear antialias": (lambda x: functional.interpolate(x, (3, 8), mode="bilinear", antialias=True), image),
     "bicubic antialias": (lambda x: functional.interpolate(x, (4, 7), mode="bicubic", antialias=True), image),
     "glu": (functional.glu, values(4, 6).bfloat16()),
+    "logit of float64": (lambda x: x.sigmoid().logit() - x.sigmoid().logit(0.3), square.double()),
+    "layer_norm of float64": (lambda x: functional.layer_norm(x, (3,)), square.double()),
     "exp2": (torch.exp2, values(50).bfloat16()),
     "fmod": (torch.fmod, values(50).bfloat16(), values(50).bfloat16()),
     "index_reduce": (lambda x, n: x.index_reduce(0, n, x, "mean"), square, bag),
