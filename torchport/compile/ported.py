@@ -101,9 +101,9 @@ class Ported(torch.nn.Module):
         firsts = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
         names = {name: firsts.get(id(x), name) for name, x in on_host.items()}
         names |= {name: name for name in weights if name not in firsts.values()}
-        host = {name: shard.to_torch(weights[name]) for name in {*names.values()} if name in weights}
-        host |= {n: x for n, x in on_host.items() if n not in host and not getattr(x, "is_meta", False)}
-        return {name: host[first] for name, first in names.items() if first in host}
+        values = {n: x for n, x in on_host.items() if not getattr(x, "is_meta", False)}
+        values |= {name: shard.to_torch(weights[name]) for name in {*names.values()} & weights.keys()}
+        return {name: values[first] for name, first in names.items() if first in values}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Refuses new weights with a BadValueError."""

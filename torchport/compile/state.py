@@ -25,8 +25,6 @@ from torchport.errors import BadValueError
 
 SMALL = 2**14
 """Bytes of the largest table whose values are compared; of a larger one identity and PyTorch's count of writes are."""
-MOST = 1000
-"""Items of the longest list or dict of a class or a file that is looked through for tensors."""
 OF_MODULE = "(state)."
 """The prefix of an input's name if it is no argument, but kept by the module; no parameter has it."""
 _BESIDE = "Keep it beside the tensor, in an object or a dict"
@@ -137,7 +135,6 @@ class State:
             f"{prefix}.{name}".lstrip("."): (id(part), name)
             for prefix, part in module.named_modules()
             for name in (*part._parameters, *part._buffers)
-            if (id(part), name) in self._owned
         }
         self.kept: set[tuple[Opaque, Part]] = set()  # module and attribute to which a call has bound an output
         self.made = WeakIdKeyDictionary()  # outputs that calls have left in objects: inputs of later calls
@@ -188,19 +185,19 @@ class State:
         """Returns marks of what a forward may read where a snapshot does not look: data attributes of the submodules'
         classes, and tensors that are globals of the files of classes and functions. Large lists and dicts do not count.
         """
-        kinds = {cls for kind in {*map(type, self.module.modules())} for cls in kind.__mro__}
-        classes = [cls for cls in kinds if not graph.is_of_library(cls.__module__)]
-        functions = [node.thing for node in snapshot.nodes if isinstance(node.thing, types.FunctionType)]
-        files = {thing.__module__ for thing in (*classes, *functions)} & sys.modules.keys()
+        code: set[Any] = {cls for kind in {*map(type, self.module.modules())} for cls in kind.__mro__}
+        code |= {node.thing for node in snapshot.nodes if isinstance(node.thing, types.FunctionType)}
+        code = {thing for thing in code if not graph.is_of_library(thing.__module__)}
+        files = {thing.__module__ for thing in code} & sys.modules.keys()
         marks: dict[Any, Any] = {}
-        for holder in (*classes, *map(sys.modules.__getitem__, files)):
+        for holder in (*(x for x in code if isinstance(x, type)), *map(sys.modules.__getitem__, files)):
             for name, value in [*vars(holder).items()]:
                 inner = dict(enumerate(value)) if isinstance(value, list) else value
-                inner = inner if isinstance(inner, dict) and len(inner) <= MOST else {"": value}
+                inner = inner if isinstance(inner, dict) and len(inner) <= graph.LONG else {"": value}
                 for key, each in inner.items():
                     if isinstance(each, torch.Tensor) and not engine.is_traced(each):
                         marks[Opaque(holder), name, Opaque(key)] = _mark(each)
-                    elif each is value and holder in kinds and (term := graph.constant(value)) is not None:
+                    elif each is value and isinstance(holder, type) and (term := graph.constant(value)) is not None:
                         marks[Opaque(holder), name, ""] = term
         return marks
 

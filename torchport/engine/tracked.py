@@ -432,12 +432,12 @@ class Dispatch:
         """Returns the arguments of a cast of floats to integers of 8 or 16 bits with int64 in place of the floats. So
         340.0 becomes 84 in uint8, as in PyTorch; JAX makes 255 of it.
         """
-        number = {"_to_copy": 0, "copy_": 1}.get(_name(function))
-        source = args[number] if number is not None else None
-        if source is None or not source.is_floating_point() or kwargs.get("dtype", args[0].dtype) not in _NARROW:
+        if _name(function) not in ("_to_copy", "copy_") or kwargs.get("dtype", args[0].dtype) not in _NARROW:
             return args
+        number = int(_name(function) == "copy_")
         with _plain():
-            whole = self._with_shadow(function, source, source._shadow.long())
+            source, shadow = args[number], args[number]._shadow
+            whole = self._with_shadow(function, source, shadow.long()) if shadow.is_floating_point() else source
         return *args[:number], whole, *args[number + 1 :]
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
