@@ -83,7 +83,7 @@ def port(
 
 
 def _check_state(module: torch.nn.Module) -> None:
-    """Refuses a module that is ported in part, is in training mode, or has weights without shapes or values, or of a subclass."""
+    """Refuses a module that is ported in part, is training, or has weights without shapes or values, or of a subclass."""
     if any(isinstance(each, Ported) for each in module.modules()):
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if module.training:
