@@ -307,6 +307,13 @@ def test_a_module_that_was_ported_is_used_up_and_so_are_its_parts(session):
             torchport.port(each)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_part_that_is_torchscript_is_refused(session):
+    module = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(3, 3), torch.ones(2, 3)))
+    with pytest.raises(BadValueError, match="A part of the module is TorchScript"):
+        torchport.port(module.eval())
+
+
 def test_a_module_that_is_training_is_refused(block, session):
     with pytest.raises(BadValueError, match=r"training mode, where dropout is random\. Call its eval\(\) first"):
         torchport.port(block.train(), strategy=RULES, mesh=MESH)

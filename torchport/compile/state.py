@@ -527,9 +527,7 @@ class _Survey:
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"
             raise BadValueError(self.state.place, fact, "Pass it as to_dense()", name=name)
-        if not is_plain(tensor):
-            fact = f"'{name}' is of the class {type(tensor).__name__}, whose operators no program calls"
-            raise BadValueError(self.state.place, fact, "Pass it as as_subclass(torch.Tensor)", name=name)
+        check_class(self.state.place, name, tensor)
         self.state.check_attributes(tensor)
         while snapshot.inputs.get(name, tensor) is not tensor:
             name += "'"
@@ -613,9 +611,11 @@ def _views(inputs: Sequence[torch.Tensor]) -> dict[int, tuple[int, tuple[Any, ..
     return views
 
 
-def is_plain(value: Any) -> bool:
-    """Returns whether a value is no tensor, or is of no class beside PyTorch's own, whose operators may be others."""
-    return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+def check_class(place: str, name: str, value: Any) -> None:
+    """Refuses a tensor of a subclass, whose operators may be others than PyTorch's."""
+    if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        fact = f"'{name}' is of the class {type(value).__name__}, whose operators no program calls"
+        raise BadValueError(place, fact, "Pass it as as_subclass(torch.Tensor)", name=name)
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:

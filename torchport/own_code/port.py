@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torchport import load, shard
 from torchport.compile import failure, rules
 from torchport.compile.ported import Ported
-from torchport.compile.state import is_plain
+from torchport.compile.state import check_class
 from torchport.config import Document, Frozen, validated
 from torchport.config.card import Card, Implementation
 from torchport.config.strategy import Axis, Rule
@@ -83,17 +83,17 @@ def port(
 
 
 def _check_state(module: torch.nn.Module) -> None:
-    """Refuses a module that is ported in part, is training, or has weights without shapes or values, or of a subclass."""
+    """Refuses a module with parts that are ported or scripted, in training mode, or with weights of odd kinds."""
     if any(isinstance(each, Ported) for each in module.modules()):
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
+    if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+        raise BadValueError("port", "A part of the module is TorchScript", "Port the module that it was made of")
     if module.training:
         raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
     for name, tensor in module.state_dict(keep_vars=True).items():
         if is_lazy(tensor):
             raise BadValueError("port", f"'{name}' has no shape before the first call", "Call it once in PyTorch")
-        if not is_plain(tensor):
-            fact = f"'{name}' is of the class {type(tensor).__name__}, whose operators no program calls"
-            raise BadValueError("port", fact, "Convert it to a tensor of PyTorch's own")
+        check_class("port", name, tensor)
         if getattr(tensor, "is_meta", False):
             fact = f"'{name}' has no values: port has moved them to the devices, or they were never loaded"
             raise BadValueError("port", fact, "Load the module anew, or call the ported one")
