@@ -10,7 +10,7 @@ from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError
 from torchport.stages.family import Settings
 from torchport.stages.replay import First
-from torchport.stages.upstream_pipeline import UpstreamPipeline, asked_steps, taken_steps
+from torchport.stages.upstream_pipeline import PipelineInputs, UpstreamPipeline, asked_steps, taken_steps
 
 SETTINGS = Settings(
     prompt="A cat",
@@ -95,7 +95,7 @@ def test_latents_are_any_tensor_and_nothing_else(latents):
 
     def called():
         vae = torch.nn.Identity()
-        return pipeline.called(parts, settings, {"prompt_embeds": torch.zeros(1)}, loop, {}, vae, {}, is_latent=True)
+        return pipeline.called(PipelineInputs(parts, settings, {"prompt_embeds": torch.zeros(1)}, loop, vae, {}))
 
     if isinstance(latents, torch.Tensor):
         assert called()[0] is latents

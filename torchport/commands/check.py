@@ -112,28 +112,32 @@ def report_of(
     """Returns the findings for `upstream` or `upstream/file` names; without names, for the packs of --path."""
     pack, report = find_pack(paths), Report()
     checkout = None if upstream_path is None else checkout_folder(upstream_path)
-    names, models = list(names), [] if model is None else [model]
+    models = [] if model is None else [model]
     if models or not names:
         report.extend(static_check.check_cards(pack, models))
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
-    if models:  # a name that the pack lacks is a finding of the card already
-        known = patch.upstreams(pack.folders)
-        listed = dict.fromkeys(name for stage in stage_patches(pack, cards) for name in stage.names)
-        names += [name for name in listed if name.partition("/")[0] in known]
-    if models and not names:  # the card cannot be read
-        return report
-    chosen = None if names else tuple(lower.patches for lower in pack.checked)
-    names = names or static_check.upstreams_with_patches([lower.patches for lower in pack.checked])
-    if not names:  # a pack of cards alone; without names, all patches would be checked
+    if models:
+        names = [*names, *_names_of_stages(pack, stage_patches(pack, cards))]
+    chosen: tuple[Path, ...] | None = None
+    if not names and not models:
+        chosen = tuple(lower.patches for lower in pack.checked)
+        names = static_check.upstreams_with_patches(chosen)
+    # A card that cannot be read, or a pack of cards alone. Without names, all patches would be checked.
+    if not names:
         return report
     if static:
         report.extend(static_check.check(pack.folders, names, checkout, chosen))
         return report
-    count_calls = None
-    if model is not None:
-        count_calls = functools.partial(_not_called_by, pack, model, upstream_path)
+    count_calls = None if model is None else functools.partial(_not_called_by, pack, model, upstream_path)
     report.extend(check(pack.folders, names, checkout, count_calls, stage_patches(pack, cards), chosen))
     return report
+
+
+def _names_of_stages(pack: Pack, stages: Iterable[StagePatches]) -> list[str]:
+    """Returns the names of stages' patches; a name that the pack lacks is a finding of the card already."""
+    known = patch.upstreams(pack.folders)
+    names = dict.fromkeys(name for stage in stages for name in stage.names)
+    return [name for name in names if name.partition("/")[0] in known]
 
 
 def stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:

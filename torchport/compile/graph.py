@@ -448,22 +448,34 @@ def holder_of_traced() -> str:
         known.update(map(id, (things, *things)))
         referrers = [r for r in holders.referrers_of(things) if id(r) not in known]
         for referrer in referrers:
-            name = modules.get(id(referrer), "")
-            if name and not is_of_library(name):
-                names = (key for key, value in referrer.items() if any(value is thing for thing in things))
-                return f"'{next(names, '')}' of the module '{name}'"
-            if isinstance(referrer, type) and not is_of_library(referrer.__module__):
-                return f"the class '{referrer.__qualname__}'"
-        # Frames, classes and objects of libraries are not followed, but for what carries values, such as a list.
-        things = [
-            referrer
-            for referrer in referrers
-            if id(referrer) not in modules
-            and not isinstance(referrer, types.FrameType | type)
-            and (engine.is_traced(referrer) or not is_of_library(type(referrer).__module__, but=_CARRIERS))
-        ]
-        first = first or next((f"a {type(each).__name__}" for each in things), "")
-        things = things[:MOST]
+            if found := _named_holder(referrer, things, modules.get(id(referrer), "")):
+                return found
+        things = [each for each in referrers if id(each) not in modules and _is_followed(each)]
         if not things:
             break
+        first = first or f"a {type(things[0]).__name__}"
+        things = things[:MOST]
     return first or "something"
+
+
+def _named_holder(referrer: Any, things: Sequence[Any], module: str) -> str:
+    """Returns, in words, the global or the class of a model that refers to one of `things`; "" if it is neither.
+
+    Args:
+        module: The name of the module whose globals `referrer` is, or "".
+    """
+    if module and not is_of_library(module):
+        names = (key for key, value in referrer.items() if any(value is thing for thing in things))
+        return f"'{next(names, '')}' of the module '{module}'"
+    if isinstance(referrer, type) and not is_of_library(referrer.__module__):
+        return f"the class '{referrer.__qualname__}'"
+    return ""
+
+
+def _is_followed(referrer: Any) -> bool:
+    """Returns whether the search goes on to an object's referrers: not for frames, for classes, and for objects of
+    libraries other than those that carry values, such as a list.
+    """
+    if isinstance(referrer, types.FrameType | type):
+        return False
+    return engine.is_traced(referrer) or not is_of_library(type(referrer).__module__, but=_CARRIERS)

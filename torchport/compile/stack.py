@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -240,30 +241,7 @@ class Stacked(torch.nn.Module):
         by_call = {number: [call.leaves[number] for call in calls] for number in tensors}
         varying = {n: values for n, values in by_call.items() if any(value is not leaves[n] for value in values)}
         shared = {number: leaf for number, leaf in tensors.items() if number not in varying}
-
-        def torch_block(carry: Any, layer: Mapping[str, torch.Tensor], given: Mapping[int, torch.Tensor]) -> Any:
-            """Runs one block in PyTorch with its weights, `layer`, and its tensors by leaf; returns the next carry."""
-            # By one deepcopy, so that an object that two arguments share stays shared.
-            others = copy.deepcopy(
-                calls[0].given, {id(leaf): given.get(number, leaf) for number, leaf in enumerate(leaves)}
-            )
-            arguments = {**others} | dict(zip(self.carries, carry, strict=True))
-            engine.freeze((layer, given), "an argument of a stacked block")
-            whole = {name: self.gather(name, weight) for name, weight in layer.items()}
-            photo = graph.photo([*others.values(), self.block, *self._modules_of_code()])
-            with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
-                outputs, rebound = call_with(self.block, whole, *self._as_passed(arguments))
-            if rebound:  # a scan traces one call for all blocks
-                fact = f"A block of '{self.name}' sets its own '{rebound[0]}' when it is called"
-                raise self._error(fact, attribute=rebound[0])
-            self._check_changes(photo)
-            written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
-            self.returns_tuple = isinstance(outputs, tuple)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            if not all(isinstance(output, torch.Tensor) for output in outputs):
-                kinds = ", ".join(type(output).__name__ for output in outputs)
-                raise self._error(f"A block of '{self.name}' returns {kinds}, and no tensors")
-            return self._next_carry(carry, outputs)
+        torch_block = functools.partial(self._run_block, calls[0], written)
 
         def scan(carry: Any, layers: Any, shared: Any, varying: Any) -> Any:
             """Calls `torch_block` for one block after the other in JAX, and returns the last block's outputs."""
@@ -284,6 +262,43 @@ class Stacked(torch.nn.Module):
             return jax.lax.scan(run_block, carry, (layers if is_all else {}, indices, stacked))[0]
 
         return tuple(engine.call_jax(scan, *converted((carry, weights, shared, varying), engine.constant)))
+
+    def _run_block(
+        self,
+        call: _Call,
+        written: set[int],
+        carry: Any,
+        layer: Mapping[str, torch.Tensor],
+        given: Mapping[int, torch.Tensor],
+    ) -> Tensors:
+        """Runs one block in PyTorch, and returns the next carry. A scan traces it once, and runs that for all blocks.
+
+        Args:
+            call: The call of the first of these blocks, with the arguments that are no tensors.
+            written: Gets the numbers of the carries that the block writes to.
+            layer: The block's weights, by name.
+            given: The block's tensors among its arguments, by their number in `call.leaves`.
+        """
+        # By one deepcopy, so that an object that two arguments share stays shared.
+        leaves = {id(leaf): given.get(number, leaf) for number, leaf in enumerate(call.leaves)}
+        others = copy.deepcopy(call.given, leaves)
+        arguments = {**others} | dict(zip(self.carries, carry, strict=True))
+        engine.freeze((layer, given), "an argument of a stacked block")
+        whole = {name: self.gather(name, weight) for name, weight in layer.items()}
+        photo = graph.photo([*others.values(), self.block, *self._modules_of_code()])
+        with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
+            outputs, rebound = call_with(self.block, whole, *self._as_passed(arguments))
+        if rebound:
+            fact = f"A block of '{self.name}' sets its own '{rebound[0]}' when it is called"
+            raise self._error(fact, attribute=rebound[0])
+        self._check_changes(photo)
+        written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
+        self.returns_tuple = isinstance(outputs, tuple)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            kinds = ", ".join(type(output).__name__ for output in outputs)
+            raise self._error(f"A block of '{self.name}' returns {kinds}, and no tensors")
+        return self._next_carry(carry, outputs)
 
     def _as_passed(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a block's arguments as `args` and `kwargs`. All are keywords, unless its forward has a `*args`."""

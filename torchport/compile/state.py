@@ -295,35 +295,51 @@ class State:
 
     def effects(self, before: Snapshot, after: Snapshot, traced: Sequence[Any]) -> Effects:
         """Returns the effects of a traced call, by the snapshots before and after it; refuses exchanged submodules."""
+        # Nodes, tables and outputs keep their numbers: those with higher numbers are new.
         changed = {}
         for number, (old, new) in enumerate(zip(before.nodes, after.nodes, strict=False)):
-            if [*old.terms.items()] != [*new.terms.items()]:
-                changed[number] = new.terms
-                if old.terms.get(_SUBMODULES) != new.terms.get(_SUBMODULES):
-                    fact = f"A call exchanges submodules of a '{type(old.thing).__name__}'"
-                    raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
-        # Nodes keep their numbers: nodes with higher numbers are new.
+            if [*old.terms.items()] == [*new.terms.items()]:  # also in this order
+                continue
+            changed[number] = new.terms
+            if old.terms.get(_SUBMODULES) != new.terms.get(_SUBMODULES):
+                fact = f"A call exchanges submodules of a '{type(old.thing).__name__}'"
+                raise BadValueError(self.place, fact, "Have them all from the start, and choose by a flag")
         created = [(graph.blank(node.thing), node.terms) for node in after.nodes[len(before.nodes) :]]
         written = [n for n in {*before.firsts} if n not in before.views and engine.was_written(traced[n])]
-        marks = dict(enumerate(before.marks))
-        tables, parts = {n: t for n, t in enumerate(after.tables) if marks.get(n) != after.marks[n]}, {}
-        if len(after.tables) > len(before.tables):
-            tables, parts = _parts_of(tables, before.tables)
-        tables = {n: t.clone() for n, t in tables.items()}
-        new_attributes = {}
-        for number, tensor in enumerate(before.inputs.values()):
-            if (attributes := self.check_attributes(traced[number])) != vars(tensor):
-                new_attributes["input", number] = attributes
-        for number, tensor in enumerate(after.outputs):
-            if attributes := self.check_attributes(tensor):
-                new_attributes["output", number] = attributes
-        terms = [after.root, *(term for _, terms in created for term in terms.values())]
-        for number, new_terms in changed.items():
+        tables, parts = _new_tables(before, after)
+
+        # The weights that the new terms refer to. A term that the call has left alone needs none.
+        terms_of_new = [after.root, *(term for _, terms in created for term in terms.values())]
+        for number, terms in changed.items():
             old_terms = before.nodes[number].terms
-            terms += [term for part, term in new_terms.items() if old_terms.get(part) != term]
-        weights = frozenset(str(reference.number) for term in terms for reference in graph.references(term, "weight"))
-        whole = after.root, changed, created, written, tables, weights, len(after.outputs)
-        return Effects(*whole, parts=parts, attributes=new_attributes)
+            terms_of_new += [term for part, term in terms.items() if old_terms.get(part) != term]
+        references = (reference for term in terms_of_new for reference in graph.references(term, "weight"))
+        return Effects(
+            returned=after.root,
+            changed=changed,
+            created=created,
+            written=written,
+            tables=tables,
+            weights=frozenset(str(reference.number) for reference in references),
+            outputs=len(after.outputs),
+            parts=parts,
+            attributes=self._new_attributes(before, after, traced),
+        )
+
+    def _new_attributes(
+        self, before: Snapshot, after: Snapshot, traced: Sequence[Any]
+    ) -> dict[tuple[str, int], dict[str, Any]]:
+        """Returns the attributes that a call has set on inputs and outputs, by kind and number: `("input", 0)`."""
+        found = {}
+        for number, tensor in enumerate(before.inputs.values()):
+            attributes = self.check_attributes(traced[number])
+            if attributes != vars(tensor):
+                found["input", number] = attributes
+        for number, tensor in enumerate(after.outputs):
+            attributes = self.check_attributes(tensor)
+            if attributes:
+                found["output", number] = attributes
+        return found
 
     def apply(self, effects: Effects, before: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
         """Makes the changes of a call's effects in the nodes of `before`, and returns the call's return value.
@@ -556,6 +572,16 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns shape, dtype and strides of a tensor; None in place of the strides if it is contiguous or sparse."""
     is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
+
+
+def _new_tables(before: Snapshot, after: Snapshot) -> Any:
+    """Returns copies of the tables that a call has written to or made, by number, and the parts of `_parts_of`."""
+    marks = dict(enumerate(before.marks))
+    tables = {n: table for n, table in enumerate(after.tables) if marks.get(n) != after.marks[n]}
+    parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
+    if len(after.tables) > len(before.tables):
+        tables, parts = _parts_of(tables, before.tables)
+    return {n: table.clone() for n, table in tables.items()}, parts
 
 
 def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> Any:

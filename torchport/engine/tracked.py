@@ -184,20 +184,8 @@ class Dispatch:
         kwargs = kwargs or {}
         traced = self._traced((args, kwargs))
         makes = self._makes(function, args, kwargs)
-        is_aten = isinstance(function, torch._ops.OpOverload)
         if not traced and not makes:
-            try:
-                output = self.lower(function, types, args, kwargs)
-            except self.not_found:
-                if not is_aten:
-                    raise
-                # A host tensor, as no device is named.
-                with _plain():
-                    return function(*args, **kwargs)
-            # A host tensor that is moved to the devices keeps its values known.
-            is_moved = isinstance(output, self.type)
-            answer = self._ask_pytorch(function, args, kwargs, "cpu") if is_moved else None
-            return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
+            return self._call_untraced(function, types, args, kwargs)
         if function in _INDEXING:
             index = self._index(args[1])
             if function is torch.Tensor.__getitem__ and isinstance(index, self.type):
@@ -207,17 +195,45 @@ class Dispatch:
             # A traced tensor is on meta for PyTorch. So `to("jax")` of it has to return the tensor itself.
             args, kwargs = pytree.tree_map(lambda leaf: _META if _is_engine_device(leaf) else leaf, (args, kwargs))
             return function(*args, **kwargs)
-        is_lowered = function in self.environment._ops and not isinstance(function, torch._ops.OpOverloadPacket)
-        is_decomposed = not is_lowered or function in _DECOMPOSED
-        # torchax's lowering may take `out`, and not write to it.
-        if kwargs.get("out") is not None:
-            is_decomposed = True
-        if not is_aten and is_decomposed and not makes:
+        if isinstance(function, torch._ops.OpOverload):
+            return self._call_aten(function, types, args, kwargs, traced)
+        if not makes and self._is_decomposed(function, kwargs):
             raise self.not_found(f"{_name(function)} is made of operators")  # then PyTorch decomposes it
+        return self._call_lowered(function, types, args, kwargs, traced)
+
+    def _call_untraced(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator of the host's tensors, or of none; it may move one of them to the devices."""
+        try:
+            output = self.lower(function, types, args, kwargs)
+        except self.not_found:
+            if not isinstance(function, torch._ops.OpOverload):
+                raise
+            # A host tensor, as no device is named.
+            with _plain():
+                return function(*args, **kwargs)
+        if not isinstance(output, self.type):
+            return output
+        # A host tensor that is moved to the devices keeps its values known.
+        answer = self._ask_pytorch(function, args, kwargs, "cpu")
+        return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
+
+    def _is_decomposed(self, function: Any, kwargs: Any) -> bool:
+        """Returns whether a function is left to PyTorch, which decomposes it into operators of aten."""
+        if function not in self.environment._ops or isinstance(function, torch._ops.OpOverloadPacket):
+            return True
+        # torchax's lowering may take `out`, and not write to it.
+        return function in _DECOMPOSED or kwargs.get("out") is not None
+
+    def _call_aten(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
+        """Calls an operator of aten, which has arrived below autograd."""
         if function is torch.ops.aten.as_strided.default:
             args, kwargs = self._as_strided_of_memory(*args, **kwargs), {}
-        if is_aten and torch.Tag.inplace_view in function.tags:
+        if torch.Tag.inplace_view in function.tags:
             return self._call_inplace_view(function, types, args, kwargs)
+        return self._call_lowered(function, types, args, kwargs, traced)
+
+    def _call_lowered(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
+        """Calls an operator that PyTorch has not decomposed: on the host if its values are known, or on the devices."""
         for tensor in traced:
             self.shadow(tensor)  # makes it if it is missing
         check_read(traced, function)
@@ -226,6 +242,7 @@ class Dispatch:
         if returning and not is_patched:
             return self._call_with_out(function, returning, args, kwargs)
         # Below autograd and in inference mode PyTorch does not decompose these.
+        is_aten = isinstance(function, torch._ops.OpOverload)
         if is_aten and not is_patched and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
             with self.environment._dispatch_mode:
                 return function._op_dk(_COMPOSITE, *args, **kwargs)  # not `decompose`: PyTorch has others for compilers

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_
 from torchport.stages.image import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, LoopLeft, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
-from torchport.stages.upstream_pipeline import UpstreamPipeline
+from torchport.stages.upstream_pipeline import PipelineInputs, UpstreamPipeline
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
@@ -208,7 +208,7 @@ class _Stages(UpstreamPipeline):
         encoded: list[tuple[Any, ...]] = []
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
-        self._first_latents(parts, settings, {}, vae, others, encoded=encoded, **image)
+        self._first_latents(parts, settings, {}, vae, others, image=image, encoded=encoded)
         expected = 2 if self.card.negative_apart and self.is_guided(settings) else 1
         if len(encoded) != expected:
             fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
@@ -236,7 +236,7 @@ class _Stages(UpstreamPipeline):
         others = self.others(parts, settings)
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         encoders = {name: parts[name] for name in self.card.encoders if name in parts}
-        self._first_latents(parts, settings, embeddings, vae, {**encoders, **others}, **image)
+        self._first_latents(parts, settings, embeddings, vae, {**encoders, **others}, image=image)
         tensors = tree.packed({name: others[name].returned for name in self.called_before})
         return {f"{KEPT}.{name}": tensor for name, tensor in tensors.items()}
 
@@ -276,7 +276,7 @@ class _Stages(UpstreamPipeline):
             parts["vae"].enable_tiling()
         vae = EncodingVae(parts["vae"], dtype, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
-        self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings), **image)
+        self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings), image=image)
         if not vae.moments:
             fact = f"'{self.name}' does not call its VAE's 'encode' before its first step"
             raise BadValueError(self.place, fact, OTHER_LOOP)
@@ -417,7 +417,7 @@ class _Stages(UpstreamPipeline):
             arguments = {"latents": noise.to(expected.dtype)}
         vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, self.image_stage)
         others = self.others(parts, settings, before)
-        self.called(parts, settings, embeddings, replay, calls, vae, others, is_latent=True, **arguments)
+        self.called(PipelineInputs(parts, settings, embeddings, replay, vae, others, calls, arguments=arguments))
         # The loop's latents, not the call's: the pipeline may change them after its loop, and `decode` runs that code.
         latents = dict(zip(("latents", SOUND_LATENTS), all_latents(replay.state), strict=False))
         return {**latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
@@ -444,12 +444,14 @@ class _Stages(UpstreamPipeline):
         embeddings: Mapping[str, torch.Tensor],
         vae: ComponentStandIn,
         others: Mapping[str, Any],
-        **arguments: Any,
+        image: Mapping[str, Any] = MappingProxyType({}),
+        encoded: list[tuple[Any, ...]] | None = None,
     ) -> list[torch.Tensor]:
         """Returns the latents at the first step of upstream's loop: the pipeline runs up to there, and is left."""
         loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
+        given = PipelineInputs(parts, settings, embeddings, loop, vae, others, arguments=image, encoded=encoded)
         try:
-            self.called(parts, settings, embeddings, loop, {}, vae, others, is_latent=True, **arguments)
+            self.called(given)
         except LoopLeft:
             return loop.samples
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
@@ -503,11 +505,13 @@ class _Stages(UpstreamPipeline):
         if call is None:  # upstream's code decodes on the host
             next(progress, None)
             vae = EncodedVae(parts["vae"], dtype, image_latents, "denoise")
-            video, *sound = self.called(parts, settings, embeddings, replay, {}, vae, others, is_latent=False)
+            given = PipelineInputs(parts, settings, embeddings, replay, vae, others, is_latent=False)
+            video, *sound = self.called(given)
             pixels = frames.pixels(self.checked_frames(video, settings))
         else:  # upstream's code passes the latents to a VAE that only notes them; then the program decodes
             postponed = PostponedVae(parts["vae"], dtype, image_latents, self.name, self.place)
-            result, *sound = self.called(parts, settings, embeddings, replay, {}, postponed, others, is_latent=False)
+            given = PipelineInputs(parts, settings, embeddings, replay, postponed, others, is_latent=False)
+            result, *sound = self.called(given)
             next(progress, None)
             pixels = call(**postponed.inputs_of(result))
         next(progress, None)

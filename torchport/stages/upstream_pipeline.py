@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,26 @@ from torchport.stages.stand_in import ComponentStandIn, NetworkStandIn
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 """What an argument takes, by the type of its default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineInputs:
+    """All that one call of upstream's pipeline is made with: its components, and the arguments of the call."""
+
+    parts: Mapping[str, Any]  #: The networks, for their configurations.
+    settings: Settings
+    embeddings: Mapping[str, torch.Tensor]
+    loop: Loop  #: The scheduler's steps, and the seed's generator.
+    vae: Any  #: In the place of the VAE. A `PostponedVae` also replaces the pipeline's post-processing.
+    others: Mapping[str, Any]  #: Further components, by name.
+    #: The stage's network, by its name; none where every step is done.
+    calls: Mapping[str, Call] = dataclasses.field(default_factory=dict)
+    is_latent: bool = True  #: Whether the pipeline returns latents, or frames.
+    #: Further arguments of the call. Without an image the pipeline gets a blank image: `vae` has the encoded image.
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: For a card with `answers`, a list that gets the values of each call of `encode_prompt`. None: these calls return
+    #: the values in `embeddings`, and upstream's function is not called.
+    encoded: list[tuple[Any, ...]] | None = None
 
 
 class UpstreamPipeline:
@@ -88,77 +109,54 @@ class UpstreamPipeline:
             values = pipe.encode_prompt(**arguments)
         return values if isinstance(values, tuple) else (values,)
 
-    def called(
-        self,
-        parts: Mapping[str, Any],
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        replay: Loop,
-        calls: Mapping[str, Call],
-        vae: ComponentStandIn,
-        others: Mapping[str, Any],
-        *,
-        is_latent: bool,
-        encoded: list[tuple[Any, ...]] | None = None,
-        **arguments: Any,
-    ) -> list[torch.Tensor]:
-        """Runs upstream's pipeline, and returns its latents or frames; and after them its sound, if it makes any.
-
-        Args:
-            parts: The networks, for their configurations.
-            replay: The scheduler's steps, and the seed's generator.
-            calls: The stage's network, by its name; none where every step is done.
-            vae: In the place of the VAE. A `PostponedVae` also replaces the pipeline's post-processing.
-            others: Further components, by name.
-            is_latent: Whether the pipeline returns latents, or frames.
-            encoded: For a card with `answers`, a list that gets the values of each call of `encode_prompt`. None: these
-                calls return the values in `embeddings`, and upstream's function is not called.
-            **arguments: Of the pipeline. Without an image the pipeline gets a blank image: `vae` has the encoded image.
-        """
-        networks = {
-            name: NetworkStandIn(
-                parts[name],
-                settings.dtypes[name],
-                replay,
-                calls.get(name),
-                self._conditions(name, settings, embeddings),
-            )
-            for name in self.card.networks
-        }
-        pipe = self.built({**others, "vae": vae, **networks, "scheduler": replay.scheduler})
+    def called(self, inputs: PipelineInputs) -> list[torch.Tensor]:
+        """Runs upstream's pipeline, and returns its latents or frames; and after them its sound, if it makes any."""
+        pipe = self.built({**inputs.others, **self._stand_ins(inputs)})
         pipe.set_progress_bar_config(disable=True)
-        if isinstance(vae, PostponedVae):
-            vae.take_over(pipe)
-        if self.card.answers:  # the pipeline calls `encode_prompt` itself, and takes no embeddings
-            prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
-            returned = [tuple(embeddings.get(prefix + name) for name in self.card.embeddings) for prefix in prefixes]
-            known = returned if encoded is None else None
-            pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, encoded)
-            prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
-            arguments |= dict.fromkeys(prompts, "any") if known else prompts  # later stages have no prompt
-            embeddings = {}
-        arguments = self._arguments(pipe, settings, embeddings, is_latent, arguments)
-        output = pipe(**{**arguments, "generator": replay.generator}, return_dict=False)
+        if isinstance(inputs.vae, PostponedVae):
+            inputs.vae.take_over(pipe)
+        if self.card.answers:
+            inputs = self._answered(pipe, inputs)
+        arguments = self._arguments(pipe, inputs)
+        output = pipe(**{**arguments, "generator": inputs.loop.generator}, return_dict=False)
         # Some pipelines return an object all the same.
         results = list(output.values() if isinstance(output, Mapping) else output)[: self.latents]
-        self._check_loop(replay, settings)
-        if is_latent and not all(isinstance(result, torch.Tensor) for result in results):
+        self._check_loop(inputs.loop, inputs.settings)
+        if inputs.is_latent and not all(isinstance(result, torch.Tensor) for result in results):
             raise self._wrong_result("latent", results[0], "a tensor")
-        replay.finish()
+        inputs.loop.finish()
         return results
 
-    def _arguments(
-        self,
-        pipe: Any,
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        is_latent: bool,
-        arguments: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def _stand_ins(self, inputs: PipelineInputs) -> dict[str, Any]:
+        """Returns the components that take the places of the networks, the VAE and the scheduler, by name."""
+        stand_ins: dict[str, Any] = {"vae": inputs.vae, "scheduler": inputs.loop.scheduler}
+        for name in self.card.networks:
+            dtype, call = inputs.settings.dtypes[name], inputs.calls.get(name)
+            conditions = self._conditions(name, inputs.settings, inputs.embeddings)
+            stand_ins[name] = NetworkStandIn(inputs.parts[name], dtype, inputs.loop, call, conditions)
+        return stand_ins
+
+    def _answered(self, pipe: Any, inputs: PipelineInputs) -> PipelineInputs:
+        """Replaces the `encode_prompt` of a pipeline whose call calls it. Returns the inputs of that call: it takes
+        prompts in place of embeddings.
+        """
+        settings = inputs.settings
+        prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
+        names = self.card.embeddings
+        returned = [tuple(inputs.embeddings.get(prefix + name) for name in names) for prefix in prefixes]
+        known = returned if inputs.encoded is None else None
+        pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, inputs.encoded)
+        prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
+        if known:  # later stages have no prompt
+            prompts = dict.fromkeys(prompts, "any")
+        return dataclasses.replace(inputs, embeddings={}, arguments={**inputs.arguments, **prompts})
+
+    def _arguments(self, pipe: Any, inputs: PipelineInputs) -> dict[str, Any]:
         """Returns the arguments of a pipeline's call, without the generator. The later ones replace the earlier: the
         job's fields, the card's constants, the job's `call`, the embeddings, `arguments`. A prompt is None unless
         `arguments` has it.
         """
+        settings, arguments = inputs.settings, inputs.arguments
         self._check_call(pipe, settings)
         prompts, takes = ("prompt", "negative_prompt"), inspect.signature(pipe.__call__).parameters
         result = {name: arguments.get(name) for name in prompts if name in takes}  # some have "" by default
@@ -169,8 +167,9 @@ class UpstreamPipeline:
 
             blank = Image.new("RGB", (settings.width, settings.height))  # the image is not here
             result[self.card.image] = [blank] * settings.frames if self.card.edits else blank
-        result |= {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
-        result |= {name: [value] if name in self.card.lists else value for name, value in embeddings.items()}
+        result |= {**self.card.constants, **settings.call, "output_type": "latent" if inputs.is_latent else "pt"}
+        for name, value in inputs.embeddings.items():
+            result[name] = [value] if name in self.card.lists else value
         result |= {name: value for name, value in arguments.items() if name not in prompts}
         steps = [name for name, setting in self.card.settings.items() if setting == "steps"]
         result |= dict.fromkeys(steps, asked_steps(type(pipe), settings.steps, result))

@@ -28,7 +28,7 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.image import MOMENTS, EncodedVae
 from torchport.stages.replay import Loop
 from torchport.stages.stand_in import NetworkStandIn
-from torchport.stages.upstream_pipeline import UpstreamPipeline
+from torchport.stages.upstream_pipeline import PipelineInputs, UpstreamPipeline
 from torchport.task import Task
 from torchport.verify import encoders
 from torchport.verify.report import FAULT, Seam, Verdict
@@ -255,7 +255,7 @@ def _run_upstream(
     vae = EncodedVae(parts["vae"], settings.dtypes["vae"], moments, upstream.image_stage)
     noise = {"latents": inputs["noise"]} if "noise" in inputs else {}
     others = upstream.others(parts, settings, kept)
-    upstream.called(parts, settings, embeddings, loop, calls, vae, others, is_latent=True, **noise)
+    upstream.called(PipelineInputs(parts, settings, embeddings, loop, vae, others, calls, arguments=noise))
 
 
 def _run_pipeline(
@@ -359,24 +359,10 @@ def record(
         encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
     """
     with in_force(task, task.stages):
-        side = SideRecord({}, {} if reference is None else reference.moments, LoopRecord(chosen))
-        for stage in encoding_stages(task):
-            if stage.network is not None and reference is not None:
-                # The port takes the original's moments of the image.
-                continue
-            if task.encodes_on_devices(stage) and reference is not None:
-                values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
-                side.modules.extend(modules)
-            else:
-                values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
-            if task.original and task.job.encode == "devices" and stage.name == "encode":
-                yardstick = encoders.yardstick_of(task, stage, folder, values)
-                side = dataclasses.replace(side, yardstick=yardstick)
-            if stage.network is None:
-                side.encoded[stage.name] = values
-            else:
-                # The stage with a network is that of the VAE, which encodes the image.
-                side.moments.update(values)
+        if reference is None:
+            side = _encoded_original(task, folder, LoopRecord(chosen), encoded)
+        else:
+            side = _encoded_port(task, folder, LoopRecord(chosen), encoded, reference)
         source = reference or side
         inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
         with side.loop.recording():
@@ -386,6 +372,44 @@ def record(
                 if reference is None:
                     raise
                 return dataclasses.replace(side, stopped=error)
+    return side
+
+
+def _encoded_original(
+    task: Task, folder: Path, loop: LoopRecord, encoded: Mapping[str, dict[str, torch.Tensor]] | None
+) -> SideRecord:
+    """Returns the original's record after encoding, with the yardstick of encoders that the port has on the devices."""
+    side = SideRecord({}, {}, loop)
+    for stage in encoding_stages(task):
+        values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
+        if task.original and task.job.encode == "devices" and stage.name == "encode":
+            side = dataclasses.replace(side, yardstick=encoders.yardstick_of(task, stage, folder, values))
+        if stage.network is None:
+            side.encoded[stage.name] = values
+        else:
+            # The stage with a network is that of the VAE, which encodes the image.
+            side.moments.update(values)
+    return side
+
+
+def _encoded_port(
+    task: Task,
+    folder: Path,
+    loop: LoopRecord,
+    encoded: Mapping[str, dict[str, torch.Tensor]] | None,
+    reference: SideRecord,
+) -> SideRecord:
+    """Returns a port's record after encoding. It takes the original's moments of the image from `reference`."""
+    side = SideRecord({}, reference.moments, loop)
+    for stage in encoding_stages(task):
+        if stage.network is not None:
+            continue
+        if task.encodes_on_devices(stage):
+            values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
+            side.modules.extend(modules)
+        else:
+            values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
+        side.encoded[stage.name] = values
     return side
 
 

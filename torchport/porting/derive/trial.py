@@ -179,31 +179,56 @@ class PipelineTrial:
             before: What the pipeline did in the trial that stopped.
             end: The time, by `time.monotonic`, after which no change is tried.
         """
-        divisor = re.search(r"divisible by\D*(\d+)", str(stop.error))
+        if self._follow_message(stop):
+            return self._tried()
+        # The likeliest change comes first. Each of these undoes a change that did not help.
+        return (
+            self._mended_by_image(stop, before)
+            or self._mended_by_class(stop, before)
+            or self._mended_by_arguments(stop, before, end)
+        )
+
+    def _follow_message(self, stop: Stop) -> bool:
+        """Makes the change that the error's text asks for; returns whether it asks for one that was not made before."""
+        text = str(stop.error)
+        divisor = re.search(r"divisible by\D*(\d+)", text)
         if divisor and int(divisor[1]) % (self.unit or 1 << 30):  # else this unit was tried
             self.unit = math.lcm(int(divisor[1]), self.unit or 1)
-            return self._tried()
-        if "chat_template" in str(stop.error) and self.configurations.give("chat_template", TEMPLATE):
-            return self._tried()
-        if isinstance(stop.error, OverflowError) and self.configurations.give("model_max_length", LONGEST):
-            return self._tried()
+            return True
+        if "chat_template" in text and self.configurations.give("chat_template", TEMPLATE):
+            return True
+        return isinstance(stop.error, OverflowError) and self.configurations.give("model_max_length", LONGEST)
+
+    def _mended_by_image(self, stop: Stop, before: Observed) -> tuple[Observed, Stop | None] | None:
+        """Returns the next trial if the pipeline comes further with an image or a video; None if it does not."""
         takes = [name for name in IMAGES if name in inspect.signature(self.cls.__call__).parameters]
-        if takes and self.image is None and re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE):
-            self.image = takes[0]
-            if further := self._tried_further(before):
-                return further
+        speaks_of_image = re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE)
+        if not takes or self.image is not None or not speaks_of_image:
+            return None
+        self.image = takes[0]
+        further = self._tried_further(before)
+        if further is None:
             self.image = None
-        parts = self.configurations.parts
-        values = self.configurations.values
+        return further
+
+    def _mended_by_class(self, stop: Stop, before: Observed) -> tuple[Observed, Stop | None] | None:
+        """Returns the next trial if it comes further with another class of a network that may have several."""
+        parts, values = self.configurations.parts, self.configurations.values
         for name, part in list(parts.items()):
-            is_suspect = part.kind == "network" and stop.component in (None, name)
-            for other in part.others if is_suspect else ():  # classes that it may have as well
+            if part.kind != "network" or stop.component not in (None, name):
+                continue
+            for other in part.others:
                 kept_values = values[name]
                 self.configurations.choose(name, other)
                 if further := self._tried_further(before):
                     return further
                 parts[name] = part
                 values[name] = kept_values
+        return None
+
+    def _mended_by_arguments(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
+        """Returns the next trial that comes further with other arguments of a component; see `_mended`."""
+        values = self.configurations.values
         for name, changes in self._proposals(stop):
             if time.monotonic() + self.longest > end:
                 return None
